@@ -1,0 +1,37 @@
+# `make train` and `make test` work from a fresh clone; everything runs inside .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# An unpinned torch brings gigabytes of CUDA libraries; on a GPU machine set TORCH= to keep the torch that is installed.
+TORCH  ?= torch==2.13.0
+
+.PHONY: train test check lint bench clean
+
+$(READY): setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
+	touch $@
+
+# Trains a GPT on the source files of the running Python's standard library, on 4 CPU ranks; a second run resumes.
+train: $(READY)
+	PYTHON=$(BIN)/python sh examples/train_cpu.sh
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint
+	$(BIN)/python -m pytest -m "not slow" -q
+
+bench: $(READY)
+	$(BIN)/python benchmarks/dynamic_vs_static.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

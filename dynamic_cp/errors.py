@@ -1,0 +1,48 @@
+"""Errors a user can cause. Each message gives what is wrong, the two numbers that disagree, and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DynamicCPError(ValueError):
+    """Base of every error that bad input can raise.
+
+    Args:
+        message: One line for the user: what, the two numbers, the remedy.
+        **details: The numbers of the message, kept as attributes for programs.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["details"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class InvalidInputError(DynamicCPError):
+    """A value, file or topology that contradicts itself or the others."""
+
+
+class InfeasibleSampleError(DynamicCPError):
+    """A sample that no allowed context-parallel size can hold within the token limit."""
+
+
+class IllegalPlanError(DynamicCPError):
+    """A plan that breaks a rule of `dynamic_cp.validate.check_plan`."""
+
+
+class UnsupportedFeatureError(DynamicCPError):
+    """A configuration outside the supported list; the message names the flag."""
+
+
+class DataError(DynamicCPError):
+    """A data file or index that is missing, truncated or malformed."""
+
+
+class CheckpointError(DynamicCPError):
+    """A checkpoint that is missing, truncated or does not match this run."""

@@ -1,0 +1,379 @@
+"""The values every stage passes on: samples, topology, model, hardware, plan.
+
+    sample -> bucket (one CP group's share of one micro-batch) -> micro-batch (all lanes) -> plan (one global batch)
+
+A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
+stage and holds `tp_size` ranks. Values are frozen and hold no live handles; what can be derived is a property.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from dynamic_cp.errors import InvalidInputError
+
+CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
+CP_COMM_TYPES: tuple[str, ...] = get_args(CpCommType)
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
+
+
+def is_power_of_two(value: int) -> bool:
+    """Return whether `value` is 1, 2, 4, 8, ..."""
+    return value >= 1 and value & (value - 1) == 0
+
+
+def largest_power_of_two(value: int) -> int:
+    """Return the largest power of two that is <= `value` (`value` >= 1)."""
+    return 1 << (value.bit_length() - 1)
+
+
+def _require_at_least(minimum: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < minimum:
+            raise InvalidInputError(
+                f"{name} is {value}, the smallest allowed value is {minimum}: give {name} >= {minimum}",
+                name=name,
+                value=value,
+                minimum=minimum,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One input sequence: its id (unique in the global batch) and its unpadded length in tokens (>= 1)."""
+
+    sample_id: int
+    seqlen: int
+
+    def __post_init__(self) -> None:
+        if self.seqlen < 1:
+            raise InvalidInputError(
+                f"sample {self.sample_id} has {self.seqlen} tokens, at least 1 is needed: "
+                "drop empty samples before planning",
+                sample_id=self.sample_id,
+                seqlen=self.seqlen,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How the ranks of a job are arranged.
+
+    Attributes:
+        tp_size, pp_size: tensor- and pipeline-parallel sizes.
+        vp_size: model chunks per pipeline stage (1 = no interleaving).
+        num_lanes: world size / (tp_size * pp_size); any integer >= 1.
+        ranks_per_node: ranks of one node; lanes of a node are adjacent.
+        sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
+        all_lanes_coupled: lanes share other collectives inside a micro-batch (expert parallel, delayed-scaling FP8),
+            so they must run micro-batches in one common order.
+    """
+
+    num_lanes: int
+    tp_size: int = 1
+    pp_size: int = 1
+    vp_size: int = 1
+    ranks_per_node: int = 8
+    sequence_parallel: bool = False
+    all_lanes_coupled: bool = False
+
+    def __post_init__(self) -> None:
+        _require_at_least(
+            1,
+            num_lanes=self.num_lanes,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            vp_size=self.vp_size,
+            ranks_per_node=self.ranks_per_node,
+        )
+        if self.vp_size > 1 and self.pp_size == 1:
+            raise InvalidInputError(
+                f"vp_size is {self.vp_size} but pp_size is 1: interleaving needs pp_size >= 2",
+                vp_size=self.vp_size,
+                pp_size=1,
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self.num_lanes * self.tp_size * self.pp_size
+
+    @property
+    def max_cp_size(self) -> int:
+        """Largest context-parallel size: the largest power of two <= num_lanes."""
+        return largest_power_of_two(self.num_lanes)
+
+    @property
+    def lanes_per_node(self) -> int:
+        """Lanes that share a node (at least 1)."""
+        return max(1, self.ranks_per_node // self.tp_size)
+
+    @property
+    def rank_token_multiple(self) -> int:
+        """Tokens of a rank in one micro-batch are a multiple of this (tp_size with sequence parallelism, else 1)."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    @property
+    def num_microbatches_multiple(self) -> int:
+        """num_microbatches is a multiple of this (the VPP micro-batch group size, pp_size; 1 without VPP)."""
+        return self.pp_size if self.vp_size > 1 else 1
+
+    def spans_nodes(self, first_lane: int, cp_size: int) -> bool:
+        """Return whether lanes first_lane .. first_lane + cp_size - 1 lie on more than one node."""
+        return first_lane // self.lanes_per_node != (first_lane + cp_size - 1) // self.lanes_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a dense GPT that decide its cost.
+
+    Attributes:
+        ffn_hidden_size: width of the MLP's inner layer (one branch of it if gated).
+        num_query_groups: KV heads (= num_attention_heads for multi-head attention).
+        kv_channels: width of one head.
+        gated_linear_unit: SwiGLU-like MLP (three matrices) instead of two.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    gated_linear_unit: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _require_at_least(
+            1,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=self.vocab_size,
+        )
+        if self.num_attention_heads % self.num_query_groups:
+            raise InvalidInputError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_query_groups {self.num_query_groups}: every KV head serves the same number of query heads",
+                num_attention_heads=self.num_attention_heads,
+                num_query_groups=self.num_query_groups,
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together (as wide again for the values)."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def linear_weights_per_layer(self) -> int:
+        """Weights of the matrices of one transformer layer (QKV, output projection, MLP), without biases and norms."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        mlp_matrices = 3 if self.gated_linear_unit else 2
+        return attention + mlp_matrices * self.hidden_size * self.ffn_hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What one context-parallel group computes in one micro-batch.
+
+    `samples` may be empty: a minimal all-padding sequence with a zero loss mask then keeps the lane in step.
+    """
+
+    first_lane: int
+    cp_size: int = 1
+    samples: tuple[Sample, ...] = ()
+    cp_comm_type: CpCommType = "p2p"
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, first_lane=self.first_lane)
+        if not is_power_of_two(self.cp_size):
+            raise InvalidInputError(
+                f"cp_size {self.cp_size} of the bucket at lane {self.first_lane} is not a power of two: "
+                "use 1, 2, 4, ...",
+                cp_size=self.cp_size,
+                first_lane=self.first_lane,
+            )
+        if self.cp_comm_type not in CP_COMM_TYPES:
+            raise InvalidInputError(
+                f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(CP_COMM_TYPES)}",
+                cp_comm_type=self.cp_comm_type,
+            )
+
+    @property
+    def lanes(self) -> range:
+        """Lanes of the group."""
+        return range(self.first_lane, self.first_lane + self.cp_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unpadded tokens of all samples."""
+        return sum(sample.seqlen for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One step of all lanes: buckets in lane order that tile them."""
+
+    buckets: tuple[Bucket, ...]
+
+    def bucket_of_lane(self, lane: int) -> Bucket:
+        """Return the bucket that holds `lane`; KeyError when no bucket does."""
+        for bucket in self.buckets:
+            if lane in bucket.lanes:
+                return bucket
+        raise KeyError(lane)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Packing, CP size per bucket and number of micro-batches of one global batch.
+
+    Attributes:
+        topology: the ranks that it is for.
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        micro_batches: in the order in which every lane runs them.
+        policy: name of the method that made it.
+    """
+
+    topology: Topology
+    max_tokens_per_rank: int
+    micro_batches: tuple[MicroBatch, ...]
+    policy: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches, the same on every lane."""
+        return len(self.micro_batches)
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        """All buckets, micro-batch by micro-batch, in lane order."""
+        return (bucket for micro_batch in self.micro_batches for bucket in micro_batch.buckets)
+
+    @property
+    def samples(self) -> Iterator[Sample]:
+        """All samples, in the order of the buckets."""
+        return (sample for bucket in self.buckets for sample in bucket.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unpadded tokens of the global batch."""
+        return sum(bucket.num_tokens for bucket in self.buckets)
+
+    @property
+    def cp_histogram(self) -> Mapping[int, int]:
+        """cp_size -> number of non-empty buckets of that size, ascending."""
+        return dict(sorted(Counter(bucket.cp_size for bucket in self.buckets if bucket.samples).items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Coefficients of the cost model, read from `dynamic_cp/data/hardware/*.json` (each number has its source there).
+
+    Formulas: `dynamic_cp.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the datasheet's.
+    """
+
+    name: str
+    peak_flops_per_s: float
+    linear_flops_per_s: float
+    attention_flops_per_s: float
+    bandwidth_in_node_bytes_per_s: float
+    bandwidth_across_nodes_bytes_per_s: float
+    p2p_bandwidth_bytes_per_s: float
+    exchange_latency_s_per_layer: float
+    forward_overhead_s_per_layer: float
+    backward_overhead_s_per_layer: float
+    overhead_s_per_bucket_stage: float
+    linear_extra_tokens: float = 0.0
+    attention_extra_tokens: float = 0.0
+    linear_backward_over_forward: float = 2.0
+    attention_backward_over_forward: float = 2.5
+    exchange_backward_over_forward: float = 2.0
+    recompute_overhead_credit: float = 0.5
+    source: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "peak_flops_per_s",
+            "linear_flops_per_s",
+            "attention_flops_per_s",
+            "bandwidth_in_node_bytes_per_s",
+            "bandwidth_across_nodes_bytes_per_s",
+            "p2p_bandwidth_bytes_per_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(
+                    f"hardware {self.name!r}: {name} is {getattr(self, name)}, it must be > 0", name=name
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user allows the planner.
+
+    Attributes:
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
+        static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
+        cp_comm_type: exchange of every bucket with cp_size > 1.
+        recompute: activation recomputation of the run.
+        bytes_per_element: bytes of one activation (2 for bf16, 4 for fp32).
+    """
+
+    max_tokens_per_rank: int
+    min_cp_size: int = 1
+    max_cp_size: int | None = None
+    static_cp_size: int | None = None
+    cp_comm_type: CpCommType = "p2p"
+    recompute: Recompute = "none"
+    bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
+        for name in ("min_cp_size", "max_cp_size"):
+            value = getattr(self, name)
+            if value is not None and not is_power_of_two(value):
+                raise InvalidInputError(
+                    f"{name} {value} is not a power of two: use 1, 2, 4, ...", name=name, value=value
+                )
+        if self.recompute not in RECOMPUTE_MODES:
+            raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """A plan with what is expected of it and why it was chosen.
+
+    Attributes:
+        predicted_s: simulated time of one iteration, forward and backward of all micro-batches.
+        predicted_busy_s: simulated compute seconds of each lane on one pipeline stage.
+        reason: one line: which candidate won, against which, by how much.
+    """
+
+    plan: Plan
+    predicted_s: float
+    predicted_busy_s: tuple[float, ...]
+    reason: str
+
+    @property
+    def imbalance(self) -> float:
+        """max / mean of the lanes' busy seconds (1 = perfectly even)."""
+        mean = sum(self.predicted_busy_s) / len(self.predicted_busy_s)
+        return max(self.predicted_busy_s) / mean if mean > 0 else 1.0

@@ -1,0 +1,36 @@
+"""Packages of the project: the pure planner `dynamic_cp` and two siblings of `megatron.core`.
+
+`megatron` is a namespace package that the PyPI package megatron-core also lives in, so it has no `__init__.py` here.
+"""
+
+from setuptools import find_namespace_packages, setup
+
+TRAIN = [
+    "megatron-core==0.16.1",
+    "torch>=2.6",
+    "einops",
+    "packaging",
+    "psutil",  # dist_checkpointing.save needs it without declaring it: without psutil a save hangs
+    "tensorboard",
+]
+TEST = ["hypothesis", "pytest>=8", "pytest-timeout"]
+
+setup(
+    name="megatron-dynamic-cp",
+    version="0.1.0",
+    description="Dynamic context parallelism for Megatron-Core: every micro-batch gets its own CP size",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_namespace_packages(
+        include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*"]
+    ),
+    package_data={"dynamic_cp": ["data/**/*.json", "data/*/*.json", "py.typed"]},
+    install_requires=["numpy>=1.26"],
+    extras_require={
+        "train": TRAIN,
+        "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
+        "test": TEST,
+        "dev": [*TEST, "mypy", "ruff"],
+    },
+    entry_points={"console_scripts": ["dynamic-cp=dynamic_cp.cli:main"]},
+)
