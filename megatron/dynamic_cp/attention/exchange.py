@@ -1,0 +1,75 @@
+"""What moves between the lanes of a CP group. Every transfer goes through here and is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+
+class ExchangeError(RuntimeError):
+    """A transfer inside a CP group failed or timed out; the message names the group and the place in the run."""
+
+
+def _failed(params: DynamicPackedSeqParams, error: RuntimeError) -> ExchangeError:
+    ranks = dist.get_process_group_ranks(params.cp_group)
+    return ExchangeError(f"exchange in the CP group of ranks {ranks} failed at {params.label}: {error}")
+
+
+class RingShift:
+    """A transfer to the next lane and from the previous one that has been started; `wait()` returns what came."""
+
+    def __init__(self, tensors: Sequence[Tensor], params: DynamicPackedSeqParams) -> None:
+        group = params.cp_group
+        ranks = dist.get_process_group_ranks(group)
+        following, preceding = ranks[(group.rank() + 1) % len(ranks)], ranks[(group.rank() - 1) % len(ranks)]
+        self._params = params
+        # Sent tensors stay referenced until the transfer is done.
+        self._sent = [tensor.contiguous() for tensor in tensors]
+        self._received = [torch.empty_like(tensor) for tensor in self._sent]
+        operations = [dist.P2POp(dist.isend, tensor, following, group) for tensor in self._sent]
+        operations += [dist.P2POp(dist.irecv, tensor, preceding, group) for tensor in self._received]
+        try:
+            self._pending = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise _failed(params, error) from error
+        params.stats.bytes_sent += sum(tensor.nbytes for tensor in self._sent)
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors of the previous lane, in the order in which it sent them."""
+        try:
+            for work in self._pending:
+                work.wait()
+        except RuntimeError as error:
+            raise _failed(self._params, error) from error
+        return self._received
+
+
+def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+    """Return the shards of all lanes, [cp * T, ...], in the order of the group's ranks."""
+    group = params.cp_group
+    x_THD = x_THD.contiguous()
+    gathered = x_THD.new_empty((group.size() * len(x_THD), *x_THD.shape[1:]))
+    try:
+        dist.all_gather_into_tensor(gathered, x_THD, group=group)
+    except RuntimeError as error:
+        raise _failed(params, error) from error
+    params.stats.bytes_sent += x_THD.nbytes * (group.size() - 1)
+    return gathered
+
+
+def reduce_scatter_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+    """Return the sum over lanes of this lane's slice of x_THD [cp * T, ...], shape [T, ...]."""
+    group = params.cp_group
+    x_THD = x_THD.contiguous()
+    scattered = x_THD.new_empty((len(x_THD) // group.size(), *x_THD.shape[1:]))
+    try:
+        dist.reduce_scatter_tensor(scattered, x_THD, group=group)
+    except RuntimeError as error:
+        raise _failed(params, error) from error
+    params.stats.bytes_sent += scattered.nbytes * (group.size() - 1)
+    return scattered

@@ -1,0 +1,70 @@
+"""The core attention that megatron-core builds when TransformerEngine is not used: THD, causal, GQA, CPU and CUDA."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
+from megatron.dynamic_cp.attention.ring import RingAttention
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+_EXCHANGES = {"p2p": RingAttention, "all_gather": AllGatherAttention}
+
+
+class TorchTHDAttention(MegatronModule):
+    """Causal attention inside each packed sequence, over the CP group of the micro-batch.
+
+    One lane is a ring of one: the same code without a transfer.
+
+    Raises:
+        UnsupportedFeatureError: attention dropout, or a mask other than causal.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise UnsupportedFeatureError(
+                f"--attention-dropout {dropout} is not supported by the torch THD attention, only 0: "
+                "use --attention-dropout 0.0",
+                flag="--attention-dropout",
+            )
+        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+            raise UnsupportedFeatureError(
+                f"{attention_type} attention with mask {attn_mask_type} is not supported, only causal self-attention"
+            )
+        self.layer_number = layer_number
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: DynamicPackedSeqParams | None = None,
+    ) -> Tensor:
+        """Return the context [T, 1, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]."""
+        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
+            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
+        exchange = _EXCHANGES[packed_seq_params.cp_comm_type]
+        out_THD = exchange.apply(query, key, value, packed_seq_params, self.softmax_scale)
+        return out_THD.reshape(len(out_THD), 1, -1)

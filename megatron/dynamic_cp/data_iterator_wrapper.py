@@ -1,0 +1,181 @@
+"""From the lengths of a global batch to what megatron-core's schedules iterate over.
+
+    lengths -> plan (rank 0, published) -> this lane's samples -> packs -> zigzag shards -> one iterator per model chunk
+
+Everything that can fail on one rank alone (reading samples) happens here, before the first collective of the step, and
+its outcome is exchanged: all ranks go on, or all raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.serialize import digest
+from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.planning import PlanSource
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
+from megatron.dynamic_cp.verify import check_same_digest, raise_together
+
+
+class SampleTokens(Protocol):
+    """What is read of one sample; labels are shifted already: labels[i] follows tokens[i]."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkNeeds:
+    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask."""
+
+    tokens: bool
+    labels: bool
+
+
+class StepData(NamedTuple):
+    """What a step runs on, in the order of Megatron's own wrapper."""
+
+    data_iterators: list[Iterator[dict[str, Any]]]
+    num_microbatches: int
+    seqlen_sum: int
+    seqlen_squared_sum: int
+
+
+class DataIteratorWrapper:
+    """Plans global batches and builds this rank's micro-batches.
+
+    Args:
+        plan_source: makes the plan, the same on all ranks.
+        read_sample: sample_id -> its tokens; called for the samples of this lane only, once each.
+        groups: prebuilt CP groups.
+        chunks: what each model chunk of this rank needs.
+        device: where the tensors go.
+
+    Attributes:
+        planned: the latest plan with its prediction.
+        exchange_stats: bytes that this rank's attention sent since the latest `wrap`.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan_source: PlanSource,
+        read_sample: Callable[[int], SampleTokens],
+        groups: DynamicCPGroups,
+        chunks: Sequence[ChunkNeeds],
+        device: torch.device | None = None,
+    ) -> None:
+        self._plan_source = plan_source
+        self._read_sample = read_sample
+        self._groups = groups
+        self._chunks = tuple(chunks)
+        self._device = device or torch.device("cpu")
+        self.planned: PlannedBatch | None = None
+        self.exchange_stats = ExchangeStats()
+
+    def wrap(self, step: int, samples: Sequence[Sample]) -> StepData:
+        """Return the iterators and counts of global batch `step`. Collective over the job.
+
+        Args:
+            samples: the global batch, the same on all ranks.
+
+        Raises:
+            DynamicCPError: no plan, ranks that disagree, or a sample that could not be read; the same on all ranks.
+        """
+        self.planned = self._plan_source.plan(step, samples)
+        plan = self.planned.plan
+        check_same_digest(digest(plan), f"the plan of step {step}", self._device)
+        self.exchange_stats = ExchangeStats()
+        micro_batches: list[dict[str, Any]] = []
+        error: DynamicCPError | None = None
+        try:
+            micro_batches = [
+                self._build(plan, index, f"step {step}, micro-batch {index}") for index in range(plan.num_microbatches)
+            ]
+        except DynamicCPError as caught:
+            error = caught
+        raise_together(error, self._device)
+        seqlens = np.array([sample.seqlen for sample in samples], dtype=np.int64)
+        return StepData(
+            [map(_keep_only(needs), micro_batches) for needs in self._chunks],
+            plan.num_microbatches,
+            int(seqlens.sum()),
+            int((seqlens * seqlens).sum()),
+        )
+
+    def _build(self, plan: Plan, index: int, label: str) -> dict[str, Any]:
+        """Return this rank's shard of micro-batch `index`: [1, T] tensors and the packed-sequence parameters."""
+        bucket = plan.micro_batches[index].bucket_of_lane(self._groups.lane)
+        group = self._groups.group(bucket.first_lane, bucket.cp_size)
+        seqlens = padded_seqlens(
+            (sample.seqlen for sample in bucket.samples), bucket.cp_size, plan.topology.rank_token_multiple
+        )
+        positions = packed_shard_positions(seqlens, bucket.cp_size, group.rank())
+        params = DynamicPackedSeqParams.build(
+            seqlens,
+            torch.from_numpy(positions).to(self._device),
+            group,
+            cp_comm_type=bucket.cp_comm_type,
+            label=f"{label}, lanes {bucket.first_lane}..{bucket.first_lane + bucket.cp_size - 1}",
+            stats=self.exchange_stats,
+        )
+        batch: dict[str, Any] = {"packed_seq_params": params}
+        if any(needs.tokens or needs.labels for needs in self._chunks):
+            ends = np.cumsum(seqlens) // bucket.cp_size
+            columns = self._read_shard(bucket, np.split(positions, ends[:-1]))
+            batch |= {name: torch.from_numpy(column).to(self._device)[None] for name, column in columns.items()}
+        return batch
+
+    def _read_shard(self, bucket: Bucket, shards: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+        """Return tokens, labels, loss mask and position ids of the local tokens, 0 in all of them for padding.
+
+        Args:
+            shards: for each sequence of the pack the positions that this rank holds.
+        """
+        if not bucket.samples:
+            nothing = np.zeros(len(shards[0]), dtype=np.int64)
+            return {
+                "tokens": nothing,
+                "labels": nothing,
+                "loss_mask": nothing.astype(np.float32),
+                "position_ids": nothing,
+            }
+        columns: dict[str, list[NDArray[Any]]] = {"tokens": [], "labels": [], "loss_mask": [], "position_ids": []}
+        for sample, shard in zip(bucket.samples, shards, strict=True):
+            values = self._read_sample(sample.sample_id)
+            if len(values.tokens) != sample.seqlen:
+                raise DataError(
+                    f"sample {sample.sample_id} has {len(values.tokens)} tokens, its index says {sample.seqlen}: "
+                    "the data changed after it was indexed; restart to index it again",
+                    sample_id=sample.sample_id,
+                )
+            for name in ("tokens", "labels", "loss_mask"):
+                columns[name].append(take_shard(getattr(values, name), shard, 0))
+            columns["position_ids"].append(np.where(shard < sample.seqlen, shard, 0))
+        return {name: np.concatenate(column) for name, column in columns.items()}
+
+
+def _keep_only(needs: ChunkNeeds) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what hands a chunk its tensors and None for the others. megatron-core expects every key."""
+
+    def keep(batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "tokens": batch.get("tokens") if needs.tokens else None,
+            "position_ids": batch.get("position_ids") if needs.tokens else None,
+            "labels": batch.get("labels") if needs.labels else None,
+            "loss_mask": batch.get("loss_mask") if needs.labels else None,
+            "packed_seq_params": batch["packed_seq_params"],
+        }
+
+    return keep

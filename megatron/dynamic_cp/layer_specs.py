@@ -1,0 +1,28 @@
+"""The transformer layers of a GPT with dynamic CP, as a megatron-core spec."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.norm import torch_norm
+from megatron.dynamic_cp.self_attention import DynamicCPSelfAttention
+
+
+def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return the block of this pipeline stage (chunk `vp_stage` of it): megatron-core's local layers with our norm,
+    self-attention and core attention.
+    """
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = torch_norm
+    layer.submodules.pre_mlp_layernorm = torch_norm
+    attention = layer.submodules.self_attention
+    attention.module = DynamicCPSelfAttention
+    attention.submodules.core_attention = TorchTHDAttention
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = torch_norm
+        attention.submodules.k_layernorm = torch_norm
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=torch_norm)

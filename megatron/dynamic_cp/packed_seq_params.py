@@ -1,0 +1,76 @@
+"""What travels with a micro-batch through the model: boundaries, the CP group, positions, counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from dynamic_cp.types import CpCommType
+
+
+@dataclass
+class ExchangeStats:
+    """Bytes that this rank sent to other lanes for attention, forward and backward, since the step began."""
+
+    bytes_sent: int = 0
+
+
+@dataclass
+class DynamicPackedSeqParams(PackedSeqParams):
+    """megatron-core's `PackedSeqParams` (THD) with what a micro-batch's own CP group needs.
+
+    TransformerEngine sees the fields of the base class only. All four `cu_seqlens*` are the SAME int32 tensor of padded
+    boundaries over the whole group [num_sequences + 1], padding is at the end of each sequence, `max_seqlen_*` is the
+    longest padded length; `cp_group` and `local_cp_size` are always set, also for one lane.
+
+    Attributes:
+        padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
+        positions: position within its sequence of each local token, int64 [T].
+        cp_comm_type: how keys and values are exchanged.
+        label: where in the run this is, for error messages.
+        stats: counter shared by all micro-batches of the step.
+        rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
+    """
+
+    padded_seqlens: tuple[int, ...] = ()
+    positions: torch.Tensor | None = None
+    cp_comm_type: CpCommType = "p2p"
+    label: str = ""
+    stats: ExchangeStats = field(default_factory=ExchangeStats)
+    rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        padded_seqlens: tuple[int, ...],
+        positions: torch.Tensor,
+        cp_group: dist.ProcessGroup,
+        *,
+        cp_comm_type: CpCommType,
+        label: str,
+        stats: ExchangeStats,
+    ) -> DynamicPackedSeqParams:
+        """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`."""
+        boundaries = np.concatenate([[0], np.cumsum(padded_seqlens)]).astype(np.int32)
+        cu_seqlens = torch.from_numpy(boundaries).to(positions.device)
+        longest = max(padded_seqlens)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            local_cp_size=cp_group.size(),
+            cp_group=cp_group,
+            padded_seqlens=padded_seqlens,
+            positions=positions,
+            cp_comm_type=cp_comm_type,
+            label=label,
+            stats=stats,
+        )

@@ -1,0 +1,80 @@
+"""Nobody raises alone: ranks exchange an outcome first, then all go on or all raise the same error.
+
+Through the job's store where one rank speaks (rank 0's files, plans), with one small all-reduce where all do.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import DynamicCPError, IllegalPlanError
+
+T = TypeVar("T")
+
+
+def job_store() -> dist.Store:
+    """Return the store that the ranks of this job share."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def publish_outcome(key: str, compute: Callable[[], T], store: dist.Store | None = None) -> T:
+    """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank.
+
+    Args:
+        key: name of the outcome, unique in the job, the same on all ranks.
+    """
+    store = store or job_store()
+    if dist.get_rank() == 0:
+        try:
+            outcome: tuple[bool, object] = (True, compute())
+        except DynamicCPError as error:
+            outcome = (False, error)
+        store.set(key, pickle.dumps(outcome))
+    else:
+        outcome = pickle.loads(store.get(key))
+    succeeded, value = outcome
+    if not succeeded:
+        raise value  # type: ignore[misc]
+    return value  # type: ignore[return-value]
+
+
+_calls = 0
+
+
+def run_on_rank_zero(compute: Callable[[], T]) -> T:
+    """Like `publish_outcome`, with a key counted here: all ranks must call it equally often."""
+    global _calls
+    _calls += 1
+    return publish_outcome(f"rank_zero/{_calls}", compute)
+
+
+def raise_together(error: DynamicCPError | None, device: torch.device | None = None) -> None:
+    """Raise on all ranks the error of the lowest rank that has one; return when none has. Collective."""
+    has_error = torch.tensor([0 if error is None else 1], device=device)
+    dist.all_reduce(has_error, op=dist.ReduceOp.MAX)
+    if not has_error.item():
+        return
+    errors: list[DynamicCPError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
+    raise type(first)(f"{first} (rank {rank})", **first.details)
+
+
+def check_same_digest(digest: str, what: str, device: torch.device | None = None) -> None:
+    """Raise IllegalPlanError on all ranks unless `digest` (hex) is the same everywhere. Collective, 16 bytes."""
+    prefix = int(digest[:15], 16)
+    extremes = torch.tensor([prefix, -prefix], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes[0].item(), -extremes[1].item()
+    if largest != smallest:
+        raise IllegalPlanError(
+            f"ranks disagree on {what}: digests {smallest:015x} and {largest:015x} (this rank has {prefix:015x}); "
+            "all ranks must run the same version with the same settings",
+            smallest=smallest,
+            largest=largest,
+        )
