@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.norm import torch_norm
+from megatron.dynamic_cp.norm import TorchNorm
 from megatron.dynamic_cp.self_attention import DynamicCPSelfAttention
 
 
@@ -16,13 +16,13 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
     self-attention and core attention.
     """
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = torch_norm
-    layer.submodules.pre_mlp_layernorm = torch_norm
+    layer.submodules.input_layernorm = TorchNorm
+    layer.submodules.pre_mlp_layernorm = TorchNorm
     attention = layer.submodules.self_attention
     attention.module = DynamicCPSelfAttention
     attention.submodules.core_attention = TorchTHDAttention
     if config.qk_layernorm:
-        attention.submodules.q_layernorm = torch_norm
-        attention.submodules.k_layernorm = torch_norm
+        attention.submodules.q_layernorm = TorchNorm
+        attention.submodules.k_layernorm = TorchNorm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=torch_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchNorm)

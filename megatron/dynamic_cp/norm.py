@@ -12,10 +12,17 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def torch_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> torch.nn.Module:
-    """Return the norm that `config.normalization` names, over the last dim of size `hidden_size`."""
-    kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-    norm = kind(hidden_size, eps=eps)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel
-    return norm
+class TorchNorm:
+    """Builds the norm that `config.normalization` names, over the last dim of size `hidden_size`.
+
+    A class, because megatron-core takes a function in a spec for the module itself.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> torch.nn.Module:
+        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm

@@ -21,7 +21,7 @@ _EXCHANGES = {"p2p": RingAttention, "all_gather": AllGatherAttention}
 class TorchTHDAttention(MegatronModule):
     """Causal attention inside each packed sequence, over the CP group of the micro-batch.
 
-    One lane is a ring of one: the same code without a transfer.
+    One lane is a ring of one, whatever the exchange: the same code without a transfer.
 
     Raises:
         UnsupportedFeatureError: attention dropout, or a mask other than causal.
@@ -65,6 +65,7 @@ class TorchTHDAttention(MegatronModule):
         """Return the context [T, 1, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]."""
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        exchange = _EXCHANGES[packed_seq_params.cp_comm_type]
+        alone = packed_seq_params.cp_group.size() == 1
+        exchange = RingAttention if alone else _EXCHANGES[packed_seq_params.cp_comm_type]
         out_THD = exchange.apply(query, key, value, packed_seq_params, self.softmax_scale)
         return out_THD.reshape(len(out_THD), 1, -1)

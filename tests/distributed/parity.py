@@ -1,0 +1,326 @@
+"""One training step of the real runtime on many ranks, compared token by token and gradient by gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
+from megatron.dynamic_cp.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks
+from tests.distributed import reference
+from tests.distributed.harness import initialize_model_parallel
+
+TOLERANCE = 5e-6
+
+# Owner of a token that is no sample's, yet has a loss.
+PADDING = -1
+
+
+def samples_of(*seqlens: int) -> tuple[Sample, ...]:
+    return tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens))
+
+
+BATCHES = {
+    # One long, a few medium, many short, some of a single token: 2066 tokens.
+    "long_tail": samples_of(37, 701, 1, 16, 255, 24, 9, 128, 30, 1, 12, 7, 333, 64, 20, 18, 101, 5, 77, 48, 179),
+    # Fewer samples than lanes.
+    "few": samples_of(1100, 903),
+    # 2000 tokens in packs of many tiny sequences.
+    "tiny": samples_of(*[1 + index % 11 for index in range(336)]),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parity case is spread over ranks."""
+
+    lanes: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sp: bool = False
+    variant: str = "llama"
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    exchange: str = "p2p"
+    plan: str = "mixed"
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            num_lanes=self.lanes, tp_size=self.tp, pp_size=self.pp, vp_size=self.vpp, sequence_parallel=self.sp
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Outcome on one rank: largest relative errors, and what was looked at."""
+
+    loss_error: float
+    gradient_errors: dict[str, float]
+    tokens_seen: Counter[tuple[int, int]]
+    cp_sizes: frozenset[int]
+
+    @property
+    def gradient_error(self) -> float:
+        return max(self.gradient_errors.values())
+
+
+class FixedPlan:
+    """Plan source of a test: hands out one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.planner_s = 0.0
+
+    def plan(self, step: int, samples: Any) -> PlannedBatch:
+        busy = (1.0,) * self._plan.topology.num_lanes
+        return PlannedBatch(plan=self._plan, predicted_s=1.0, predicted_busy_s=busy, reason="test")
+
+
+def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0) -> Plan:
+    """Return a random legal plan whose buckets have many CP sizes, with empty places and packs of several samples.
+
+    Some micro-batches mix sizes, one uses the largest group, the last has only empty places but on its first lane.
+    """
+    random = np.random.default_rng(seed)
+    topology = layout.topology
+    num_micro_batches = 4 if layout.vpp == 1 else 2 * topology.pp_size
+    cells: list[list[tuple[int, int]]] = []
+    for index in range(num_micro_batches):
+        lane, row = 0, []
+        while lane < topology.num_lanes:
+            sizes = [size for first, size in lane_blocks(lane, topology.num_lanes) if first == lane]
+            size = sizes[-1] if index == 0 else int(random.choice(sizes))
+            row.append((lane, size))
+            lane += size
+        cells.append(row)
+    cells[-1] = [(lane, 1) for lane in range(topology.num_lanes)]
+    places = [(index, cell) for index, row in enumerate(cells[:-1]) for cell in row] + [(num_micro_batches - 1, (0, 1))]
+    contents: dict[tuple[int, tuple[int, int]], list[Sample]] = {place: [] for place in places}
+    longest_first = sorted(samples, key=lambda s: -s.seqlen)
+    for sample in longest_first:
+        # The longest goes to the largest group; the others anywhere, so packs of one and of many samples arise.
+        place = places[0] if sample is longest_first[0] else places[int(random.integers(len(places)))]
+        contents[place].append(sample)
+
+    def bucket(index: int, cell: tuple[int, int]) -> list[Bucket]:
+        held = contents.get((index, cell), [])
+        if not held:
+            return [Bucket(first_lane=lane) for lane in range(cell[0], cell[0] + cell[1])]
+        return [Bucket(first_lane=cell[0], cp_size=cell[1], samples=tuple(held), cp_comm_type=layout.exchange)]
+
+    micro_batches = tuple(
+        MicroBatch(buckets=tuple(b for cell in row for b in bucket(index, cell))) for index, row in enumerate(cells)
+    )
+    return Plan(topology=topology, max_tokens_per_rank=1 << 20, micro_batches=micro_batches, policy="test")
+
+
+def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Plan:
+    """Return a plan whose buckets all have `cp_size`, dealt out in turn."""
+    topology = layout.topology
+    firsts = range(0, topology.num_lanes, cp_size)
+    held: dict[int, list[Sample]] = {first: [] for first in firsts}
+    for index, sample in enumerate(samples):
+        held[firsts[index % len(firsts)]].append(sample)
+    buckets = tuple(
+        Bucket(first_lane=first, cp_size=cp_size, samples=tuple(held[first]), cp_comm_type=layout.exchange)
+        for first in firsts
+    )
+    plan = Plan(
+        topology=topology, max_tokens_per_rank=1 << 20, micro_batches=(MicroBatch(buckets=buckets),), policy="static"
+    )
+    return plan
+
+
+def build_chunks(layout: Layout, variant: reference.ModelVariant) -> tuple[Any, list[Any]]:
+    """Return (config, model chunks of this rank)."""
+    config = reference.transformer_config(
+        variant,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=layout.sp,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        **layout.config,
+    )
+    chunks = []
+    for index in range(layout.vpp):
+        vp_stage = index if layout.vpp > 1 else None
+        chunks.append(
+            reference.gpt_model(
+                config,
+                variant,
+                gpt_block_spec(config, vp_stage),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                vp_stage=vp_stage,
+            )
+        )
+    return config, chunks
+
+
+def reference_name(chunk: Any, name: str) -> str:
+    """Return the parameter's name in the unpartitioned model."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    if name.startswith("decoder.layers."):
+        local = name.split(".")[2]
+        layer = chunk.decoder.layers[int(local)].layer_number - 1
+        return name.replace(f"decoder.layers.{local}.", f"decoder.layers.{layer}.", 1)
+    return name
+
+
+def tensor_parallel_part(parameter: Any, full: torch.Tensor, gated: bool) -> torch.Tensor:
+    """Return this TP rank's part of a full parameter; a gated first MLP matrix holds a part of both its halves."""
+    if parameter.shape == full.shape:
+        return full
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    if gated:
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full.chunk(size, dim=parameter.partition_dim)[rank]
+
+
+def run_step(
+    layout: Layout,
+    samples: tuple[Sample, ...],
+    plan: Plan,
+    expected: dict[str, Any],
+    sabotage: Callable[[], None] | None,
+) -> Comparison:
+    """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
+    if sabotage is not None:
+        sabotage()
+    variant = reference.VARIANTS[layout.variant]
+    initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
+    groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
+    config, chunks = build_chunks(layout, variant)
+
+    def counterpart(chunk: Any, name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        gated = config.gated_linear_unit and "linear_fc1" in name
+        return tensor_parallel_part(parameter, tensors[reference_name(chunk, name)], gated)
+
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.copy_(counterpart(chunk, name, parameter, expected["initial"]))
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        grad_reduce_in_fp32=True,
+        bucket_size=50_000 if layout.overlap_grad_reduce else None,
+    )
+    model = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if layout.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+    by_id = {sample.sample_id: sample for sample in samples}
+    wrapper = DataIteratorWrapper(
+        plan_source=FixedPlan(plan),
+        read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
+        groups=groups,
+        chunks=[ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks],
+    )
+    step = wrapper.wrap(0, samples)
+    recorded: list[tuple[Any, torch.Tensor]] = []
+
+    def recording_forward_step(data_iterator: Iterator[Any], chunk: Any) -> Any:
+        batches: list[Any] = []
+        output, loss_func = loss.forward_step((batches.append(b) or b for b in data_iterator), chunk)
+
+        def recording_loss(token_losses: torch.Tensor) -> Any:
+            recorded.append((batches[0], token_losses.detach().reshape(-1).clone()))
+            return loss_func(token_losses)
+
+        return output, recording_loss
+
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=recording_forward_step,
+        data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=step.num_microbatches,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    if layout.distributed_optimizer:
+        gather_owned_gradients(model)
+    gradient_errors = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            wanted = counterpart(chunk, name, parameter, expected["gradients"])
+            worst = (parameter.main_grad - wanted).abs().max() / wanted.abs().max()
+            gradient_errors[reference_name(chunk, name)] = worst.item()
+    seen, loss_error = compare_losses(plan, groups, recorded, expected["losses"])
+    return Comparison(loss_error, gradient_errors, seen, frozenset(plan.cp_histogram))
+
+
+def gather_owned_gradients(model: list[Any]) -> None:
+    """Fill every gradient buffer from the shards that the distributed optimizer leaves on each lane."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for chunk in model:
+        for buffer in chunk.buffers:
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                bucket.grad_data.zero_()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def compare_losses(
+    plan: Plan, groups: DynamicCPGroups, recorded: list[Any], expected: dict[int, torch.Tensor]
+) -> tuple[Counter[tuple[int, int]], float]:
+    """Return which (sample, position) had an unmasked loss here, and the largest relative loss error."""
+    seen: Counter[tuple[int, int]] = Counter()
+    worst = 0.0
+    if not recorded:
+        return seen, worst
+    assert len(recorded) == plan.num_microbatches
+    for micro_batch, (batch, losses) in zip(plan.micro_batches, recorded, strict=True):
+        bucket = micro_batch.bucket_of_lane(groups.lane)
+        params, mask = batch["packed_seq_params"], batch["loss_mask"].reshape(-1)
+        local_seqlens = [seqlen // bucket.cp_size for seqlen in params.padded_seqlens]
+        owners = np.repeat(np.arange(len(local_seqlens)), local_seqlens)
+        for index in torch.nonzero(mask).flatten().tolist():
+            owner, position = owners[index], int(params.positions[index])
+            if owner >= len(bucket.samples) or position >= bucket.samples[owner].seqlen:
+                seen[PADDING, position] += 1
+                continue
+            sample_id = bucket.samples[owner].sample_id
+            seen[sample_id, position] += 1
+            wanted = expected[sample_id][position]
+            worst = max(worst, ((losses[index] - wanted).abs() / wanted.abs()).item())
+    return seen, worst
+
+
+def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, expected: dict) -> None:
+    errors = {name: error for c in comparisons for name, error in c.gradient_errors.items() if not error <= TOLERANCE}
+    assert not errors, f"gradients differ: {errors}"
+    assert max(c.loss_error for c in comparisons) <= TOLERANCE, "losses differ"
+    compared = {name for c in comparisons for name in c.gradient_errors}
+    assert compared == set(expected["gradients"]), "some gradient was not compared"
+    seen = sum((c.tokens_seen for c in comparisons), Counter())
+    assert len(seen) == expected["num_tokens"] >= 2000
+    assert set(seen.values()) == {layout.tp}, "a token was counted more or less than once per TP rank"

@@ -1,0 +1,119 @@
+"""The judge of the parity suite: a stock megatron-core model in one process, one unpacked, unpadded sequence at a time.
+
+SBHD, context_parallel_size 1, megatron-core's own layer spec and attention; nothing of this project but the CPU shims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from dynamic_cp.types import Sample
+from tests.distributed.harness import initialize_model_parallel
+
+VOCAB_SIZE = 256
+HIDDEN_SIZE = 128
+MAX_POSITIONS = 1024
+
+
+@dataclass(frozen=True)
+class ModelVariant:
+    """What a parity model looks like."""
+
+    name: str
+    tied: bool = False
+    position_embedding: str = "rope"
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+# Llama-like: RoPE, RMS norm, SwiGLU, grouped-query attention.
+LLAMA = ModelVariant(
+    "llama", config={"normalization": "RMSNorm", "num_query_groups": 2, "gated_linear_unit": True, "qk_layernorm": True}
+)
+LLAMA_TIED = ModelVariant("llama_tied", tied=True, config=LLAMA.config)
+# GPT-2-like: learned positions, layer norm, biases, multi-head attention.
+GPT2 = ModelVariant("gpt2", position_embedding="learned_absolute", config={"normalization": "LayerNorm"})
+NO_POSITIONS = ModelVariant("no_positions", position_embedding="none", config={"normalization": "RMSNorm"})
+# RoPE on half of the channels, interleaved pairs, as GPT-J.
+PARTIAL_ROPE = ModelVariant("partial_rope", config={"normalization": "RMSNorm", "rotary_interleaved": True})
+VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, GPT2, NO_POSITIONS, PARTIAL_ROPE)}
+
+
+def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerConfig:
+    """Return the config of both sides; `overrides` are the parallel layout's."""
+    activation = torch.nn.functional.silu if variant.config.get("gated_linear_unit") else torch.nn.functional.gelu
+    values: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": HIDDEN_SIZE,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 256,
+        "activation_func": activation,
+        "add_bias_linear": not variant.config.get("gated_linear_unit", False),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "calculate_per_token_loss": True,
+        "context_parallel_size": 1,
+    }
+    return TransformerConfig(**{**values, **variant.config, **overrides})
+
+
+def gpt_model(config: TransformerConfig, variant: ModelVariant, layer_spec: Any, **stage: Any) -> GPTModel:
+    """Return megatron-core's GPTModel with `layer_spec`."""
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=MAX_POSITIONS,
+        position_embedding_type=variant.position_embedding,
+        rotary_percent=0.5 if variant is PARTIAL_ROPE else 1.0,
+        share_embeddings_and_output_weights=variant.tied,
+        **stage,
+    )
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """Tokens of a sample as the data path hands them out."""
+
+    tokens: Any
+    labels: Any
+    loss_mask: Any
+
+
+def read_sample(sample: Sample) -> SampleTokens:
+    """Return random tokens that depend on the sample only."""
+    generator = torch.Generator().manual_seed(1000 + sample.sample_id)
+    stream = torch.randint(1, VOCAB_SIZE, (sample.seqlen + 1,), generator=generator)
+    return SampleTokens(stream[:-1].numpy(), stream[1:].numpy(), torch.ones(sample.seqlen).numpy())
+
+
+def reference_step(variant_name: str, samples: tuple[Sample, ...]) -> dict[str, Any]:
+    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank."""
+    variant = VARIANTS[variant_name]
+    initialize_model_parallel()
+    config = transformer_config(variant)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    model = gpt_model(config, variant, spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Away from the symmetric start (norms at 1, biases at 0), where errors could hide.
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = {}
+    for sample in samples:
+        values = read_sample(sample)
+        tokens, labels = (torch.from_numpy(x)[None] for x in (values.tokens, values.labels))
+        token_losses = model(tokens, torch.arange(sample.seqlen)[None], None, labels=labels)[0]
+        losses[sample.sample_id] = token_losses.detach().clone()
+        token_losses.sum().backward()
+    num_tokens = sum(sample.seqlen for sample in samples)
+    gradients = {name: p.grad / num_tokens for name, p in model.named_parameters()}
+    return {"initial": initial, "gradients": gradients, "losses": losses, "num_tokens": num_tokens}

@@ -1,0 +1,111 @@
+"""The parity suite notices the mistakes that are easy to make: each fault planted here must make it fail.
+
+Faults are planted inside forked ranks, so nothing has to be put back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron.dynamic_cp import data_iterator_wrapper, loss, self_attention
+from megatron.dynamic_cp.attention import ring
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
+
+pytestmark = pytest.mark.slow
+
+
+def skip_a_ring_step() -> None:
+    original = ring.ring_tiles
+
+    def all_but_the_predecessor(local_seqlens, cp_rank, kv_rank):
+        return [] if kv_rank == cp_rank - 1 else original(local_seqlens, cp_rank, kv_rank)
+
+    ring.ring_tiles = all_but_the_predecessor
+
+
+def rotate_with_the_static_group() -> None:
+    """As megatron-core 0.16.1 does: its static group has one rank, so a shard's positions count from 0."""
+    original = self_attention.rotary_cos_sin
+
+    def static_positions(frequencies, params, dtype):
+        cp_size = params.cp_group.size()
+        params.positions = torch.cat([torch.arange(seqlen // cp_size) for seqlen in params.padded_seqlens])
+        return original(frequencies, params, dtype)
+
+    self_attention.rotary_cos_sin = static_positions
+
+
+def shift_labels_after_sharding() -> None:
+    original = data_iterator_wrapper.DataIteratorWrapper._read_shard
+
+    def shifted(self, bucket, shards):
+        columns = original(self, bucket, shards)
+        return columns | {"labels": np.roll(columns["tokens"], -1)}
+
+    data_iterator_wrapper.DataIteratorWrapper._read_shard = shifted
+
+
+def drop_the_token_count_of_lane_0() -> None:
+    original = loss.sum_of_losses
+
+    def without_count(loss_mask, token_losses):
+        total, num_tokens, logs = original(loss_mask, token_losses)
+        first_lane = parallel_state.get_data_parallel_rank() == 0
+        return total, num_tokens * 0 if first_lane else num_tokens, logs
+
+    loss.sum_of_losses = without_count
+
+
+def leave_padding_unmasked() -> None:
+    original = data_iterator_wrapper.take_shard
+
+    def unmasked(values, positions, fill):
+        return original(values, positions, 1 if values.dtype == np.float32 else fill)
+
+    data_iterator_wrapper.take_shard = unmasked
+
+
+def count_an_empty_place() -> None:
+    original = data_iterator_wrapper.DataIteratorWrapper._read_shard
+
+    def unmasked(self, bucket, shards):
+        columns = original(self, bucket, shards)
+        return columns if bucket.samples else columns | {"loss_mask": np.ones_like(columns["loss_mask"])}
+
+    data_iterator_wrapper.DataIteratorWrapper._read_shard = unmasked
+
+
+def forget_a_gradient_of_the_ring() -> None:
+    """Keys and values of other lanes get no gradient from here."""
+    original = ring.tile_backward
+
+    def only_diagonal(*args, causal, scale):
+        grad_q, grad_k, grad_v = original(*args, causal=causal, scale=scale)
+        return grad_q, grad_k if causal else grad_k * 0, grad_v
+
+    ring.tile_backward = only_diagonal
+
+
+SYMPTOMS = {
+    skip_a_ring_step: "gradients differ",
+    rotate_with_the_static_group: "gradients differ",
+    shift_labels_after_sharding: "gradients differ",
+    drop_the_token_count_of_lane_0: "gradients differ",
+    leave_padding_unmasked: "gradients differ",
+    count_an_empty_place: "gradients differ",
+    forget_a_gradient_of_the_ring: "gradients differ",
+}
+
+
+@pytest.mark.parametrize("sabotage", SYMPTOMS, ids=lambda fault: fault.__name__)
+def test_fault_is_noticed(sabotage, reference_of) -> None:
+    layout, samples = Layout(4), BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    # Every rank finishes its step: the comparison finds the fault, not a crash.
+    comparisons = run_ranks(4, run_step, layout, samples, mixed_plan(samples, layout), expected, sabotage)
+    with pytest.raises(AssertionError, match=SYMPTOMS[sabotage]):
+        assert_equal_to_reference(comparisons, layout, expected)

@@ -1,0 +1,81 @@
+"""Loss of every token and every gradient equal a stock single-process megatron-core model, on many layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step, static_plan
+
+LAYOUTS = {
+    "one_rank": Layout(1),
+    "dp2": Layout(2),
+    "dp4_ring": Layout(4),
+    "dp4_all_gather": Layout(4, exchange="all_gather"),
+    "dp4_distributed_optimizer": Layout(4, distributed_optimizer=True),
+    "dp4_overlap_grad_reduce": Layout(4, distributed_optimizer=True, overlap_grad_reduce=True),
+    "dp4_tied": Layout(4, variant="llama_tied"),
+    "dp4_learned_positions": Layout(4, variant="gpt2"),
+    "dp4_no_positions": Layout(4, variant="no_positions"),
+    "dp4_partial_interleaved_rope": Layout(4, variant="partial_rope"),
+    "dp4_full_recompute": Layout(
+        4, config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ),
+    "dp4_selective_recompute": Layout(
+        4, config={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    ),
+    "dp8_ring": Layout(8),
+    "dp8_all_gather_distributed_optimizer": Layout(8, exchange="all_gather", distributed_optimizer=True),
+    "three_lanes": Layout(3),
+    "six_lanes": Layout(6, exchange="all_gather"),
+    "six_lanes_distributed_optimizer": Layout(6, distributed_optimizer=True),
+    "tp2": Layout(2, tp=2),
+    "tp2_sp": Layout(2, tp=2, sp=True),
+    "tp2_sp_distributed_optimizer": Layout(4, tp=2, sp=True, distributed_optimizer=True),
+    "tp2_learned_positions_sp": Layout(2, tp=2, sp=True, variant="gpt2"),
+    "pp2": Layout(2, pp=2),
+    "pp2_tied_full_recompute": Layout(
+        2,
+        pp=2,
+        variant="llama_tied",
+        config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "pp2_vpp2": Layout(2, pp=2, vpp=2),
+    "pp2_vpp2_distributed_optimizer": Layout(4, pp=2, vpp=2, distributed_optimizer=True),
+    "pp4": Layout(2, pp=4),
+    "dp2_tp2_pp2": Layout(2, tp=2, pp=2),
+    "dp2_tp2_sp_pp2_vpp2_distributed_optimizer": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_single_process(name: str, reference_of) -> None:
+    layout = LAYOUTS[name]
+    samples = BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    plan = mixed_plan(samples, layout)
+    if layout.lanes >= 4:
+        assert {1, 2, 4} <= set(plan.cp_histogram), "the plan does not mix CP sizes"
+    comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
+    assert_equal_to_reference(comparisons, layout, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["few", "tiny"])
+@pytest.mark.parametrize("name", ["dp8_ring", "dp4_all_gather", "tp2_sp", "pp2"])
+def test_batch_shapes_equal_single_process(name: str, batch: str, reference_of) -> None:
+    layout, samples = LAYOUTS[name], BATCHES[batch]
+    expected = reference_of(layout.variant, batch)
+    plan = mixed_plan(samples, layout, seed=1)
+    comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
+    assert_equal_to_reference(comparisons, layout, expected)
+
+
+def test_four_lanes_equal_single_process(reference_of) -> None:
+    """The one layout that `make check` runs."""
+    layout, samples = LAYOUTS["dp4_ring"], BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    plan = static_plan(samples, layout, cp_size=4)
+    comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
+    assert_equal_to_reference(comparisons, layout, expected)
