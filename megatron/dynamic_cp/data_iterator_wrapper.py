@@ -84,6 +84,11 @@ class DataIteratorWrapper:
         self.planned: PlannedBatch | None = None
         self.exchange_stats = ExchangeStats()
 
+    @property
+    def planner_s(self) -> float:
+        """Seconds that rank 0 spent on the latest plan."""
+        return self._plan_source.planner_s
+
     def wrap(self, step: int, samples: Sequence[Sample]) -> StepData:
         """Return the iterators and counts of global batch `step`. Collective over the job.
 

@@ -1,0 +1,62 @@
+"""Load checkpoints into the distributed optimizer when it wraps torch's AdamW (no TransformerEngine, no apex).
+
+megatron-core 0.16.1 can save that combination but not load it. Three repairs, all on the load path:
+
+| where | what goes wrong | repair |
+|---|---|---|
+| `sharded_state_dict(is_loading=True)` | asserts on an optimizer that has not stepped | give it zero state first |
+| `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" per tensor | no_grad, leave "step" |
+| `load_state_dict` | every parameter gets the *same* step tensor, so one step counts many times | one tensor each |
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+
+def install() -> None:
+    """Repair `DistributedOptimizer` in this process; does nothing with fused optimizers or when called again."""
+    if HAVE_APEX_OR_TE or hasattr(DistributedOptimizer.load_state_dict, "__wrapped__"):
+        return
+    DistributedOptimizer.sharded_state_dict = _with_state(DistributedOptimizer.sharded_state_dict)
+    DistributedOptimizer.load_state_dict = _with_own_steps(DistributedOptimizer.load_state_dict)
+    DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
+
+
+def _with_state(sharded_state_dict: Any) -> Any:
+    @functools.wraps(sharded_state_dict)
+    def with_state(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        adam = self.optimizer
+        if is_loading and not adam.state:
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    adam.state[param] = {"step": torch.tensor(0.0), **zeros}
+        return sharded_state_dict(self, model_state, is_loading, *args, **kwargs)
+
+    return with_state
+
+
+def _with_own_steps(load_state_dict: Any) -> Any:
+    @functools.wraps(load_state_dict)
+    def with_own_steps(self: Any, state_dict: Any) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return with_own_steps
+
+
+@torch.no_grad()
+def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+    group_index, group_order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+    main_param.copy_(tensors["param"])
+    for name, value in self.optimizer.state[main_param].items():
+        if name != "step":
+            value.copy_(tensors[name])

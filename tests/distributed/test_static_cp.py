@@ -1,0 +1,127 @@
+"""Our `static` policy equals megatron-core's own static context parallelism on 4 ranks.
+
+megatron-core's side is built with context_parallel_size=4 and keeps its own CP group, sharding of the batch, rotary
+embedding, gradient scaling and reduction. Only the attention kernel is ours on both sides: its own needs
+TransformerEngine under CP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.loss import sum_of_losses
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from tests.distributed import reference
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import Layout, assert_equal_to_reference, run_step, samples_of
+
+pytestmark = pytest.mark.slow
+
+CP_SIZE = 4
+
+
+class StaticGroupAttention(TorchTHDAttention):
+    """Our kernel, told of megatron-core's static CP group."""
+
+    def forward(
+        self, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: PackedSeqParams, **kw: Any
+    ) -> Any:
+        params = DynamicPackedSeqParams.build(
+            (packed_seq_params.max_seqlen_q,),
+            torch.zeros(len(query), dtype=torch.int64),
+            parallel_state.get_context_parallel_group(),
+            cp_comm_type="p2p",
+            label="static",
+            stats=ExchangeStats(),
+        )
+        return super().forward(query, key, value, *args, packed_seq_params=params, **kw)
+
+
+def megatron_static_cp_step(samples: tuple[Sample, ...], initial: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return this rank's {"gradients", "losses": (sample_id, position) -> loss}; one sample per micro-batch."""
+    parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    variant = reference.LLAMA
+    config = reference.transformer_config(variant, context_parallel_size=CP_SIZE)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    spec.submodules.self_attention.submodules.core_attention = StaticGroupAttention
+    chunk = reference.gpt_model(config, variant, spec)
+    chunk.load_state_dict(initial, strict=False)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
+    config.finalize_model_grads_func = finalize_model_grads
+    losses = {}
+
+    def micro_batches() -> Any:
+        for sample in samples:
+            values = reference.read_sample(sample)
+            (seqlen,) = padded_seqlens((sample.seqlen,), CP_SIZE)
+            padding = seqlen - sample.seqlen
+            whole = {
+                name: torch.nn.functional.pad(torch.from_numpy(column), (0, padding))[None]
+                for name, column in vars(values).items()
+            }
+            whole["position_ids"] = torch.arange(seqlen)[None]
+            boundaries = torch.tensor([0, seqlen], dtype=torch.int32)
+            params = PackedSeqParams("thd", boundaries, boundaries, boundaries, boundaries, seqlen, seqlen)
+            yield sample.sample_id, get_batch_on_this_cp_rank(whole), params
+
+    def forward_step(data_iterator: Any, gpt: Any) -> Any:
+        sample_id, batch, params = next(data_iterator)
+        output = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+
+        def loss_func(token_losses: torch.Tensor) -> Any:
+            kept = batch["loss_mask"].flatten().bool()
+            positions = batch["position_ids"].flatten()[kept].tolist()
+            for position, value in zip(positions, token_losses.flatten()[kept].tolist(), strict=True):
+                losses[sample_id, position] = value
+            return sum_of_losses(batch["loss_mask"], token_losses)
+
+        return output, loss_func
+
+    model.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=micro_batches(),
+        model=model,
+        num_microbatches=len(samples),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return {"gradients": {name: p.main_grad.clone() for name, p in chunk.named_parameters()}, "losses": losses}
+
+
+def test_static_policy_equals_static_context_parallelism() -> None:
+    samples = samples_of(1201, 640, 333)
+    layout = Layout(CP_SIZE)
+    single = run_ranks(1, reference.reference_step, "llama", samples)[0]
+    ranks = run_ranks(CP_SIZE, megatron_static_cp_step, samples, single["initial"])
+    by_token = {token: value for rank in ranks for token, value in rank["losses"].items()}
+    losses = {s.sample_id: torch.tensor([by_token[s.sample_id, i] for i in range(s.seqlen)]) for s in samples}
+    assert len(by_token) == single["num_tokens"]
+    static = {**single, "gradients": ranks[0]["gradients"], "losses": losses}
+    plan = Plan(
+        topology=layout.topology,
+        max_tokens_per_rank=1024,
+        micro_batches=tuple(
+            MicroBatch(buckets=(Bucket(first_lane=0, cp_size=CP_SIZE, samples=(sample,)),)) for sample in samples
+        ),
+        policy="static",
+    )
+    comparisons = run_ranks(CP_SIZE, run_step, layout, samples, plan, static, None)
+    assert_equal_to_reference(comparisons, layout, static)
+    # ... and both are right, not merely alike.
+    comparisons = run_ranks(CP_SIZE, run_step, layout, samples, plan, single, None)
+    assert_equal_to_reference(comparisons, layout, single)
