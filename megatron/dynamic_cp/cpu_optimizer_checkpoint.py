@@ -5,7 +5,7 @@ megatron-core 0.16.1 can save that combination but not load it. Three repairs, a
 | where | what goes wrong | repair |
 |---|---|---|
 | `sharded_state_dict(is_loading=True)` | asserts on an optimizer that has not stepped | give it zero state first |
-| `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" per tensor | no_grad, leave "step" |
+| `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" | no_grad, leave "step" |
 | `load_state_dict` | every parameter gets the *same* step tensor, so one step counts many times | one tensor each |
 """
 
