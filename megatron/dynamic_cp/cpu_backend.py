@@ -4,6 +4,8 @@ Call `enable()` once per process, before anything of megatron-core is *built* (i
 whole list; each entry says why it exists, and tests/distributed/test_cpu_backend.py shows what fails without it.
 
 Costs 3.3 us per torch call. The function mode is thread-local: threads started later must not touch torch devices.
+torch suspends it inside `backward()`: its rules do not hold in a backward or a recomputation, where nothing asks for
+them; the replaced functions hold everywhere.
 """
 
 from __future__ import annotations
