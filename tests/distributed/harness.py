@@ -22,8 +22,17 @@ class RankError(RuntimeError):
     """A rank raised, died or hung; carries what each failed rank said."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    shims_without: tuple[str, ...] = (),
+) -> list[Any]:
     """Return [function(*args) on rank r for each r], on forked processes joined in one gloo job.
+
+    Args:
+        shims_without: CPU shims that the ranks do without.
 
     Raises:
         RankError: a rank raised (its traceback is in the message), or not all were done after `timeout_s`.
@@ -33,7 +42,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, world_size, folder, sender, function, args))
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, folder, sender, shims_without, function, args)
+            )
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -71,10 +82,18 @@ def _collect(pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
     return results
 
 
-def _rank_main(rank: int, world_size: int, folder: str, sender: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    sender: Any,
+    shims_without: tuple[str, ...],
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
     try:
         torch.set_num_threads(1)
-        cpu_backend.enable()
+        cpu_backend.enable(shims_without)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         _send(sender, (True, function(*args)))
     except BaseException:
