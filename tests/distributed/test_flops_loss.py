@@ -1,0 +1,113 @@
+"""FLOPs of a step against what torch counts on a real model, and the per-token loss function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch.utils.flop_counter import FlopCounterMode
+
+from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp.flops import training_flops
+from megatron.dynamic_cp.loss import forward_step, sum_of_losses
+from tests.distributed import reference
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+
+SEQLEN = 48
+
+
+def shape_of(variant: reference.ModelVariant) -> ModelShape:
+    config = reference.transformer_config(variant)
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=reference.VOCAB_SIZE,
+        gated_linear_unit=config.gated_linear_unit,
+    )
+
+
+def counted_flops(variant_name: str) -> int:
+    """Return the matrix FLOPs that torch counts in forward and backward of megatron-core's model on one sequence."""
+    variant = reference.VARIANTS[variant_name]
+    initialize_model_parallel()
+    config = reference.transformer_config(variant)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    model = reference.gpt_model(config, variant, spec)
+    tokens = torch.ones(1, SEQLEN, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(SEQLEN)[None], None, labels=tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+def test_flops_are_those_of_the_real_model(variant: str) -> None:
+    (counted,) = run_ranks(1, counted_flops, variant, timeout_s=60)
+    # The stock model computes the whole square of scores, we count the causal half: 3 * (2 + 2) * q * S^2 / 2 a layer.
+    shape = shape_of(reference.VARIANTS[variant])
+    masked_half = shape.num_layers * 3 * 2 * shape.query_size * SEQLEN**2
+    assert training_flops(shape, SEQLEN, SEQLEN**2) == counted - masked_half
+
+
+def test_flops_add_up_over_sequences_and_grow_with_length() -> None:
+    shape = shape_of(reference.LLAMA)
+
+    def flops(*seqlens: int) -> float:
+        return training_flops(shape, sum(seqlens), sum(s * s for s in seqlens))
+
+    assert flops(100, 28) == flops(100) + flops(28)
+    assert flops(128) > flops(100, 28) > flops(64, 64) > flops(127) / 2
+    lengths = [flops(seqlen) for seqlen in range(1, 50)]
+    assert lengths == sorted(set(lengths))
+
+
+def test_loss_counts_unmasked_tokens_only() -> None:
+    mask = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
+    losses = torch.tensor([[2.0, 100.0, 3.0, 0.5]], requires_grad=True)
+    total, num_tokens, logs = sum_of_losses(mask, losses)
+    assert total.item() == 5.5
+    assert num_tokens.item() == 3
+    assert not num_tokens.is_floating_point(), "the schedules add it to an integer"
+    assert logs["lm loss"].tolist() == [5.5, 3.0]
+    assert not logs["lm loss"].requires_grad
+    total.backward()
+    assert losses.grad.tolist() == mask.tolist()
+
+
+def test_loss_of_padding_only_is_zero() -> None:
+    losses = torch.full((1, 4), 7.0, requires_grad=True)
+    total, num_tokens, _ = sum_of_losses(torch.zeros(1, 4), losses)
+    total.backward()
+    assert (total.item(), num_tokens.item()) == (0.0, 0)
+    assert losses.grad.abs().sum() == 0
+
+
+def test_loss_of_bf16_is_summed_in_float32() -> None:
+    """A sum in bf16 would stop at 256: 256 + 1 rounds to 256."""
+    total, num_tokens, logs = sum_of_losses(torch.ones(1, 1000), torch.ones(1, 1000, dtype=torch.bfloat16))
+    assert total.dtype == torch.float32
+    assert (total.item(), num_tokens.item(), logs["lm loss"].tolist()) == (1000.0, 1000, [1000.0, 1000.0])
+
+
+def test_forward_step_hands_each_tensor_to_its_argument() -> None:
+    calls = []
+
+    def model(tokens, position_ids, attention_mask, *, labels, packed_seq_params):
+        calls.append((tokens, position_ids, attention_mask, labels, packed_seq_params))
+        return torch.tensor([[1.0, 2.0, 4.0]])
+
+    batch = {
+        "tokens": "tokens",
+        "position_ids": "position_ids",
+        "labels": "labels",
+        "packed_seq_params": "params",
+        "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
+    }
+    batches = iter([batch, {}])
+    output, loss_func = forward_step(batches, model)
+    assert calls == [("tokens", "position_ids", None, "labels", "params")]
+    assert loss_func(output)[0].item() == 5.0
+    assert list(batches) == [{}], "one micro-batch a call"
