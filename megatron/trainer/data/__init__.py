@@ -1,0 +1,11 @@
+"""Documents -> a deterministic, infinite stream of samples whose lengths are known before anything is read.
+
+data_path.py    --data-path -> entries with weights -> sources
+source.py       what a source is; text_files.py, json_lines.py, indexed.py (.bin/.idx), mock.py are the four
+split.py        contiguous document ranges for training, validation and test
+samples.py      documents of a range -> samples no longer than --seq-length (--overlong)
+pool.py         the samples of one or more sources, shuffled anew in every epoch
+blend.py        which pool fills which position of the stream
+stream.py       position -> sample: `SampleStream.global_batch` (lengths) and `.read` (tokens)
+build.py        all of it from a `config.DataConfig`
+"""

@@ -1,0 +1,92 @@
+"""From a DataConfig to the streams of training, validation and test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data import tokenizer
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.data_path import open_source, parse_blend
+from megatron.trainer.data.mock import MockDocuments
+from megatron.trainer.data.pool import ShuffledPool
+from megatron.trainer.data.samples import SampleIndex
+from megatron.trainer.data.source import Source
+from megatron.trainer.data.split import SPLIT_NAMES, document_ranges, parse_split
+from megatron.trainer.data.stream import SampleStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Splits:
+    """The three streams; None where --split leaves no documents."""
+
+    train: SampleStream | None
+    valid: SampleStream | None
+    test: SampleStream | None
+
+
+def build_splits(config: DataConfig) -> Splits:
+    """Return the streams of `config`: the same in every process, reading indexes only.
+
+    Without blend weights the samples of all paths are shuffled together: each comes once per epoch, so a path's part is
+    in proportion to its samples. With weights each path is a pool of its own with its own epochs.
+
+    Raises:
+        DataError: data that is missing, malformed or empty; a training split without samples.
+        InvalidInputError: flags that contradict themselves.
+    """
+    shares = parse_split(config.split)
+    sources, weights = _open_sources(config)
+    for source in sources:
+        if not len(source.lengths):
+            raise DataError(
+                f"no documents found ({source.describe()}): check --data-path and --data-glob; "
+                "pre-tokenized data needs the prefix of its .bin and .idx files"
+            )
+    ranges = [document_ranges(shares, len(source.lengths)) for source in sources]
+    streams = {}
+    for split, (name, share) in enumerate(zip(SPLIT_NAMES, shares, strict=True)):
+        indexes = [
+            SampleIndex.build(source, *bounds[split], seq_length=config.seq_length, overlong=config.overlong)
+            for source, bounds in zip(sources, ranges, strict=True)
+        ]
+        streams[name] = _stream(name, split, indexes, weights, config) if share else None
+    return Splits(**streams)
+
+
+def _open_sources(config: DataConfig) -> tuple[list[Source], list[Fraction] | None]:
+    built = tokenizer.build(config)
+    if config.mock:
+        return [MockDocuments(config.varlen_mock_config, config.seq_length, config.seed, built)], None
+    entries, weights = parse_blend(config.data_path)
+    return [open_source(entry, config, built) for entry in entries], weights
+
+
+def _stream(
+    name: str, split: int, indexes: Sequence[SampleIndex], weights: Sequence[Fraction] | None, config: DataConfig
+) -> SampleStream | None:
+    """Return the stream of one split; None, with a warning, for a validation or test split without samples."""
+    groups = [indexes] if weights is None else [[index] for index in indexes]
+    pools = [ShuffledPool(group, (config.seed, split, number)) for number, group in enumerate(groups)]
+    for pool in pools:
+        if pool.num_samples:
+            continue
+        num_documents = sum(part.num_documents for part in pool.parts)
+        described = "; ".join(part.source.describe() for part in pool.parts)
+        message = (
+            f"the {name} split of {described} has {num_documents} documents and 0 samples "
+            f"(--split {config.split}, --seq-length {config.seq_length}, --overlong {config.overlong})"
+        )
+        if name == "train":
+            raise DataError(f"{message}: add data or change one of them", num_documents=num_documents)
+        logger.warning("%s: it is left out", message)
+    kept = [number for number, pool in enumerate(pools) if pool.num_samples]
+    if not kept:
+        return None
+    weights = weights or [Fraction(1)]
+    return SampleStream(name, [pools[number] for number in kept], [weights[number] for number in kept])

@@ -1,0 +1,60 @@
+"""What the user says about the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamic_cp.errors import DataError, InvalidInputError
+
+OVERLONG_POLICIES = ("error", "truncate", "drop", "split")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The flags that decide which samples there are and in which order.
+
+    Attributes:
+        seq_length: longest sample in predicted tokens; a document of n tokens with its end of document predicts n - 1.
+        data_path: paths, all or none of them preceded by a blend weight: ("a", "b") or ("0.3", "a", "0.7", "b").
+        split: weights of training, validation and test documents.
+        overlong: what happens to a document that predicts more than `seq_length` tokens; `samples.SampleIndex`.
+        seed: of the order, and of mock data.
+        mock: generate documents instead of reading `data_path`.
+        varlen_mock_config: JSON or a path to it; `mock.MockDocuments`.
+        data_glob: files of a folder in `data_path`.
+        json_key: field of a JSONL line that holds the text.
+        tokenizer, vocab_size, eod_id: `tokenizer.build`.
+    """
+
+    seq_length: int
+    data_path: tuple[str, ...] = ()
+    split: str = "969,30,1"
+    overlong: str = "split"
+    seed: int = 1234
+    mock: bool = False
+    varlen_mock_config: str | None = None
+    data_glob: str = "**/*"
+    json_key: str = "text"
+    tokenizer: str = "ByteTokenizer"
+    vocab_size: int | None = None
+    eod_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise InvalidInputError(
+                f"--seq-length is {self.seq_length}, at least 1 is needed: give the longest sample in tokens",
+                seq_length=self.seq_length,
+            )
+        if self.overlong not in OVERLONG_POLICIES:
+            raise InvalidInputError(
+                f"--overlong {self.overlong} is unknown: use one of {', '.join(OVERLONG_POLICIES)}",
+                overlong=self.overlong,
+            )
+        if self.seed < 0:
+            raise InvalidInputError(f"--seed is {self.seed}, at least 0 is needed: give another seed", seed=self.seed)
+        if self.mock and self.data_path:
+            raise InvalidInputError(
+                f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
+            )
+        if not self.mock and not self.data_path:
+            raise DataError("no data: --data-path is missing or empty; give files or folders, or use --mock-data")

@@ -1,0 +1,120 @@
+"""`--data-path`: its blend weights, and which kind of source each entry is."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+
+from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.indexed import IndexedDocuments
+from megatron.trainer.data.json_lines import JsonLines
+from megatron.trainer.data.source import Source
+from megatron.trainer.data.text_files import TextFiles, list_files
+from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+
+logger = logging.getLogger(__name__)
+
+JSON_SUFFIXES = (".jsonl", ".json")
+
+
+def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[Fraction] | None]:
+    """Return the entries and their weights; None when no entry has one.
+
+    Raises:
+        InvalidInputError: weights for some entries only, or one that is not > 0.
+    """
+    weights = [_number(word) for word in data_path[::2]]
+    if len(data_path) % 2 or all(weight is None for weight in weights):
+        for entry in data_path:
+            if _number(entry) is not None and not os.path.exists(entry):
+                raise InvalidInputError(
+                    f"--data-path has the weight {entry} among {len(data_path)} words: "
+                    "put a weight before every path or before none"
+                )
+        return list(data_path), None
+    for entry, weight in zip(data_path[1::2], weights, strict=True):
+        if weight is None:
+            raise InvalidInputError(
+                f"--data-path has no weight before {entry} but before other paths: "
+                "put a weight before every path or before none"
+            )
+        if not 0 < weight < math.inf:
+            raise InvalidInputError(f"--data-path has weight {weight} for {entry}: blend weights must be > 0")
+    return list(data_path[1::2]), [Fraction(word) for word in data_path[::2]]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def open_source(entry: str, config: DataConfig, tokenizer: ByteTokenizer | NullTokenizer) -> Source:
+    """Return the documents of one entry of --data-path.
+
+    A folder is text files by `config.data_glob`, JSONL when all of them end in .jsonl. A glob is JSONL when all files
+    end in .jsonl or .json, else text. A file goes by its suffix: .idx or .bin, .jsonl or .json, anything else is text.
+    What is neither file nor folder is the prefix of .bin/.idx files or a glob.
+
+    Raises:
+        DataError: nothing there, or nothing that can be read.
+    """
+    prefix, suffix = os.path.splitext(entry)
+    if os.path.isdir(entry):
+        paths = list_files(entry, config.data_glob)
+        if not paths:
+            raise DataError(
+                f"{entry} has no file that matches {config.data_glob}: give another folder or --data-glob", path=entry
+            )
+        return _open_files(entry, paths, (".jsonl",), config, tokenizer)
+    if suffix in (".idx", ".bin") and not glob.has_magic(entry):
+        if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
+            raise _missing(entry)
+        return IndexedDocuments(entry, tokenizer)
+    if os.path.exists(entry):
+        return _open_files(entry, [entry], JSON_SUFFIXES, config, tokenizer)
+    if os.path.exists(entry + ".idx") or os.path.exists(entry + ".bin"):
+        return IndexedDocuments(entry, tokenizer)
+    paths = sorted(path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path))
+    if not paths:
+        raise _missing(entry)
+    return _open_files(entry, paths, JSON_SUFFIXES, config, tokenizer)
+
+
+def _missing(entry: str) -> DataError:
+    return DataError(
+        f"--data-path {entry} does not exist, neither as file, folder or glob nor as {entry}.idx: "
+        f"check the path (the current folder is {os.getcwd()})",
+        path=entry,
+    )
+
+
+def _open_files(
+    name: str,
+    paths: Sequence[str],
+    json_suffixes: tuple[str, ...],
+    config: DataConfig,
+    tokenizer: ByteTokenizer | NullTokenizer,
+) -> Source:
+    if not isinstance(tokenizer, ByteTokenizer):
+        raise InvalidInputError(
+            f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is no .bin/.idx data: use ByteTokenizer"
+        )
+    num_json = sum(path.endswith(json_suffixes) for path in paths)
+    if num_json == len(paths):
+        return JsonLines(name, paths, config.json_key, tokenizer)
+    if num_json:
+        logger.warning(
+            "%s: %d of %d files are JSON and are read as plain text like the others; "
+            "give them a --data-path entry of their own to train on their text fields",
+            name,
+            num_json,
+            len(paths),
+        )
+    return TextFiles(name, paths, tokenizer)

@@ -1,0 +1,76 @@
+"""The samples of one or more indexes as one endless sequence of draws: epoch after epoch, each shuffled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.trainer.data.samples import SampleIndex
+
+
+def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return a permutation of 0 .. num_samples - 1.
+
+    DEVIATION: sorts random words instead of calling Generator.permutation. Reason: numpy promises that the raw words of
+    a bit generator never change, but not the methods of a Generator; a checkpoint must resume with another numpy.
+    """
+    words = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
+    return np.argsort(words, kind="stable")
+
+
+class ShuffledPool:
+    """Draw k is sample k % num_samples of the order of epoch k // num_samples.
+
+    Args:
+        parts: joined in this order.
+        seed: words that no other pool of the job has.
+    """
+
+    def __init__(self, parts: Sequence[SampleIndex], seed: tuple[int, ...]) -> None:
+        self.parts = tuple(parts)
+        self._seed = seed
+        self._first_samples = np.cumsum([0, *(part.num_samples for part in self.parts)])
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_orders": {}}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return int(self._first_samples[-1])
+
+    def seqlens(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths in tokens of the samples of `draws`, int64 [n]."""
+        numbers = self._samples(draws)
+        owners = np.searchsorted(self._first_samples, numbers, side="right") - 1
+        seqlens = np.empty(len(draws), dtype=np.int64)
+        for owner in np.unique(owners):
+            chosen = owners == owner
+            seqlens[chosen] = self.parts[owner].seqlens(numbers[chosen] - self._first_samples[owner])
+        return seqlens
+
+    def read(self, draw: int) -> NDArray[np.int64]:
+        """Return the seqlen + 1 tokens of the sample of `draw`."""
+        number = int(self._samples(np.array([draw]))[0])
+        owner = int(np.searchsorted(self._first_samples, number, side="right")) - 1
+        return self.parts[owner].read(number - int(self._first_samples[owner]))
+
+    def _samples(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, places = np.divmod(draws, self.num_samples)
+        samples = np.empty(len(draws), dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            samples[chosen] = self._order(epoch)[places[chosen]]
+        return samples
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._orders:
+            # A batch touches two epochs at most unless an epoch is smaller than the batch; older ones are not needed.
+            for old in sorted(self._orders)[:-1]:
+                del self._orders[old]
+            self._orders[epoch] = shuffled(self.num_samples, (*self._seed, epoch))
+        return self._orders[epoch]

@@ -1,0 +1,108 @@
+"""Documents -> samples: which pieces of which documents are trained on, under `--overlong`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.source import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleIndex:
+    """The samples of a range of documents of one source, in document order.
+
+    A document of n tokens with its end of document predicts its last n - 1 tokens; one with n < 2 is empty and makes no
+    sample. When n - 1 > seq_length it is overlong: an error, truncated to its beginning, dropped, or split into
+    consecutive pieces, of which piece k reads tokens k * seq_length .. and predicts the ones after them, so that every
+    token but the first of the document is predicted exactly once. Memory grows with documents, not with samples.
+
+    Attributes:
+        documents: int64 [D], the documents that make samples.
+        num_predicted: int64 [D], tokens that each of them predicts.
+        first_samples: int64 [D + 1], number of samples before each of them.
+    """
+
+    source: Source
+    seq_length: int
+    overlong: str
+    documents: NDArray[np.int64]
+    num_predicted: NDArray[np.int64]
+    first_samples: NDArray[np.int64]
+    num_documents: int
+    num_empty: int
+    num_overlong: int
+
+    @classmethod
+    def build(
+        cls, source: Source, first_document: int, last_document: int, *, seq_length: int, overlong: str
+    ) -> SampleIndex:
+        """Return the samples of documents first_document .. last_document - 1.
+
+        Raises:
+            DataError: an overlong document under overlong = "error".
+        """
+        num_predicted = source.lengths[first_document:last_document] - 1
+        too_long = num_predicted > seq_length
+        num_overlong = int(too_long.sum())
+        if overlong == "error" and num_overlong:
+            document = first_document + int(np.argmax(too_long))
+            raise DataError(
+                f"{source.document_name(document)} predicts {source.lengths[document] - 1} tokens, --seq-length is "
+                f"{seq_length} ({num_overlong} such documents): raise --seq-length or choose --overlong "
+                "split, truncate or drop",
+                document=document,
+                tokens=int(source.lengths[document]) - 1,
+                seq_length=seq_length,
+            )
+        kept = num_predicted >= 1
+        num_empty = len(kept) - int(kept.sum())
+        if overlong == "drop":
+            kept &= ~too_long
+        documents = np.flatnonzero(kept)
+        num_predicted = num_predicted[documents]
+        if overlong == "truncate":
+            num_predicted = np.minimum(num_predicted, seq_length)
+        first_samples = np.zeros(len(documents) + 1, dtype=np.int64)
+        np.cumsum(-(-num_predicted // seq_length), out=first_samples[1:])
+        return cls(
+            source=source,
+            seq_length=seq_length,
+            overlong=overlong,
+            documents=documents + first_document,
+            num_predicted=num_predicted,
+            first_samples=first_samples,
+            num_documents=last_document - first_document,
+            num_empty=num_empty,
+            num_overlong=num_overlong,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return int(self.first_samples[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Predicted tokens of all samples."""
+        return int(self.num_predicted.sum())
+
+    def seqlens(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the predicted tokens of samples 0 <= numbers < num_samples, of the same shape."""
+        rows, starts = self._locate(numbers)
+        seqlens: NDArray[np.int64] = np.minimum(self.num_predicted[rows] - starts, self.seq_length)
+        return seqlens
+
+    def read(self, number: int) -> NDArray[np.int64]:
+        """Return the seqlen + 1 tokens of a sample: all but the last are its input, all but the first its labels."""
+        row, start = (int(value[0]) for value in self._locate(np.array([number])))
+        stop = start + min(int(self.num_predicted[row]) - start, self.seq_length) + 1
+        return self.source.read(int(self.documents[row]), start, stop)
+
+    def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows of `documents` and the first tokens of samples."""
+        rows = np.searchsorted(self.first_samples, numbers, side="right") - 1
+        return rows, (numbers - self.first_samples[rows]) * self.seq_length

@@ -1,0 +1,96 @@
+"""The stream of samples of one split: what is at position p is a function of (seed, p), whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.types import Sample
+from megatron.trainer.data.blend import Blend
+from megatron.trainer.data.pool import ShuffledPool
+from megatron.trainer.data.source import count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleTokens:
+    """A sample of S tokens; labels[i] is the token after tokens[i].
+
+    Attributes:
+        tokens, labels: int64 [S].
+        loss_mask: float32 [S], 1 where the label counts.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+class SampleStream:
+    """An endless stream of samples in a fixed order. Forks and pickles.
+
+    Args:
+        name: of the split.
+        pools: at least one, none of them empty.
+        weights: of the pools.
+    """
+
+    def __init__(self, name: str, pools: Sequence[ShuffledPool], weights: Sequence[Fraction]) -> None:
+        self.name = name
+        self._pools = tuple(pools)
+        self._blend = Blend(weights)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that exist: one epoch, when there are no blend weights."""
+        return sum(pool.num_samples for pool in self._pools)
+
+    def global_batch(self, consumed_samples: int, num_samples: int) -> tuple[Sample, ...]:
+        """Return the samples at positions consumed_samples .. + num_samples - 1; sample_id is the position.
+
+        Reads no data.
+        """
+        positions = np.arange(consumed_samples, consumed_samples + num_samples, dtype=np.int64)
+        pools, draws = self._blend.locate(positions)
+        seqlens = np.empty(num_samples, dtype=np.int64)
+        for pool in np.unique(pools):
+            chosen = pools == pool
+            seqlens[chosen] = self._pools[pool].seqlens(draws[chosen])
+        return tuple(
+            Sample(sample_id=position, seqlen=seqlen)
+            for position, seqlen in zip(positions.tolist(), seqlens.tolist(), strict=True)
+        )
+
+    def read(self, sample_id: int) -> SampleTokens:
+        """Return the tokens of the sample at position `sample_id`; touches only its part of its document.
+
+        Raises:
+            DataError: a document that is not what its index says.
+        """
+        pools, draws = self._blend.locate(np.array([sample_id], dtype=np.int64))
+        tokens = self._pools[pools[0]].read(int(draws[0]))
+        return SampleTokens(
+            tokens=tokens[:-1].copy(),  # a view would share its memory with the labels
+            labels=tokens[1:],
+            loss_mask=np.ones(len(tokens) - 1, dtype=np.float32),
+        )
+
+    def describe(self) -> str:
+        """Return one line: documents, samples, tokens, and what was left out or cut."""
+        parts = [part for pool in self._pools for part in pool.parts]
+        num_documents = sum(part.num_documents for part in parts)
+        num_empty = sum(part.num_empty for part in parts)
+        num_overlong = sum(part.num_overlong for part in parts)
+        done = {"error": "", "truncate": "truncated", "drop": "dropped", "split": "split"}[parts[0].overlong]
+        words = [
+            f"{count(num_documents, 'document')} ({num_empty} empty, {num_overlong} overlong {done}".rstrip() + ")",
+            f"{count(self.num_samples, 'sample')} of at most {parts[0].seq_length} tokens",
+            f"{sum(part.num_tokens for part in parts)} tokens",
+        ]
+        if len(self._pools) > 1:
+            words.append("blended " + ":".join(map(str, self._blend.shares)))
+        sources = dict.fromkeys(part.source.describe() for part in parts)
+        return f"{self.name}: {', '.join(words)}; from {'; '.join(sources)}"

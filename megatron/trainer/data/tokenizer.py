@@ -1,0 +1,76 @@
+"""How text becomes token ids. A tokenizer has `vocab_size` and `eod`; one that reads text also has `encode`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from megatron.trainer.data.config import DataConfig
+
+TOKENIZERS = ("ByteTokenizer", "NullTokenizer")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """One token per byte, and the end of document after the 256 byte values: a file's size is its number of tokens."""
+
+    vocab_size: int = 257
+    eod: int = 256
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        """Return the token ids of `text`, as many as it has bytes."""
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class NullTokenizer:
+    """Only says how many ids there are and which one ends a document: for .bin/.idx data and mock data."""
+
+    vocab_size: int
+    eod: int
+
+
+def build(config: DataConfig) -> ByteTokenizer | NullTokenizer:
+    """Return the tokenizer that `config` names.
+
+    As in Megatron-LM, NullTokenizer with `vocab_size` V means ids 0 .. V - 1 and V itself for the end of document. When
+    the data already has an id for that, `eod_id` names it and no id is added.
+
+    Raises:
+        InvalidInputError: an unknown name, or sizes that the tokenizer cannot have.
+    """
+    if config.tokenizer == "ByteTokenizer":
+        byte = ByteTokenizer()
+        if config.vocab_size not in (None, byte.vocab_size) or config.eod_id not in (None, byte.eod):
+            raise InvalidInputError(
+                f"ByteTokenizer has vocab size {byte.vocab_size} and EOD {byte.eod}, "
+                f"asked for vocab size {config.vocab_size} and EOD {config.eod_id}: "
+                "for data with other token ids use --tokenizer-type NullTokenizer",
+                vocab_size=config.vocab_size,
+                eod_id=config.eod_id,
+            )
+        return byte
+    if config.tokenizer == "NullTokenizer":
+        if config.vocab_size is None or config.vocab_size < 1:
+            raise InvalidInputError(
+                f"NullTokenizer has no vocabulary of its own and --vocab-size is {config.vocab_size}: "
+                "give the number of token ids of the data",
+                vocab_size=config.vocab_size,
+            )
+        if config.eod_id is None:
+            return NullTokenizer(vocab_size=config.vocab_size + 1, eod=config.vocab_size)
+        if not 0 <= config.eod_id < config.vocab_size:
+            raise InvalidInputError(
+                f"EOD id {config.eod_id} is not below --vocab-size {config.vocab_size}: "
+                "give the id that ends a document in this data",
+                eod_id=config.eod_id,
+                vocab_size=config.vocab_size,
+            )
+        return NullTokenizer(vocab_size=config.vocab_size, eod=config.eod_id)
+    raise InvalidInputError(f"--tokenizer-type {config.tokenizer} is unknown: use one of {', '.join(TOKENIZERS)}")
