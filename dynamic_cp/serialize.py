@@ -1,0 +1,206 @@
+"""Plans as JSON (for programs and ranks), as text (for people and goldens) and as a digest (for comparing ranks).
+
+    loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+
+Loading checks the form only; whether the plan is legal is for `dynamic_cp.validate.check_plan` to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, cast
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
+
+SCHEMA_VERSION = 1
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Return `plan` as what JSON can hold."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "policy": plan.policy,
+        "max_tokens_per_rank": plan.max_tokens_per_rank,
+        "topology": asdict(plan.topology),
+        "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
+    }
+
+
+def plan_from_dict(data: object) -> Plan:
+    """Return the plan that `plan_to_dict` made `data` from; InvalidInputError names the first thing that is wrong."""
+    version = data.get("schema_version") if isinstance(data, Mapping) else None
+    if version is not None and version != SCHEMA_VERSION:
+        raise InvalidInputError(
+            f"the plan has schema_version {version!r}, this program reads {SCHEMA_VERSION}: use the version of "
+            "dynamic_cp that wrote it",
+            schema_version=version,
+        )
+    plan = _Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
+    topology = _Fields(plan.get("topology", dict), "topology", tuple(field.name for field in fields(Topology)))
+    plan.get("schema_version", int)
+    return Plan(
+        topology=Topology(
+            **{
+                name: topology.get(name, bool if name in ("sequence_parallel", "all_lanes_coupled") else int)
+                for name in topology.names
+            }
+        ),
+        max_tokens_per_rank=plan.get("max_tokens_per_rank", int),
+        policy=plan.get("policy", str),
+        micro_batches=tuple(
+            MicroBatch(
+                buckets=tuple(
+                    _bucket_from_dict(bucket, f"micro_batches[{i}][{j}]")
+                    for j, bucket in enumerate(_checked(row, list, f"micro_batches[{i}]"))
+                )
+            )
+            for i, row in enumerate(plan.get("micro_batches", list))
+        ),
+    )
+
+
+def dumps(plan: Plan) -> str:
+    """Return `plan` as canonical JSON: equal plans give equal text."""
+    return json.dumps(plan_to_dict(plan), sort_keys=True, separators=(",", ":"))
+
+
+def loads(text: str) -> Plan:
+    """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidInputError(f"the plan is not JSON: {error}: give a file that --output wrote") from error
+    return plan_from_dict(data)
+
+
+def digest(plan: Plan) -> str:
+    """Return the SHA-256 (hex) of the canonical JSON of `plan`: ranks compare it instead of the plan."""
+    return hashlib.sha256(dumps(plan).encode()).hexdigest()
+
+
+def format_plan(plan: Plan) -> str:
+    """Return `plan` as text: one line of settings, then one line per micro-batch.
+
+    Example (sample_id:seqlen, "-" is an empty place, an exchange other than p2p is named):
+
+        plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
+        0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
+    """
+    settings = {"policy": plan.policy, "max_tokens_per_rank": plan.max_tokens_per_rank, **asdict(plan.topology)}
+    lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
+    for index, micro_batch in enumerate(plan.micro_batches):
+        lines.append(f"{index} |" + "".join(f" {_format_bucket(bucket)} |" for bucket in micro_batch.buckets))
+    return "\n".join(lines) + "\n"
+
+
+def parse_plan(text: str) -> Plan:
+    """Return the plan that `format_plan` printed; InvalidInputError names the line that is none."""
+    header, *rows = text.strip().splitlines() or [""]
+    match = re.fullmatch(r"plan v(\d+)((?: \w+=\S*)*)", header)
+    if match is None:
+        raise InvalidInputError(f"line 1 is {header[:60]!r}: a plan starts with 'plan v{SCHEMA_VERSION} policy=...'")
+    settings: dict[str, Any] = dict(item.split("=", 1) for item in match[2].split())
+    policy = settings.pop("policy", None)
+    typed = {
+        name: value == "True" if value in ("True", "False") else int(value) if value.isdecimal() else value
+        for name, value in settings.items()
+    }
+    return plan_from_dict(
+        {
+            "schema_version": int(match[1]),
+            "policy": policy,
+            "max_tokens_per_rank": typed.pop("max_tokens_per_rank", None),
+            "topology": typed,
+            "micro_batches": [_parse_row(row, index) for index, row in enumerate(rows)],
+        }
+    )
+
+
+def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "first_lane": bucket.first_lane,
+        "cp_size": bucket.cp_size,
+        "cp_comm_type": bucket.cp_comm_type,
+        "samples": [[sample.sample_id, sample.seqlen] for sample in bucket.samples],
+    }
+
+
+def _bucket_from_dict(data: object, where: str) -> Bucket:
+    bucket = _Fields(data, where, ("first_lane", "cp_size", "cp_comm_type", "samples"))
+    samples = []
+    for index, pair in enumerate(bucket.get("samples", list)):
+        place = f"{where}.samples[{index}]"
+        if len(_checked(pair, list, place)) != 2:
+            raise InvalidInputError(f"{place} has {len(pair)} numbers, 2 are needed: [sample_id, seqlen]")
+        sample_id, seqlen = (_checked(number, int, place) for number in pair)
+        samples.append(Sample(sample_id=sample_id, seqlen=seqlen))
+    return Bucket(
+        first_lane=bucket.get("first_lane", int),
+        cp_size=bucket.get("cp_size", int),
+        cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
+        samples=tuple(samples),
+    )
+
+
+def _format_bucket(bucket: Bucket) -> str:
+    lanes = (
+        f"lane {bucket.first_lane}"
+        if bucket.cp_size == 1
+        else f"lanes {bucket.first_lane}-{bucket.first_lane + bucket.cp_size - 1}"
+    )
+    exchange = "" if bucket.cp_comm_type == "p2p" else f" {bucket.cp_comm_type}"
+    samples = " ".join(f"{sample.sample_id}:{sample.seqlen}" for sample in bucket.samples) or "-"
+    return f"{lanes}{exchange}: {samples}"
+
+
+_BUCKET = re.compile(r"lanes? (\d+)(?:-(\d+))?(?: ([^\s:]+))?: (-|-?\d+:\d+(?: -?\d+:\d+)*)")
+
+
+def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
+    number, _, cells = row.partition("|")
+    buckets = []
+    for cell in cells.rstrip().removesuffix("|").split("|"):
+        match = _BUCKET.fullmatch(cell.strip())
+        if match is None or number.strip() != str(index):
+            raise InvalidInputError(
+                f"line {index + 2} is {row[:60]!r}: micro-batch {index} looks like "
+                f"'{index} | lanes 0-1: 7:100 3:9 | lane 2: - |' (sample_id:seqlen)"
+            )
+        first_lane, last_lane, cp_comm_type, samples = match.groups()
+        buckets.append(
+            {
+                "first_lane": int(first_lane),
+                "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
+                "cp_comm_type": cp_comm_type or "p2p",
+                "samples": []
+                if samples == "-"
+                else [[int(number) for number in pair.split(":")] for pair in samples.split()],
+            }
+        )
+    return buckets
+
+
+def _checked(value: object, kind: type, where: str) -> Any:
+    """Return `value` if it is a `kind` (True is no int)."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InvalidInputError(f"{where} is {str(value)[:40]!r}, it must be of type {kind.__name__}", where=where)
+    return value
+
+
+class _Fields:
+    """The entries of a JSON object that must have exactly `names`."""
+
+    def __init__(self, data: object, where: str, names: tuple[str, ...]) -> None:
+        self.data, self.where, self.names = _checked(data, dict, where), where, names
+        if missing := [name for name in names if name not in self.data]:
+            raise InvalidInputError(f"{where} lacks {', '.join(missing)}: it needs {', '.join(names)}")
+        if unknown := sorted(str(name) for name in self.data if name not in names):
+            raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}: it needs {', '.join(names)}")
+
+    def get(self, name: str, kind: type) -> Any:
+        return _checked(self.data[name], kind, f"{self.where}.{name}")
