@@ -159,8 +159,8 @@ def _num_microbatches_sweep(factors: Iterable[float], fewest: int, topology: Top
 
 def _reason(ranking: Sequence[tuple[str, int]]) -> str:
     (name, best_ns), *others = ranking
-    text = f"{name}: {best_ns * 1e-9:.6f} s, fastest of {len(ranking)} candidates"
+    text = f"{name}: {best_ns / 1e9:.6f} s, fastest of {len(ranking)} candidates"
     if others:
         next_name, next_ns = others[0]
-        text += f"; next {next_name}: {next_ns * 1e-9:.6f} s ({next_ns / best_ns - 1:+.1%})"
+        text += f"; next {next_name}: {next_ns / 1e9:.6f} s ({next_ns / best_ns - 1:+.1%})"
     return text

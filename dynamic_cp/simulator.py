@@ -63,7 +63,7 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds of the iteration, forward and backward of all micro-batches."""
-        return self.makespan_ns * 1e-9
+        return self.makespan_ns / 1e9
 
     @property
     def bubble_fraction(self) -> float:
@@ -99,7 +99,7 @@ def simulate(plan: Plan, cost_model: CostModel, operations: LaneOperations | Non
         times = timed[step.operation.micro_batch][index]
         length_ns = times.forward_ns if step.operation.kind == "F" else times.backward_ns
         bucket = plan.micro_batches[step.operation.micro_batch].buckets[index]
-        spans.append(Span(step.stage, step.operation, bucket, (end_ns - length_ns) * 1e-9, end_ns * 1e-9))
+        spans.append(Span(step.stage, step.operation, bucket, (end_ns - length_ns) / 1e9, end_ns / 1e9))
     busy_ns = [0] * plan.topology.num_lanes
     for micro_batch in timed:
         for times in micro_batch:
@@ -108,7 +108,7 @@ def simulate(plan: Plan, cost_model: CostModel, operations: LaneOperations | Non
     return Timeline(
         plan=plan,
         makespan_ns=total_ns,
-        lane_busy_s=tuple(busy * 1e-9 for busy in busy_ns),
+        lane_busy_s=tuple(busy / 1e9 for busy in busy_ns),
         spans=tuple(spans),
     )
 
