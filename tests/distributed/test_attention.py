@@ -1,0 +1,295 @@
+"""Attention of a pack over a CP group, by ring and by all-gather, against a naive softmax over each whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import Topology
+from megatron.dynamic_cp.attention import merge, ring, tiles
+from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
+from megatron.dynamic_cp.attention.ring import RingAttention
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.sharding import packed_shard_positions
+from tests.distributed import reference
+from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
+
+EXCHANGES = {"p2p": RingAttention, "all_gather": AllGatherAttention}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pack over `cp_size` lanes."""
+
+    cp_size: int
+    padded_seqlens: tuple[int, ...]
+    exchange: str = "p2p"
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = KV_HEADS
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.padded_seqlens)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank computed, and for which tokens of the pack."""
+
+    tokens: Tensor
+    out: Tensor
+    grads: tuple[Tensor, ...]
+    forward_bytes: int
+    backward_bytes: int
+    handed_over_bytes: int
+
+
+def tokens_of_rank(case: Case, rank: int) -> Tensor:
+    """Return the index in the pack of each local token."""
+    local = [seqlen // case.cp_size for seqlen in case.padded_seqlens]
+    starts = torch.tensor((0, *case.padded_seqlens[:-1])).cumsum(0).repeat_interleave(torch.tensor(local))
+    return starts + torch.from_numpy(packed_shard_positions(case.padded_seqlens, case.cp_size, rank))
+
+
+def inputs_of(case: Case) -> list[Tensor]:
+    """Return q, k, v and output gradient of the whole pack, float64, exactly representable in the case's dtype."""
+    return [x.to(case.dtype).double() for x in random_qkv(case.num_tokens, case.num_tokens, case.kv_heads)]
+
+
+def count_sent_bytes(sent: list[int]) -> None:
+    """Record what is handed to torch.distributed, apart from what `ExchangeStats` says. A ring collective sends cp - 1
+    of the cp parts."""
+    batch, gather, scatter = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+    def counting_batch(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    def counting_gather(output, x, group):
+        sent.append(output.nbytes - x.nbytes)
+        return gather(output, x, group=group)
+
+    def counting_scatter(output, x, group):
+        sent.append(x.nbytes - output.nbytes)
+        return scatter(output, x, group=group)
+
+    dist.batch_isend_irecv, dist.all_gather_into_tensor = counting_batch, counting_gather
+    dist.reduce_scatter_tensor = counting_scatter
+
+
+def attend(case: Case, prepare: Callable[[], None] | None = None) -> Shard:
+    """Run forward and backward on this rank's shard."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(Topology(num_lanes=case.cp_size), timeout_s=30)
+    if prepare is not None:
+        prepare()
+    sent: list[int] = []
+    count_sent_bytes(sent)
+    tokens = tokens_of_rank(case, groups.lane)
+    stats = ExchangeStats()
+    params = DynamicPackedSeqParams.build(
+        case.padded_seqlens,
+        tokens,
+        groups.group(0, case.cp_size),
+        cp_comm_type=case.exchange,
+        label="test",
+        stats=stats,
+    )
+    *inputs, grad = (x[tokens].to(case.dtype) for x in inputs_of(case))
+    inputs = [x.requires_grad_() for x in inputs]
+    out = EXCHANGES[case.exchange].apply(*inputs, params, SCALE)
+    forward_bytes = stats.bytes_sent
+    grads = torch.autograd.grad(out, inputs, grad)
+    return Shard(tokens, out.detach(), grads, forward_bytes, stats.bytes_sent - forward_bytes, sum(sent))
+
+
+def assemble(shards: list[Shard], parts: list[Tensor]) -> Tensor:
+    """Return the whole from its parts; each token comes from one rank."""
+    tokens = torch.cat([shard.tokens for shard in shards])
+    assert torch.equal(tokens.sort().values, torch.arange(len(tokens)))
+    return torch.cat(parts)[tokens.argsort()]
+
+
+def whole_reference(case: Case) -> list[Tensor]:
+    """Return out and the gradients of q, k, v, each sequence by itself, float64."""
+    outs = []
+    *inputs, grad = inputs_of(case)
+    inputs = [x.requires_grad_() for x in inputs]
+    for q, k, v in zip(*(x.split(case.padded_seqlens) for x in inputs), strict=True):
+        outs.append(naive(q, k, v, causal=True)[0])
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def whole_result(case: Case, prepare: Callable[[], None] | None = None) -> tuple[list[Tensor], list[Shard]]:
+    """Return (out and the gradients of q, k, v of the whole pack, the shards)."""
+    shards = run_ranks(case.cp_size, attend, case, prepare, timeout_s=60)
+    columns = [[shard.out for shard in shards], *([shard.grads[i] for shard in shards] for i in range(3))]
+    return [assemble(shards, parts) for parts in columns], shards
+
+
+CASES = {
+    "alone": Case(1, (1, 7, 40)),
+    "ring2_shards_of_two_tokens": Case(2, (4, 4, 4)),
+    "ring2": Case(2, (4, 60, 8)),
+    "ring4": Case(4, (8, 128, 16)),
+    "ring4_one_kv_head": Case(4, (32, 8), kv_heads=1),
+    "ring4_multi_head": Case(4, (32, 8), kv_heads=HEADS),
+    "all_gather2_shards_of_two_tokens": Case(2, (4, 4, 4), "all_gather"),
+    "all_gather2": Case(2, (4, 60, 8), "all_gather"),
+    "all_gather4": Case(4, (8, 128, 16), "all_gather"),
+    "all_gather4_one_kv_head": Case(4, (32, 8), "all_gather", kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_group_equals_the_whole_sequence(name: str) -> None:
+    case = CASES[name]
+    actual, _ = whole_result(case)
+    for tensor, expected in zip(actual, whole_reference(case), strict=True):
+        assert_close(tensor, expected, 5e-6)
+
+
+def use_blocks() -> None:
+    """Compute tiles as on a device without torch's CPU kernel."""
+    tiles.BLOCK_TOKENS = 64
+    ring.tile_forward, ring.tile_backward = tiles._forward_blocks, tiles._backward_blocks
+
+
+def test_ring_of_portable_tiles_equals_the_whole_sequence() -> None:
+    case = Case(2, (4, 5 * 64 + 4))
+    actual, _ = whole_result(case, use_blocks)
+    for tensor, expected in zip(actual, whole_reference(case), strict=True):
+        assert_close(tensor, expected, 5e-6)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_bytes_sent(cp_size: int, exchange: str) -> None:
+    """Each lane sends KV of its shard cp - 1 times forward; backward as much again for KV and for its gradient."""
+    case = Case(cp_size, (8, 48), exchange)
+    _, shards = whole_result(case)
+    kv_bytes = 2 * (case.num_tokens // cp_size) * KV_HEADS * DIM * 4
+    for shard in shards:
+        assert shard.forward_bytes == (cp_size - 1) * kv_bytes
+        assert shard.backward_bytes == 2 * (cp_size - 1) * kv_bytes
+        assert shard.handed_over_bytes == shard.forward_bytes + shard.backward_bytes
+
+
+def merge_in_bf16() -> None:
+    original = merge.RowAccumulator.__init__
+
+    def in_bf16(self, q_THD):
+        original(self, q_THD)
+        self.out_THD, self.lse_TH = self.out_THD.bfloat16(), self.lse_TH.bfloat16()
+
+    merge.RowAccumulator.__init__ = in_bf16
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bf16_is_merged_in_float32(exchange: str) -> None:
+    """Rounding the exact result to bf16 costs 1.6e-3. A merge in bf16, planted for comparison, is beyond the bounds."""
+    case = Case(4, (256, 8), exchange, dtype=torch.bfloat16)
+    expected = whole_reference(case)
+
+    def errors(prepare: Callable[[], None] | None) -> list[float]:
+        actual, _ = whole_result(case, prepare)
+        assert all(x.dtype == torch.bfloat16 for x in actual)
+        pairs = zip(actual, expected, strict=True)
+        return [((x.double() - wanted).norm() / wanted.norm()).item() for x, wanted in pairs]
+
+    out_error, *grad_errors = errors(None)
+    assert out_error < 2.4e-3
+    assert max(grad_errors) < 6e-3
+    assert min(errors(merge_in_bf16)[1:]) > 7e-3, "the bounds are too wide to notice a merge in bf16"
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return result
+
+
+def largest_tensors(case: Case, portable: bool) -> tuple[int, int, int]:
+    """Return the elements of the largest tensor of our attention, of the naive one's forward and of its backward."""
+    if portable:
+        use_blocks()
+    with LargestTensor() as ours:
+        attend(case)
+    q, k, v, _ = (x[: case.num_tokens // case.cp_size].clone().requires_grad_() for x in inputs_of(case))
+    with LargestTensor() as forward:
+        out, _ = naive(q, k, v, causal=True)
+    with LargestTensor() as backward:
+        out.sum().backward()
+    return ours.num_elements, forward.num_elements, backward.num_elements
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_no_square_of_the_sequence_is_built(cp_size: int, portable: bool) -> None:
+    case = Case(cp_size, (1024,))
+    square = (case.num_tokens // cp_size) ** 2
+    for ours, forward, backward in run_ranks(cp_size, largest_tensors, case, portable, timeout_s=60):
+        assert min(forward, backward) >= square, "the recorder misses the square of the naive attention"
+        # The largest of ours are this test's own inputs, the random values of the whole pack.
+        assert case.num_tokens * HEADS * DIM <= ours < square / 4
+
+
+# The module that megatron-core builds.
+
+
+def core_attention(mask: AttnMaskType = AttnMaskType.causal, **config: Any) -> TorchTHDAttention:
+    config = reference.transformer_config(reference.LLAMA, **config)
+    return TorchTHDAttention(config, layer_number=1, attn_mask_type=mask, attention_type="self")
+
+
+def run_module(exchange: str, with_params: bool) -> Tensor:
+    initialize_model_parallel()
+    group = DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=30).group(0, 1)
+    params = DynamicPackedSeqParams.build(
+        (3, 5), torch.arange(8), group, cp_comm_type=exchange, label="test", stats=ExchangeStats()
+    )
+    q, k, v, _ = (x.float() for x in random_qkv(8, 8))
+    return core_attention(kv_channels=DIM)(q, k, v, packed_seq_params=params if with_params else None)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_module_on_one_lane_takes_odd_lengths(exchange: str) -> None:
+    (out,) = run_ranks(1, run_module, exchange, True, timeout_s=60)
+    q, k, v, _ = random_qkv(8, 8)
+    parts = [naive(q[part], k[part], v[part], causal=True)[0] for part in (slice(0, 3), slice(3, 8))]
+    assert out.shape == (8, 1, HEADS * DIM), "megatron-core expects [T, 1, heads * dim]"
+    assert_close(out.view(8, HEADS, DIM), torch.cat(parts))
+
+
+def test_module_needs_our_packed_seq_params() -> None:
+    with pytest.raises(RankError, match="DynamicPackedSeqParams needed, got NoneType"):
+        run_ranks(1, run_module, "p2p", False, timeout_s=60)
+
+
+def test_module_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"--attention-dropout 0\.1"):
+        core_attention(attention_dropout=0.1)
+    with pytest.raises(UnsupportedFeatureError, match="only causal"):
+        core_attention(AttnMaskType.padding)
