@@ -1,0 +1,212 @@
+"""Command-line flags of dynamic context parallelism, and the table of features that are refused.
+
+Importing this module needs neither torch nor megatron-core, so that a wrong flag is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamic_cp.errors import UnsupportedFeatureError
+
+# The exchanges between the lanes of a CP group that the attention has today; the type of a plan names more.
+CP_COMM_TYPES = ("p2p", "all_gather")
+STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
+
+
+def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of dynamic context parallelism to `parser` and refuse those of unsupported features."""
+    group = parser.add_argument_group("dynamic context parallelism")
+    group.add_argument(
+        "--dynamic-cp",
+        "--dynamic-context-parallel",
+        dest="dynamic_cp",
+        action="store_true",
+        help="choose the CP size of every micro-batch by its samples; without it, it is --context-parallel-size",
+    )
+    group.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        metavar="C",
+        help="CP size of the static policies; divides world size / (TP * PP)",
+    )
+    group.add_argument(
+        "--static-cp-policy",
+        choices=tuple(STATIC_POLICIES),
+        default="first-fit",
+        help="packing without --dynamic-cp: in the order of the samples, or balanced by the cost model",
+    )
+    group.add_argument(
+        "--max-seqlen-per-dp-cp-rank",
+        type=int,
+        metavar="N",
+        help="padded tokens of a rank in one micro-batch; default: what --seq-length needs at --context-parallel-size",
+    )
+    group.add_argument(
+        "--min-dynamic-cp-size", type=int, default=1, metavar="CP", help="smallest CP size (1, 2, 4, ...)"
+    )
+    group.add_argument(
+        "--max-dynamic-cp-size", type=int, metavar="CP", help="largest CP size; default: the largest the job allows"
+    )
+    group.add_argument(
+        "--dynamic-cp-hardware",
+        metavar="NAME|FILE",
+        help="hardware of the cost model; default: cpu on CPU ranks, else h100",
+    )
+    group.add_argument(
+        "--cp-comm-type", choices=CP_COMM_TYPES, default="p2p", help="exchange of keys and values inside a CP group"
+    )
+    group.add_argument(
+        "--overlong",
+        choices=("error", "truncate", "drop", "split"),
+        default="split",
+        help="documents longer than --seq-length: refuse, cut, leave out, or split into consecutive pieces",
+    )
+    group.add_argument(
+        "--distributed-backend",
+        choices=("nccl", "gloo"),
+        help="gloo trains on CPU ranks; default: nccl, or gloo where torch is built without CUDA",
+    )
+    for feature in UNSUPPORTED:
+        if feature.flag.startswith("--"):
+            parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """A feature of Megatron-LM outside the supported list.
+
+    Attributes:
+        flag: Megatron-LM's flag.
+        field: the same switch in TransformerConfig, if there is one.
+        off: values of flag and field that switch the feature off; a field is also off when it is None or False.
+        reason: what stands in the way.
+    """
+
+    flag: str
+    reason: str
+    field: str | None = None
+    off: tuple[Any, ...] = ()
+
+    def is_off(self, value: Any) -> bool:
+        """Return whether `value` (of the field, or a word of the command line) leaves the feature off."""
+        if value is None or value is False:
+            return True
+        try:
+            return float(value) in {float(off) for off in self.off}
+        except (TypeError, ValueError):
+            return value in self.off
+
+    def error(self) -> UnsupportedFeatureError:
+        """Return the error that names the flag."""
+        where = f" (TransformerConfig.{self.field})" if self.field else ""
+        return UnsupportedFeatureError(
+            f"{self.flag}{where} is not supported: {self.reason}; leave it out", flag=self.flag, field=self.field
+        )
+
+
+_UNTESTED = "it is not among the features that were checked with per-micro-batch CP groups"
+_FSDP = "parameters are replicated or sharded by DDP and the distributed optimizer only"
+_MOE = "only dense models are supported; experts couple all lanes"
+_GRAPHS = "shapes change with every micro-batch"
+_OFFLOAD = "activations and weights stay on their device"
+_ATTENTION = "attention is causal over whole documents, without bias, window or sink"
+_PRECISION = "train in fp32 or --bf16"
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(flag="--fp16", field="fp16", reason=_PRECISION),
+    Unsupported(flag="--fp8-format", field="fp8", reason=_PRECISION),
+    Unsupported(flag="--fp8-param-gather", field="fp8_param", reason=_PRECISION),
+    Unsupported(flag="--fp4-format", field="fp4", reason=_PRECISION),
+    Unsupported(flag="--num-experts", field="num_moe_experts", reason=_MOE),
+    Unsupported(flag="--expert-model-parallel-size", field="expert_model_parallel_size", off=(1,), reason=_MOE),
+    Unsupported(flag="--expert-tensor-parallel-size", reason=_MOE),
+    Unsupported(
+        flag="--multi-latent-attention", field="multi_latent_attention", reason="it refuses a CP group per micro-batch"
+    ),
+    Unsupported(flag="--mtp-num-layers", field="mtp_num_layers", off=(0,), reason="it shifts labels across shards"),
+    Unsupported(flag="--experimental-attention-variant", field="experimental_attention_variant", reason=_ATTENTION),
+    Unsupported(flag="--linear-attention-freq", field="linear_attention_freq", reason=_ATTENTION),
+    Unsupported(flag="--hybrid-override-pattern", field="is_hybrid_model", reason="state-space layers are sequential"),
+    Unsupported(flag="--hybrid-attention-ratio", reason="state-space layers are sequential", off=(0,)),
+    Unsupported(
+        flag="--hybrid-context-parallel", field="hybrid_context_parallel", reason="--dynamic-cp takes its place"
+    ),
+    Unsupported(
+        flag="--hierarchical-context-parallel-sizes",
+        field="hierarchical_context_parallel_sizes",
+        reason="CP groups have one level",
+    ),
+    Unsupported(flag="--use-custom-fsdp", reason=_FSDP),
+    Unsupported(flag="--use-megatron-fsdp", reason=_FSDP),
+    Unsupported(flag="--use-torch-fsdp2", reason=_FSDP),
+    Unsupported(flag="--num-distributed-optimizer-instances", off=(1,), reason="the lanes form one optimizer instance"),
+    Unsupported(flag="--use-tp-pp-dp-mapping", reason="it spreads the lanes of a node apart"),
+    Unsupported(flag="--enable-cuda-graph", field="enable_cuda_graph", reason=_GRAPHS),
+    Unsupported(flag="--external-cuda-graph", field="external_cuda_graph", reason=_GRAPHS),
+    Unsupported(flag="--cuda-graph-impl", field="cuda_graph_impl", off=("none",), reason=_GRAPHS),
+    Unsupported(flag="--tp-comm-overlap", field="tp_comm_overlap", reason="its buffers have one fixed length"),
+    Unsupported(flag="--cpu-offloading", field="cpu_offloading", reason=_OFFLOAD),
+    Unsupported(flag="--cpu-offloading-num-layers", field="cpu_offloading_num_layers", off=(0,), reason=_OFFLOAD),
+    Unsupported(flag="--optimizer-cpu-offload", reason=_OFFLOAD),
+    Unsupported(
+        flag="--fine-grained-activation-offloading", field="fine_grained_activation_offloading", reason=_OFFLOAD
+    ),
+    Unsupported(flag="--window-size", field="window_size", reason=_ATTENTION),
+    Unsupported(flag="--window-attn-skip-freq", field="window_attn_skip_freq", reason=_ATTENTION),
+    Unsupported(flag="--softmax-type", field="softmax_type", off=("vanilla",), reason=_ATTENTION),
+    Unsupported(
+        flag="--attention-dropout",
+        field="attention_dropout",
+        off=(0.0,),
+        reason="the block-wise attention has no dropout (set it to 0)",
+    ),
+    Unsupported(flag="--attention-output-gate", field="attention_output_gate", reason=_UNTESTED),
+    Unsupported(flag="--qk-layernorm", field="qk_layernorm", reason=_UNTESTED),
+    Unsupported(flag="--qk-l2-norm", field="qk_l2_norm", reason=_UNTESTED),
+    Unsupported(flag="--qk-clip", field="qk_clip", reason=_UNTESTED),
+    Unsupported(flag="--no-rope-freq", field="no_rope_freq", reason=_UNTESTED),
+    Unsupported(flag="--rotary-interleaved", field="rotary_interleaved", reason=_UNTESTED),
+    Unsupported(flag="--rotary-seq-len-interpolation-factor", reason=_UNTESTED, off=(1,)),
+    Unsupported(flag="--use-rope-scaling", reason=_UNTESTED),
+    Unsupported(flag="--fp32-residual-connection", field="fp32_residual_connection", reason=_UNTESTED),
+    Unsupported(
+        flag="--apply-query-key-layer-scaling", field="apply_query_key_layer_scaling", reason="it needs fp16 training"
+    ),
+    Unsupported(flag="--heterogeneous-layers-config-path", field="heterogeneous_block_specs", reason=_UNTESTED),
+    Unsupported(flag="--use-kitchen-config-file", field="use_kitchen", reason=_UNTESTED),
+    Unsupported(flag="--reset-position-ids", reason="each document is a sequence of its own already"),
+    Unsupported(flag="--reset-attention-mask", reason="each document is a sequence of its own already"),
+    Unsupported(flag="--rampup-batch-size", reason="the global batch has one size for the whole run"),
+    Unsupported(flag="--async-save", reason="a checkpoint is verified before it gets its name"),
+)
+
+
+class _Refuse(argparse.Action):
+    """Raises UnsupportedFeatureError when its flag is given with a value that switches the feature on."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, feature: Unsupported, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
+        self.feature = feature
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not values or not all(self.feature.is_off(value) for value in values):
+            raise self.feature.error()
+
+
+def check_supported(config: Any) -> None:
+    """Check a TransformerConfig against the table of refused features.
+
+    Args:
+        config: TransformerConfig, or anything with its attributes.
+
+    Raises:
+        UnsupportedFeatureError: a field switches an unsupported feature on; the message names flag and field.
+    """
+    for feature in UNSUPPORTED:
+        if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
+            raise feature.error()

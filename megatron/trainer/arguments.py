@@ -1,0 +1,198 @@
+"""The command line: Megatron-LM's flag names, parsed and checked before anything heavy is imported.
+
+    args = parse_args(argv, world_size)      # InvalidInputError or UnsupportedFeatureError, the same on every rank
+
+DEVIATION: dropout is 0 and fusions are off. Reason: resuming is then exact on any layout, and fused kernels would be
+compiled anew for shards of changing length. Recovery: --hidden-dropout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.arguments import add_dynamic_cp_arguments
+from megatron.trainer.validation import complete_and_check
+
+# Megatron-LM switches that are already so here: accepted, because scripts carry them, and without effect.
+ALREADY_SO = (
+    "--use-mcore-models",
+    "--use-dist-ckpt",
+    "--calculate-per-token-loss",
+    "--no-bias-dropout-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInputError(f"{message} (--help lists the flags)")
+
+
+def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
+    """Return the checked arguments, with derived values filled in.
+
+    Args:
+        argv: words of the command line; None takes sys.argv.
+        world_size: ranks of the job; None reads what the launcher set (WORLD_SIZE), or 1.
+
+    Raises:
+        DynamicCPError: a flag is unknown, malformed or unsupported, or two values disagree.
+    """
+    args = build_parser().parse_args(argv)
+    args.world_size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    complete_and_check(args)
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags; abbreviations are not accepted."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Train a GPT with megatron-core and dynamic context parallelism.",
+        allow_abbrev=False,
+    )
+    _add_model_arguments(parser)
+    _add_training_arguments(parser)
+    _add_optimizer_arguments(parser)
+    _add_parallel_arguments(parser)
+    _add_data_arguments(parser)
+    _add_checkpoint_arguments(parser)
+    _add_logging_arguments(parser)
+    add_dynamic_cp_arguments(parser)
+    return parser
+
+
+def _switch(group: Any, *flags: str, help: str) -> None:
+    group.add_argument(*flags, action="store_true", help=help)
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--num-layers", type=int, required=True)
+    group.add_argument("--hidden-size", type=int, required=True)
+    group.add_argument("--num-attention-heads", type=int, required=True)
+    group.add_argument("--ffn-hidden-size", type=int, help="default: 4 * hidden, with --swiglu 8/3 * hidden (mod 64)")
+    group.add_argument("--kv-channels", type=int, help="width of a head; default: hidden / heads")
+    _switch(group, "--group-query-attention", help="share each KV head among several query heads")
+    group.add_argument("--num-query-groups", type=int, help="KV heads, with --group-query-attention")
+    group.add_argument("--seq-length", type=int, required=True, help="longest sample in tokens")
+    group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
+    group.add_argument(
+        "--position-embedding-type", choices=("rope", "learned_absolute", "none"), default="learned_absolute"
+    )
+    group.add_argument("--rotary-base", type=int, default=10000)
+    group.add_argument("--rotary-percent", type=float, default=1.0)
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    group.add_argument("--norm-epsilon", type=float, default=1e-5)
+    _switch(group, "--swiglu", help="gated MLP with SiLU")
+    _switch(group, "--disable-bias-linear", help="no biases in the linear layers")
+    _switch(group, "--add-qkv-bias", help="biases in the QKV projection only")
+    _switch(group, "--untie-embeddings-and-output-weights", help="separate output layer")
+    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    group.add_argument("--init-method-std", type=float, default=0.02)
+    group.add_argument("--hidden-dropout", type=float, default=0.0)
+    _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
+    _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")
+    for flag in ALREADY_SO:
+        _switch(group, flag, help=argparse.SUPPRESS)
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--micro-batch-size", type=int, default=1, help="always 1: a micro-batch is a pack of samples")
+    group.add_argument("--global-batch-size", type=int, help="samples of one step; default: one per lane")
+    group.add_argument("--train-iters", type=int, help="iterations of the whole run, those before a resume included")
+    group.add_argument("--train-samples", type=int, help="samples of the whole run, instead of --train-iters")
+    group.add_argument("--seed", type=int, default=1234)
+    group.add_argument("--exit-interval", type=int, help="save and leave at iterations that this divides")
+    group.add_argument("--exit-duration-in-mins", type=float, help="save and leave after this time")
+    group.add_argument("--eval-interval", type=int, help="iterations between evaluations; default: only at the end")
+    group.add_argument("--eval-iters", type=int, default=0, help="global batches of one evaluation; 0 = no evaluation")
+    group.add_argument("--recompute-granularity", choices=("full", "selective"))
+    group.add_argument("--recompute-method", choices=("uniform", "block"))
+    group.add_argument("--recompute-num-layers", type=int)
+    _switch(group, "--recompute-activations", help="same as --recompute-granularity selective")
+
+
+def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimizer")
+    group.add_argument("--optimizer", choices=("adam",), default="adam")
+    group.add_argument("--lr", type=float, required=True)
+    group.add_argument("--min-lr", type=float, default=0.0)
+    group.add_argument(
+        "--lr-decay-style", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), default="linear"
+    )
+    group.add_argument("--lr-warmup-init", type=float, default=0.0)
+    group.add_argument("--lr-warmup-iters", type=int)
+    group.add_argument("--lr-warmup-samples", type=int)
+    group.add_argument("--lr-warmup-fraction", type=float, help="share of the decay")
+    group.add_argument("--lr-decay-iters", type=int, help="default: the whole run")
+    group.add_argument("--lr-decay-samples", type=int)
+    group.add_argument("--lr-wsd-decay-iters", type=int)
+    group.add_argument("--lr-wsd-decay-samples", type=int)
+    group.add_argument("--lr-wsd-decay-style", choices=("linear", "cosine", "exponential"), default="exponential")
+    _switch(group, "--override-opt_param-scheduler", help="after loading, keep the schedule of the command line")
+    _switch(group, "--use-checkpoint-opt_param-scheduler", help="after loading, keep the schedule of the checkpoint")
+    group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--clip-grad", type=float, default=1.0)
+    group.add_argument("--adam-beta1", type=float, default=0.9)
+    group.add_argument("--adam-beta2", type=float, default=0.999)
+    group.add_argument("--adam-eps", type=float, default=1e-8)
+
+
+def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parallelism")
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
+    _switch(group, "--sequence-parallel", help="split activations of norms and dropout over tensor-parallel ranks")
+    _switch(group, "--use-distributed-optimizer", help="shard the optimizer over the lanes")
+    _switch(group, "--overlap-grad-reduce", help="reduce gradients during the backward pass")
+    _switch(group, "--overlap-param-gather", help="gather parameters during the forward pass")
+    group.add_argument("--distributed-timeout-minutes", type=float, default=10.0)
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data-path", nargs="*", default=[], help="[WEIGHT] PATH ...: folders, JSONL files, .bin/.idx prefixes"
+    )
+    group.add_argument("--data-glob", default="**/*", help="files of a folder in --data-path")
+    group.add_argument("--json-key", default="text", help="text field of a JSONL line")
+    group.add_argument("--split", default="969,30,1", help="shares of training, validation and test documents")
+    group.add_argument(
+        "--tokenizer-type", choices=("ByteTokenizer", "NullTokenizer"), default="ByteTokenizer", help="text to tokens"
+    )
+    group.add_argument("--eod-id", type=int, help="token that ends a document of .bin/.idx data, if it has one")
+    group.add_argument("--vocab-size", type=int, help="token ids of .bin/.idx data; text tokenizers know theirs")
+    _switch(group, "--mock-data", help="random tokens")
+    _switch(group, "--use-varlen-dataset", help="accepted: samples always have their own lengths")
+    group.add_argument("--varlen-mock-dataset-config-json", metavar="JSON|FILE", help="lengths of --mock-data")
+
+
+def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--save", metavar="DIR")
+    group.add_argument("--save-interval", type=int, help="iterations between checkpoints; the last one is always saved")
+    group.add_argument(
+        "--load", metavar="DIR", help="resume from here; starts afresh when the folder has no checkpoint"
+    )
+    group.add_argument("--ckpt-format", choices=("torch_dist",), default="torch_dist")
+    _switch(group, "--finetune", help="load the weights only and start at iteration 0")
+    _switch(group, "--exit-on-missing-checkpoint", help="an error when --load has no checkpoint")
+
+
+def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logging")
+    group.add_argument("--log-interval", type=int, default=1, help="iterations that one log line averages")
+    group.add_argument("--tensorboard-dir", metavar="DIR")

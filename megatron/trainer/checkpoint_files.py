@@ -1,0 +1,179 @@
+"""Checkpoint folders on disk: a folder gets its name only when it is whole, and is verified before it is read.
+
+    save_dir/latest_checkpointed_iteration.txt      the number of the newest checkpoint, replaced atomically
+    save_dir/iter_0000010/                          written as iter_0000010.partial, renamed at the end
+        manifest.json                               sizes (and CRC-32 of small files) of all others; the run's position
+
+A crash leaves a .partial folder, which nothing reads and the next save removes. Called on one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynamic_cp.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+_PARTIAL = ".partial"
+# Larger files are checked by their size only: reading a checkpoint twice would double the time of a restart.
+_CHECKSUM_LIMIT_BYTES = 1 << 20
+
+
+def probe_writable(save_dir: str) -> None:
+    """Create `save_dir` and a file in it, and remove the file.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    probe = Path(save_dir) / f".write_probe_{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"--save {save_dir} cannot be written ({error.strerror}): choose another folder or change its permissions",
+            save_dir=save_dir,
+        ) from None
+
+
+def begin(save_dir: str, iteration: int) -> Path:
+    """Return a new empty folder for checkpoint `iteration`, after removing what a crash left behind."""
+    partial = Path(save_dir) / (_name(iteration) + _PARTIAL)
+    with _reporting(partial):
+        for leftover in partial.parent.glob(f"iter_*{_PARTIAL}"):
+            shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path, iteration: int, run: Mapping[str, Any]) -> Path:
+    """Write the manifest of `partial`, give the folder its name and point the tracker at it.
+
+    Args:
+        run: JSON values to find again in `verify`'s result.
+    """
+    final = partial.with_name(_name(iteration))
+    with _reporting(final):
+        files = {
+            str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()
+        }
+        manifest = {"schema_version": SCHEMA_VERSION, "iteration": iteration, "run": run, "files": files}
+        _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_folder(final.parent)
+        tracker = final.parent / TRACKER
+        _write_synced(tracker.with_suffix(_PARTIAL), f"{iteration}\n")
+        tracker.with_suffix(_PARTIAL).replace(tracker)
+        _sync_folder(final.parent)
+    return final
+
+
+def latest(load_dir: str) -> Path | None:
+    """Return the folder that the tracker of `load_dir` names; None when there is no tracker.
+
+    Raises:
+        CheckpointError: the tracker is unreadable or names a folder that is not there.
+    """
+    tracker = Path(load_dir) / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{tracker} cannot be read: {error}; write the iteration to resume from into it"
+        ) from None
+    if not text.isdecimal():
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, not an iteration: write the one to resume from into it")
+    folder = Path(load_dir) / _name(int(text))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{tracker} names iteration {text}, but {folder} is missing: write an iteration that exists into it",
+            iteration=int(text),
+        )
+    return folder
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return the `run` values of a checkpoint after checking each of its files against the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, has another size or another content.
+    """
+    remedy = "resume from an older checkpoint by writing its iteration into " + TRACKER
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        schema_version, files, run = manifest["schema_version"], manifest["files"], manifest["run"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint, {MANIFEST}: {type(error).__name__} {error}; {remedy}"
+        ) from None
+    if schema_version != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{folder} has schema version {schema_version}, this program reads {SCHEMA_VERSION}: "
+            "use the version of the program that wrote it"
+        )
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint file {path} is missing: {remedy}", path=str(path))
+        num_bytes = path.stat().st_size
+        if num_bytes != expected["bytes"]:
+            raise CheckpointError(
+                f"checkpoint file {path} has {num_bytes} bytes, {expected['bytes']} were written: {remedy}",
+                path=str(path),
+                num_bytes=num_bytes,
+                expected_bytes=expected["bytes"],
+            )
+        if "crc32" in expected and _fingerprint(path)["crc32"] != expected["crc32"]:
+            raise CheckpointError(f"checkpoint file {path} has another content than was written: {remedy}")
+    return run
+
+
+@contextlib.contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be written: {error}; free space or choose another --save"
+        ) from None
+
+
+def _name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    num_bytes = path.stat().st_size
+    if num_bytes > _CHECKSUM_LIMIT_BYTES:
+        return {"bytes": num_bytes}
+    return {"bytes": num_bytes, "crc32": zlib.crc32(path.read_bytes())}
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

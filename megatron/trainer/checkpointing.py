@@ -1,0 +1,200 @@
+"""Saving and loading a run with megatron-core's distributed checkpoints; any layout loads what any other saved.
+
+A checkpoint holds weights, optimizer state, random states and, in its manifest, the position: iteration, consumed
+samples, learning-rate schedule and what the data is. Folders and their integrity: checkpoint_files.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from dynamic_cp.errors import CheckpointError
+from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.trainer import checkpoint_files, optimizer_state
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Where in the run we are."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """What a checkpoint saves and loads.
+
+    Attributes:
+        chunks: unwrapped model chunks of this pipeline stage.
+        wrapped: the same, wrapped for data parallelism.
+        identity: JSON values that must be equal when a run goes on: model, data, seed.
+        layout: JSON values that decide whether random states fit: TP, PP, lanes.
+        has_dropout: whether random states matter.
+        gathers_params: weights are gathered by the next forward pass and stale until then.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    wrapped: Sequence[Any]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    identity: Mapping[str, Any]
+    layout: Mapping[str, int]
+    has_dropout: bool
+    gathers_params: bool
+
+
+def save(trainable: Trainable, position: Position, save_dir: str) -> None:
+    """Write checkpoint `position.iteration` below `save_dir`; collective. A crash leaves the previous one in place."""
+    started = time.perf_counter()
+    if trainable.gathers_params:
+        for chunk in trainable.wrapped:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    partial = run_on_rank_zero(lambda: checkpoint_files.begin(save_dir, position.iteration))
+    state = _sharded_model(trainable)
+    state["optimizer"] = optimizer_state.sharded_for_save(trainable.optimizer, state)
+    state["rng"] = _sharded_rng(_rng_state())
+    # megatron-core hands the writers' results over through a manager process that imports the program anew and outlives
+    # a rank that is killed. Saving does not return before they are there, so a queue in this process will do.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    dist_checkpointing.save(state, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+    if trainable.gathers_params:
+        for chunk in trainable.wrapped:
+            chunk.enable_forward_pre_hook()
+    run = {
+        "iteration": position.iteration,
+        "consumed_samples": position.consumed_samples,
+        "scheduler": trainable.scheduler.state_dict(),
+        "optimizer_kind": optimizer_state.kind(trainable.optimizer),
+        "identity": dict(trainable.identity),
+        "layout": dict(trainable.layout),
+    }
+    folder = run_on_rank_zero(lambda: checkpoint_files.commit(partial, position.iteration, run))
+    logger.info("saved %s in %.1f s", folder, time.perf_counter() - started)
+
+
+def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position:
+    """Load the latest checkpoint below `load_dir` and return its position; collective.
+
+    Args:
+        finetune: load the weights only and begin at iteration 0.
+        required: a folder without a checkpoint is an error; otherwise the run starts afresh.
+
+    Raises:
+        CheckpointError: damaged, missing, or of another model, data set or seed; the same on every rank.
+    """
+    found = run_on_rank_zero(lambda: _find(load_dir, required))
+    if found is None:
+        logger.warning("no checkpoint in %s: starting afresh", load_dir)
+        return Position()
+    folder, run = found
+    _check_identity(trainable.identity, run["identity"], folder, ("model",) if finetune else ())
+    state = _sharded_model(trainable)
+    same_layout = run["layout"] == trainable.layout
+    request = None
+    if not finetune:
+        request = optimizer_state.LoadRequest(trainable.optimizer, state, run["optimizer_kind"])
+        state["optimizer_state"] = request.tensors
+        if same_layout:
+            state["rng"] = _sharded_rng(None)
+    loaded = dist_checkpointing.load(state, str(folder))
+    for index, chunk in enumerate(trainable.chunks):
+        chunk.load_state_dict(loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
+    if request is None:
+        trainable.optimizer.reload_model_params()
+        logger.info("loaded the weights of %s", folder)
+        return Position()
+    request.apply(loaded["optimizer_state"], run["iteration"])
+    _load_scheduler(trainable.scheduler, run["scheduler"])
+    if same_layout:
+        _set_rng_state(loaded["rng"])
+    elif trainable.has_dropout:
+        logger.warning(
+            "the checkpoint was saved as %s, this run is %s: random states do not fit, dropout goes on differently",
+            run["layout"],
+            dict(trainable.layout),
+        )
+    position = Position(iteration=run["iteration"], consumed_samples=run["consumed_samples"])
+    logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
+    return position
+
+
+def _find(load_dir: str, required: bool) -> tuple[Path, dict[str, Any]] | None:
+    folder = checkpoint_files.latest(load_dir)
+    if folder is None:
+        if required:
+            raise CheckpointError(
+                f"--load {load_dir} has no checkpoint ({checkpoint_files.TRACKER} is missing): "
+                "check the path or drop --exit-on-missing-checkpoint"
+            )
+        return None
+    return folder, checkpoint_files.verify(folder)
+
+
+def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, only: tuple[str, ...] = ()) -> None:
+    """Check each named part; both dicts are part -> {name: value}."""
+    for part, values in own.items():
+        if only and part not in only:
+            continue
+        for name, value in values.items():
+            saved_value = saved.get(part, {}).get(name)
+            if saved_value != value:
+                raise CheckpointError(
+                    f"{folder} was saved with {part} {name} = {saved_value!r}, this run has {value!r}: "
+                    + ("use the same model" if part == "model" else "use the same, or --finetune to start anew"),
+                    name=name,
+                )
+
+
+def _sharded_model(trainable: Trainable) -> dict[str, Any]:
+    chunks = trainable.chunks
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {
+        name: chunk.sharded_state_dict(metadata=optimizer_state.SHARDING)
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+
+
+def _load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(saved)
+    except AssertionError as error:
+        raise CheckpointError(
+            f"the learning-rate schedule differs from the checkpoint's ({error}): give the same flags, "
+            "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
+        ) from None
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -1,0 +1,64 @@
+"""Loss on held-out samples, through the same plans and micro-batches as training."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.trainer.data.build import SampleStream
+
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.trainer.log import validation_line
+from megatron.trainer.run import Run
+from megatron.trainer.step import run_schedule, sum_over_job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Evaluates one split; does nothing when it is empty or --eval-iters is 0.
+
+    Every evaluation takes the first --eval-iters global batches of the split, so that its figures can be compared.
+    """
+
+    run: Run
+    split: str
+    stream: SampleStream | None
+    wrapper: DataIteratorWrapper | None
+    _steps: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def of(cls, run: Run, split: str) -> Evaluation:
+        """Return the evaluation of "validation" or "test"."""
+        stream = run.splits.valid if split == "validation" else run.splits.test
+        if run.args.eval_iters == 0:
+            stream = None
+        return cls(
+            run=run, split=split, stream=stream, wrapper=None if stream is None else run.iterator_wrapper(stream, split)
+        )
+
+    def log(self, iteration: int) -> None:
+        """Evaluate and log the mean loss per token; collective."""
+        if self.stream is None:
+            return
+        loss = self._loss()
+        logger.info(validation_line(self.split, iteration, loss))
+        self.run.scalars.write_validation(self.split, loss, iteration)
+
+    def _loss(self) -> float:
+        run, args = self.run, self.run.args
+        for chunk in run.model:
+            chunk.eval()
+        loss_sum, num_tokens = 0.0, 0
+        for batch in range(args.eval_iters):
+            samples = self.stream.global_batch(batch * args.global_batch_size, args.global_batch_size)
+            data = self.wrapper.wrap(next(self._steps), samples)
+            logged = run_schedule(run.model, data, args.seq_length, forward_only=True)
+            sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
+            loss_sum, num_tokens = loss_sum + sums.loss_sum, num_tokens + sums.num_tokens
+        for chunk in run.model:
+            chunk.train()
+        return loss_sum / max(1, num_tokens)

@@ -1,0 +1,86 @@
+"""How a run ends: exit codes, who speaks, and signals.
+
+0  trained to the end, or saved after SIGTERM, SIGINT, SIGUSR1
+1  something unexpected: every rank that saw it prints its traceback
+2  an error of the user (DynamicCPError): one line from rank 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from dynamic_cp.errors import DynamicCPError
+
+# A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
+SPEAK_FIRST_S = 2.0
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def global_rank() -> int:
+    """Return this process's rank as the launcher set it (0 without a launcher)."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def exit_code_of(run: Callable[[], None]) -> int:
+    """Run `run` and return the exit code of its outcome, after reporting an error on stderr."""
+    try:
+        run()
+    except DynamicCPError as error:
+        # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
+        if global_rank() != 0:
+            time.sleep(SPEAK_FIRST_S)
+        print(f"error{'' if global_rank() == 0 else f' (rank {global_rank()})'}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        print(f"rank {global_rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def leave(code: int) -> None:
+    """End the process with `code`; with an error at once, because closing process groups could wait for dead ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
+
+
+class ExitSignals:
+    """Remembers the first exit signal; the second one ends the process as if nobody had caught it.
+
+    Attributes:
+        received: name of the signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[int, object] = {}
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+
+@contextlib.contextmanager
+def exit_signals() -> Iterator[ExitSignals]:
+    """Catch EXIT_SIGNALS while the body runs."""
+    caught = ExitSignals()
+    for number in EXIT_SIGNALS:
+        caught._previous[number] = signal.signal(number, caught._remember)
+    try:
+        yield caught
+    finally:
+        caught._restore()

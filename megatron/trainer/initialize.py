@@ -1,0 +1,112 @@
+"""Device, process groups and seeds."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp import cpu_backend, cpu_optimizer_checkpoint
+
+
+def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
+    """Return "nccl" or "gloo" (CPU ranks).
+
+    Args:
+        requested: --distributed-backend.
+        num_devices: CUDA devices that torch sees.
+        built_for_device: whether this torch can use CUDA at all.
+
+    Raises:
+        InvalidInputError: devices are expected and missing; training never falls back to CPU by itself.
+    """
+    if requested == "gloo" or (requested is None and not built_for_device):
+        return "gloo"
+    if num_devices == 0:
+        raise InvalidInputError(
+            f"--distributed-backend {requested or 'nccl'} needs CUDA devices, torch {torch.__version__} sees 0: "
+            "repair the driver, or train on CPU ranks with --distributed-backend gloo",
+            num_devices=0,
+        )
+    return "nccl"
+
+
+def initialize(args: argparse.Namespace) -> torch.device:
+    """Set up device, process groups of the job and of megatron-core, and seeds; return this rank's device.
+
+    A default process group that exists already (of a host application or a test) is used as it is.
+    """
+    built_for_device = torch.version.cuda is not None or torch.version.hip is not None
+    backend = choose_backend(
+        args.distributed_backend, num_devices=torch.cuda.device_count(), built_for_device=built_for_device
+    )
+    if backend == "gloo":
+        cpu_backend.enable()
+        cpu_optimizer_checkpoint.install()
+        # Ranks of one machine share its cores; more than one thread each makes them wait for one another.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        _check_rendezvous(args.world_size)
+        dist.init_process_group(backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=1,  # lanes are data-parallel ranks; each micro-batch brings its own CP group
+        distributed_timeout_minutes=max(1, round(args.distributed_timeout_minutes)),
+    )
+    seed(args.seed)
+    return device
+
+
+def seed(base: int, lane: int = 0) -> None:
+    """Seed all generators; pipeline stages differ, tensor-parallel ranks as megatron-core wants them.
+
+    Args:
+        lane: 0 while weights are made (lanes hold the same ones); a lane's own number gives it its own dropout.
+    """
+    value = base + 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * lane
+    torch.manual_seed(value)
+    tensor_parallel.model_parallel_cuda_manual_seed(value, force_reset_rng=True)
+
+
+def set_up_logging() -> None:
+    """Send log records to stdout: all of rank 0, warnings of the others."""
+    rank = dist.get_rank()
+    logging.basicConfig(
+        stream=sys.stdout,
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
+        force=True,
+    )
+    # megatron-core announces every setting at INFO.
+    for name in ("megatron.core", "torch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def shut_down() -> None:
+    """Close the process groups once all ranks are done."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _check_rendezvous(world_size: int) -> None:
+    """A single process needs no launcher; more than one needs what torchrun sets."""
+    if world_size == 1:
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InvalidInputError(f"{', '.join(missing)} not set for {world_size} ranks: start the job with torchrun")

@@ -1,0 +1,145 @@
+"""What a step did, and the log line and TensorBoard scalars made of it.
+
+The line is Megatron-LM's (` [time] iteration 5/ 100 | consumed samples: ... | lm loss: ... |`) so that its parsers read
+it, followed by plan facts. Tokens and FLOPs are those of the whole job, without padding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One iteration.
+
+    Attributes:
+        loss: mean over the unmasked tokens of the global batch.
+        elapsed_s: wall time; predicted_s: the cost model's; planner_s: of rank 0's planner, part of elapsed_s.
+        num_samples, num_tokens: of the global batch, without padding.
+        flops: of the whole job, from true lengths.
+        cp_histogram: cp size -> number of non-empty buckets.
+        padding_fraction: share of padding in all tokens computed.
+        imbalance: max / mean of the lanes' predicted busy seconds.
+        exchanged_bytes: sent for attention by all ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    elapsed_s: float
+    predicted_s: float
+    planner_s: float
+    num_samples: int
+    num_tokens: int
+    flops: float
+    num_microbatches: int
+    cp_histogram: Mapping[int, int]
+    padding_fraction: float
+    imbalance: float
+    exchanged_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """The iterations of one log line; figures are means over them."""
+
+    records: tuple[StepRecord, ...]
+    world_size: int
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a field of StepRecord."""
+        return sum(getattr(record, name) for record in self.records) / len(self.records)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens per second of the whole job."""
+        return self.mean("num_tokens") / self.mean("elapsed_s")
+
+    @property
+    def tflops_per_s_per_rank(self) -> float:
+        """Model TFLOP/s of one rank."""
+        return self.mean("flops") / self.mean("elapsed_s") / self.world_size / 1e12
+
+
+def iteration_line(interval: Interval, *, iteration: int, train_iters: int, consumed_samples: int) -> str:
+    """Return the log line after `iteration`."""
+    last = interval.records[-1]
+    histogram: Counter[int] = Counter()
+    for record in interval.records:
+        histogram.update(record.cp_histogram)
+    fields = [
+        f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {1e3 * interval.mean('elapsed_s'):.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {interval.tflops_per_s_per_rank:.4f}",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {last.num_samples:5d}",
+        f"lm loss: {interval.mean('loss'):.6E}",
+        f"grad norm: {last.grad_norm:.3f}",
+        f"num_microbatches: {last.num_microbatches}",
+        "cp: " + " ".join(f"{size}x{number}" for size, number in sorted(histogram.items())),
+        f"tokens: {interval.mean('num_tokens'):.0f}",
+        f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
+        f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",
+        f"planner (ms): {1e3 * interval.mean('planner_s'):.1f}",
+        f"imbalance: {interval.mean('imbalance'):.3f}",
+        f"exchanged: {interval.mean('exchanged_bytes') / 1e6:.2f} MB",
+        f"tokens/s: {interval.tokens_per_s:.0f}",
+    ]
+    return " | ".join(fields) + " |"
+
+
+def validation_line(split: str, iteration: int, loss: float) -> str:
+    """Return the log line of an evaluation; `loss` is the mean over its tokens."""
+    perplexity = exp(min(20.0, loss))
+    return f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+
+
+class Scalars:
+    """TensorBoard scalars under Megatron-LM's names; silent without a folder."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._writer: Any = None
+        if folder is not None:
+            from torch.utils.tensorboard import SummaryWriter  # here: it takes a second to import
+
+            self._writer = SummaryWriter(log_dir=folder)
+
+    def write(self, interval: Interval, iteration: int) -> None:
+        """Write the figures of a log line."""
+        if self._writer is None:
+            return
+        last = interval.records[-1]
+        scalars = {
+            "lm loss": interval.mean("loss"),
+            "grad-norm": last.grad_norm,
+            "learning-rate": last.learning_rate,
+            "batch-size": last.num_samples,
+            "iteration-time": interval.mean("elapsed_s"),
+            "throughput": interval.tflops_per_s_per_rank,
+            "dynamic-cp/num-microbatches": last.num_microbatches,
+            "dynamic-cp/tokens-per-second": interval.tokens_per_s,
+            "dynamic-cp/padding": interval.mean("padding_fraction"),
+            "dynamic-cp/predicted-time": interval.mean("predicted_s"),
+            "dynamic-cp/planner-time": interval.mean("planner_s"),
+            "dynamic-cp/imbalance": interval.mean("imbalance"),
+            "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
+        }
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def write_validation(self, split: str, loss: float, iteration: int) -> None:
+        """Write the loss of an evaluation."""
+        if self._writer is not None:
+            self._writer.add_scalar(f"lm loss {split}", loss, iteration)
+
+    def close(self) -> None:
+        """Flush what was written."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,31 @@
+"""The command line of `pretrain_gpt.py`: wrong flags are answered before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.exits import exit_code_of, leave
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Train and return the exit code (see `megatron.trainer.exits`)."""
+
+    def parse_and_train() -> None:
+        args = parse_args(argv)
+        # megatron-core needs one queue per device so that transfers start before the kernels they overlap with; it
+        # asks for that only at a static CP size above 1.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        from megatron.trainer.initialize import shut_down
+        from megatron.trainer.training import pretrain
+
+        pretrain(args)
+        shut_down()
+
+    return exit_code_of(parse_and_train)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and end the process."""
+    leave(run(argv))

@@ -1,0 +1,178 @@
+"""The model chunks of this rank, wrapped for data parallelism, and their optimizer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_standard_config_overrides as no_decay_of_vectors
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron.dynamic_cp.arguments import check_supported
+from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds
+from megatron.dynamic_cp.layer_specs import gpt_block_spec
+
+
+def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
+    """Return megatron-core's configuration; checked against the supported features."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    pipelined = args.pipeline_model_parallel_size > 1
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=not args.disable_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        init_method_std=args.init_method_std,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=0.0,
+        bf16=args.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        use_cpu_initialization=args.use_cpu_initialization or device.type == "cpu",
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
+        calculate_per_token_loss=True,
+        # Micro-batches have their own lengths; megatron-core accepts that only with this dispatcher, even without MoE.
+        variable_seq_lengths=pipelined,
+        moe_token_dispatcher_type="alltoall",
+        # With two stages the batched exchange of interleaving matches messages in the wrong order on gloo.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+    check_supported(config)
+    return config
+
+
+def ddp_bucket_size(num_lanes: int, static_cp_size: int) -> int:
+    """Return the parameters of a gradient bucket: what megatron-core takes at this static CP size.
+
+    megatron-core's default follows the data-parallel size, which is num_lanes here whatever the CP sizes are.
+    """
+    return max(40_000_000, 1_000_000 * (num_lanes // static_cp_size))
+
+
+def build_chunks(args: argparse.Namespace, config: TransformerConfig, vocab_rows: int) -> list[GPTModel]:
+    """Return the GPT chunks of this pipeline stage."""
+    chunks = []
+    for index in range(config.virtual_pipeline_model_parallel_size or 1):
+        vp_stage = None if config.virtual_pipeline_model_parallel_size is None else index
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=gpt_block_spec(config, vp_stage),
+                vocab_size=vocab_rows,
+                max_sequence_length=args.max_position_embeddings,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
+                rotary_percent=args.rotary_percent,
+                rotary_base=args.rotary_base,
+                vp_stage=vp_stage,
+            )
+        )
+    return chunks
+
+
+def chunk_needs(chunks: Sequence[GPTModel]) -> list[ChunkNeeds]:
+    """Return what each chunk reads of a micro-batch."""
+    return [ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks]
+
+
+def wrap_chunks(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    chunks: Sequence[GPTModel],
+    num_lanes: int,
+    device: torch.device,
+) -> list[DistributedDataParallel]:
+    """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        bucket_size=ddp_bucket_size(num_lanes, args.context_parallel_size),
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        module = Float16Module(config, chunk.to(device)) if args.bf16 else chunk.to(device)
+        # Later chunks finish their backward pass early; splitting their gradients into buckets gains nothing.
+        wrapped.append(DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0))
+    return wrapped
+
+
+def build_optimizer(
+    args: argparse.Namespace, config: TransformerConfig, model: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Return the optimizer of `model` and hand `config` the functions that megatron-core's schedules call."""
+    optimizer_config = OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(
+        optimizer_config, list(model), config_overrides=no_decay_of_vectors(optimizer_config)
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return optimizer
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return the schedule of learning rate and weight decay. Its steps are samples."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_samples,
+        lr_decay_steps=args.lr_decay_samples,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.lr_decay_samples,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=args.lr_wsd_decay_samples,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )

@@ -1,0 +1,205 @@
+"""From arguments to everything a training loop needs, in the order in which it can fail cheaply."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.errors import DataError
+from dynamic_cp.types import Hardware, ModelShape, Topology
+from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
+from megatron.dynamic_cp.planning import PlanSource
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.trainer import checkpoint_files, derive, model
+from megatron.trainer.checkpointing import Trainable
+from megatron.trainer.data import tokenizer
+from megatron.trainer.data.build import SampleStream, Splits, build_splits
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.initialize import initialize, seed, set_up_logging
+from megatron.trainer.log import Scalars
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What stays the same during a run."""
+
+    args: argparse.Namespace
+    device: torch.device
+    topology: Topology
+    model_shape: ModelShape
+    hardware: Hardware
+    groups: DynamicCPGroups
+    splits: Splits
+    config: TransformerConfig
+    model: Sequence[DistributedDataParallel]
+    needs: Sequence[ChunkNeeds]
+    trainable: Trainable
+    scalars: Scalars
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """The optimizer of all model chunks."""
+        return self.trainable.optimizer
+
+    @property
+    def scheduler(self) -> OptimizerParamScheduler:
+        """The schedule of learning rate and weight decay; its steps are samples."""
+        return self.trainable.scheduler
+
+    def iterator_wrapper(self, stream: SampleStream, name: str) -> DataIteratorWrapper:
+        """Return what plans global batches of `stream` and builds this rank's micro-batches of them."""
+        source = PlanSource(
+            topology=self.topology,
+            model=self.model_shape,
+            hardware=self.hardware,
+            options=derive.plan_options(self.args),
+            policy=derive.policy(self.args),
+            name=name,
+        )
+        return DataIteratorWrapper(
+            plan_source=source, read_sample=stream.read, groups=self.groups, chunks=self.needs, device=self.device
+        )
+
+
+def set_up(args: argparse.Namespace) -> Run:
+    """Build the run of `args`; collective.
+
+    Raises:
+        DynamicCPError: the same on every rank.
+    """
+    device = initialize(args)
+    set_up_logging()
+    if args.save is not None:
+        run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
+    data_config, vocab_size, splits = _data(args)
+    topology = derive.topology(args)
+    vocab_rows = derive.padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by, topology.tp_size)
+    hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
+    groups = DynamicCPGroups.build(
+        topology,
+        timeout_s=60 * args.distributed_timeout_minutes,
+        min_cp_size=args.min_dynamic_cp_size,
+        max_cp_size=args.max_dynamic_cp_size,
+        device=device,
+    )
+    config = model.transformer_config(args, device)
+    chunks = model.build_chunks(args, config, vocab_rows)
+    wrapped = model.wrap_chunks(args, config, chunks, topology.num_lanes, device)
+    optimizer = model.build_optimizer(args, config, wrapped)
+    scheduler = model.build_scheduler(args, optimizer)
+    if args.hidden_dropout > 0:
+        seed(args.seed, groups.lane)
+    model_shape = derive.model_shape(args, vocab_rows)
+    run = Run(
+        args=args,
+        device=device,
+        topology=topology,
+        model_shape=model_shape,
+        hardware=load_hardware(hardware_name),
+        groups=groups,
+        splits=splits,
+        config=config,
+        model=wrapped,
+        needs=model.chunk_needs(chunks),
+        trainable=Trainable(
+            chunks=chunks,
+            wrapped=wrapped,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            identity={"model": derive.model_identity(args, vocab_rows), "data": _data_identity(data_config, splits)},
+            layout={
+                "tp": topology.tp_size,
+                "pp": topology.pp_size,
+                "vp": topology.vp_size,
+                "lanes": topology.num_lanes,
+            },
+            has_dropout=args.hidden_dropout > 0,
+            gathers_params=args.overlap_param_gather,
+        ),
+        scalars=Scalars(args.tensorboard_dir if dist.get_rank() == 0 else None),
+    )
+    _log_choices(run, hardware_name)
+    return run
+
+
+def data_config(args: argparse.Namespace) -> DataConfig:
+    """Return what the data flags say."""
+    return DataConfig(
+        data_path=tuple(args.data_path),
+        data_glob=args.data_glob,
+        json_key=args.json_key,
+        split=args.split,
+        seq_length=args.seq_length,
+        overlong=args.overlong,
+        seed=args.seed,
+        mock=args.mock_data,
+        tokenizer=args.tokenizer_type,
+        vocab_size=args.vocab_size,
+        eod_id=args.eod_id,
+        varlen_mock_config=args.varlen_mock_dataset_config_json,
+    )
+
+
+def _data(args: argparse.Namespace) -> tuple[DataConfig, int, Splits]:
+    """Return the data, built by rank 0 first: it finds every error and writes the indexes that the others read."""
+    config = data_config(args)
+    run_on_rank_zero(lambda: build_splits(config) and None)  # its value stays on rank 0
+    splits = build_splits(config)
+    if args.eval_iters > 0 and splits.valid is None:
+        raise DataError(
+            f"--eval-iters is {args.eval_iters}, but --split {args.split} leaves no validation data: "
+            "give its second number a share or set --eval-iters 0"
+        )
+    return config, tokenizer.build(config).vocab_size, splits
+
+
+def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
+    """Return what two runs must share to see the same samples. Not the path: data may move, its contents count."""
+    return {
+        "seed": config.seed,
+        "split": config.split,
+        "seq_length": config.seq_length,
+        "overlong": config.overlong,
+        "tokenizer": config.tokenizer,
+        "number of training samples": splits.train.num_samples,
+    }
+
+
+def _log_choices(run: Run, hardware_name: str) -> None:
+    """Say what was chosen automatically or follows from several flags."""
+    args = run.args
+    for split, stream in (("train", run.splits.train), ("validation", run.splits.valid), ("test", run.splits.test)):
+        if stream is not None:
+            logger.info("%s data: %s", split, stream.describe())
+    num_parameters = sum(parameter.numel() for chunk in run.trainable.chunks for parameter in chunk.parameters())
+    logger.info(
+        "%d ranks = TP %d x PP %d (VPP %d) x %d lanes, %s; %d parameters on rank 0",
+        run.topology.world_size,
+        run.topology.tp_size,
+        run.topology.pp_size,
+        run.topology.vp_size,
+        run.topology.num_lanes,
+        run.device,
+        num_parameters,
+    )
+    logger.info("%s", run.groups.describe())
+    logger.info(
+        "policy %s, %d padded tokens per rank and micro-batch, hardware %s for the cost model",
+        derive.policy(args),
+        args.max_seqlen_per_dp_cp_rank,
+        hardware_name,
+    )

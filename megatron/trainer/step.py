@@ -1,0 +1,70 @@
+"""One pass of a global batch through megatron-core's schedule, and the sums over the job that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.dynamic_cp.data_iterator_wrapper import StepData
+from megatron.dynamic_cp.loss import forward_step
+
+
+def run_schedule(
+    model: Sequence[torch.nn.Module], data: StepData, seq_length: int, *, forward_only: bool
+) -> list[dict[str, Any]]:
+    """Run all micro-batches forward (and backward); return what the loss function logged, [] before the last stage.
+
+    Args:
+        seq_length: an upper bound; pipeline stages exchange the real lengths.
+    """
+    single = len(model) == 1
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data.data_iterators[0] if single else data.data_iterators,
+        model=model[0] if single else list(model),
+        num_microbatches=data.num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSums:
+    """What a pass gave, summed over all ranks.
+
+    Attributes:
+        loss_sum, num_tokens: over the unmasked tokens of the global batch.
+        exchanged_bytes: sent for attention.
+        stop: some rank wants to leave.
+    """
+
+    loss_sum: float
+    num_tokens: int
+    exchanged_bytes: int
+    stop: bool
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per token."""
+        return self.loss_sum / max(1, self.num_tokens)
+
+
+def sum_over_job(
+    logged: Sequence[dict[str, Any]], *, exchanged_bytes: int, stop: bool, device: torch.device
+) -> JobSums:
+    """Return the sums of all ranks, the same on each; one all-reduce of four numbers."""
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    # Tensor-parallel ranks hold the same losses, pipeline stages before the last none.
+    if logged and parallel_state.get_tensor_model_parallel_rank() == 0:
+        sums[:2] = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
+    sums[2], sums[3] = float(exchanged_bytes), float(stop)
+    dist.all_reduce(sums)
+    loss_sum, num_tokens, total_bytes, num_stops = sums.tolist()
+    return JobSums(loss_sum=loss_sum, num_tokens=int(num_tokens), exchanged_bytes=int(total_bytes), stop=num_stops > 0)

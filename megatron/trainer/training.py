@@ -1,0 +1,164 @@
+"""The training loop: samples -> plan -> micro-batches -> forward and backward -> optimizer -> log.
+
+`--dynamic-cp` and static CP differ in the policy that the planner is asked for, in nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.padding import padding_fraction
+from dynamic_cp.types import Sample
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.flops import training_flops
+from megatron.trainer import checkpointing
+from megatron.trainer.checkpointing import Position
+from megatron.trainer.evaluation import Evaluation
+from megatron.trainer.exits import ExitSignals, exit_signals
+from megatron.trainer.log import Interval, StepRecord, iteration_line
+from megatron.trainer.run import Run, set_up
+from megatron.trainer.step import run_schedule, sum_over_job
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None] | None = None) -> None:
+    """Train as `args` say; collective. Process groups stay open.
+
+    Args:
+        on_step: called on every rank with each iteration and what it did; for benchmarks and tests.
+
+    Raises:
+        DynamicCPError: the same on every rank.
+    """
+    started = time.monotonic()
+    run = set_up(args)
+    position = Position()
+    if args.load is not None:
+        position = checkpointing.load(
+            run.trainable, args.load, finetune=args.finetune, required=args.exit_on_missing_checkpoint
+        )
+    if position.iteration >= args.train_iters:
+        logger.info("nothing to train: iteration %d of %d", position.iteration, args.train_iters)
+    with exit_signals() as signals:
+        interrupted = _train(run, position, signals, started, on_step)
+    if not interrupted:
+        for split in ("validation", "test"):
+            Evaluation.of(run, split).log(position.iteration)
+    run.scalars.close()
+
+
+def _train(
+    run: Run,
+    position: Position,
+    signals: ExitSignals,
+    started: float,
+    on_step: Callable[[int, StepRecord], None] | None,
+) -> bool:
+    """Train from `position` on, which moves; return whether the run was asked to leave before its end."""
+    args = run.args
+    stream = run.splits.train
+    wrapper = run.iterator_wrapper(stream, "train")
+    evaluation = Evaluation.of(run, "validation")
+    records: list[StepRecord] = []
+    saved = position.iteration if _same_folder(args.load, args.save) else None
+    while position.iteration < args.train_iters:
+        samples = stream.global_batch(position.consumed_samples, args.global_batch_size)
+        late = args.exit_duration_in_mins is not None and time.monotonic() - started > 60 * args.exit_duration_in_mins
+        record, stop = _train_step(run, wrapper, samples, position.iteration + 1, stop=late or bool(signals.received))
+        position.iteration += 1
+        position.consumed_samples += len(samples)
+        if position.iteration == 1:
+            logger.info("first plan: %s", wrapper.planned.reason)
+        records.append(record)
+        if on_step is not None:
+            on_step(position.iteration, record)
+        if position.iteration % args.log_interval == 0:
+            _log(run, records, position)
+            records.clear()
+        finished = position.iteration == args.train_iters
+        if args.eval_interval and position.iteration % args.eval_interval == 0 and not (stop or finished):
+            evaluation.log(position.iteration)
+        stop = stop or bool(args.exit_interval and position.iteration % args.exit_interval == 0)
+        due = bool(args.save_interval and position.iteration % args.save_interval == 0)
+        if args.save is not None and (due or stop or finished) and saved != position.iteration:
+            checkpointing.save(run.trainable, position, args.save)
+            saved = position.iteration
+        if stop and not finished:
+            logger.info("leaving after iteration %d (%s)", position.iteration, signals.received or "as asked")
+            return True
+    return False
+
+
+def _train_step(
+    run: Run, wrapper: DataIteratorWrapper, samples: Sequence[Sample], iteration: int, *, stop: bool
+) -> tuple[StepRecord, bool]:
+    """Run one iteration; return what it did, and whether any rank wants to stop.
+
+    Raises:
+        DynamicCPError: loss or gradient norm is not finite; the same on every rank.
+    """
+    started = time.perf_counter()
+    data = wrapper.wrap(iteration, samples)
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    logged = run_schedule(run.model, data, run.args.seq_length, forward_only=False)
+    sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=stop, device=run.device)
+    _check_finite("loss", sums.loss, iteration)
+    learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
+    _, grad_norm, _ = run.optimizer.step()
+    _check_finite("gradient norm", float(grad_norm), iteration)
+    run.scheduler.step(increment=len(samples))
+    planned = wrapper.planned
+    record = StepRecord(
+        loss=sums.loss,
+        grad_norm=float(grad_norm),
+        learning_rate=learning_rate,
+        elapsed_s=time.perf_counter() - started,
+        predicted_s=planned.predicted_s,
+        planner_s=wrapper.planner_s,
+        num_samples=len(samples),
+        num_tokens=data.seqlen_sum,
+        flops=training_flops(run.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
+        num_microbatches=data.num_microbatches,
+        cp_histogram=planned.plan.cp_histogram,
+        padding_fraction=padding_fraction(planned.plan),
+        imbalance=planned.imbalance,
+        exchanged_bytes=sums.exchanged_bytes,
+    )
+    return record, sums.stop
+
+
+def _check_finite(what: str, value: float, iteration: int) -> None:
+    if not math.isfinite(value):
+        raise DynamicCPError(
+            f"{what} is {value} at iteration {iteration}: nothing was saved since the last checkpoint; "
+            "resume from it with a lower --lr or a smaller --clip-grad",
+            iteration=iteration,
+        )
+
+
+def _log(run: Run, records: Sequence[StepRecord], position: Position) -> None:
+    interval = Interval(records=tuple(records), world_size=run.topology.world_size)
+    logger.info(
+        iteration_line(
+            interval,
+            iteration=position.iteration,
+            train_iters=run.args.train_iters,
+            consumed_samples=position.consumed_samples,
+        )
+    )
+    run.scalars.write(interval, position.iteration)
+
+
+def _same_folder(first: str | None, second: str | None) -> bool:
+    return first is not None and second is not None and os.path.realpath(first) == os.path.realpath(second)

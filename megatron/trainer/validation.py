@@ -1,0 +1,273 @@
+"""Derived arguments and the checks of one against another; every rank finds the same error without communicating."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import is_power_of_two
+from megatron.trainer import derive
+
+
+def complete_and_check(args: argparse.Namespace) -> None:
+    """Fill in derived values of `args` in place and check them against each other.
+
+    Raises:
+        DynamicCPError: two values disagree; the message has both numbers and the remedy.
+    """
+    _positive(
+        args,
+        "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels seq_length num_query_groups "
+        "global_batch_size train_iters train_samples exit_interval eval_interval save_interval log_interval "
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size max_seqlen_per_dp_cp_rank "
+        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
+        "min_dynamic_cp_size max_dynamic_cp_size distributed_timeout_minutes lr vocab_size recompute_num_layers "
+        "lr_decay_iters lr_decay_samples max_position_embeddings",
+    )
+    _not_negative(args, "eval_iters min_lr weight_decay clip_grad hidden_dropout lr_warmup_init")
+    if args.micro_batch_size != 1:
+        raise InvalidInputError(
+            f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
+            "--max-seqlen-per-dp-cp-rank sets its size",
+            micro_batch_size=args.micro_batch_size,
+        )
+    _complete_model(args)
+    _check_model_parallel(args)
+    _complete_lanes(args)
+    _complete_schedule(args)
+    _complete_recompute(args)
+    if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
+        raise InvalidInputError("--tensorboard-dir needs the package tensorboard: install it or drop the flag")
+
+
+def _positive(args: argparse.Namespace, names: str) -> None:
+    for name in names.split():
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise InvalidInputError(f"{_flag(name)} is {value}, it must be greater than 0", name=name, value=value)
+
+
+def _not_negative(args: argparse.Namespace, names: str) -> None:
+    for name in names.split():
+        value = getattr(args, name)
+        if not value >= 0:
+            raise InvalidInputError(f"{_flag(name)} is {value}, it must be at least 0", name=name, value=value)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
+    if value % divisor:
+        raise InvalidInputError(
+            f"{what} {value} is not a multiple of {by} {divisor}: {remedy}", value=value, divisor=divisor
+        )
+
+
+def _complete_model(args: argparse.Namespace) -> None:
+    if args.kv_channels is None:
+        _divides(
+            args.num_attention_heads,
+            args.hidden_size,
+            "--hidden-size",
+            "--num-attention-heads",
+            "change one of them or give --kv-channels",
+        )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.group_query_attention:
+        if args.num_query_groups is None:
+            raise InvalidInputError("--group-query-attention needs --num-query-groups")
+    elif args.num_query_groups is not None and args.num_query_groups != args.num_attention_heads:
+        raise InvalidInputError(
+            f"--num-query-groups {args.num_query_groups} differs from --num-attention-heads "
+            f"{args.num_attention_heads}: add --group-query-attention",
+            num_query_groups=args.num_query_groups,
+        )
+    else:
+        args.num_query_groups = args.num_attention_heads
+    _divides(
+        args.num_query_groups,
+        args.num_attention_heads,
+        "--num-attention-heads",
+        "--num-query-groups",
+        "every KV head serves the same number of query heads",
+    )
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = args.hidden_size * 8 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        raise InvalidInputError(
+            f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}: "
+            "raise it or shorten the samples",
+            max_position_embeddings=args.max_position_embeddings,
+            seq_length=args.seq_length,
+        )
+    if not 0 < args.rotary_percent <= 1:
+        raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
+
+
+def _check_model_parallel(args: argparse.Namespace) -> None:
+    tp_size, pp_size = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if args.world_size % (tp_size * pp_size):
+        raise InvalidInputError(
+            f"world size {args.world_size} is not a multiple of TP * PP = {tp_size} * {pp_size} = {tp_size * pp_size}: "
+            "start another number of ranks or change --tensor-model-parallel-size or --pipeline-model-parallel-size",
+            world_size=args.world_size,
+            tp_size=tp_size,
+            pp_size=pp_size,
+        )
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        _divides(tp_size, getattr(args, name), _flag(name), "--tensor-model-parallel-size", "lower TP")
+    # One TP rank has nothing to split: Megatron-LM scripts pass the flag all the same.
+    args.sequence_parallel = args.sequence_parallel and tp_size > 1
+
+    per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    args.virtual_pipeline_model_parallel_size = None
+    if per_stage is not None and stages is not None:
+        raise InvalidInputError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {stages} "
+            "say the same: give one of them"
+        )
+    if per_stage is not None or stages is not None:
+        if pp_size < 2:
+            raise InvalidInputError(
+                f"virtual pipeline stages need --pipeline-model-parallel-size >= 2, it is {pp_size}: "
+                f"drop the flag or raise PP",
+                pp_size=pp_size,
+            )
+        if per_stage is not None:
+            _divides(
+                pp_size * per_stage,
+                args.num_layers,
+                "--num-layers",
+                "PP * --num-layers-per-virtual-pipeline-stage",
+                "change one of them",
+            )
+            stages = args.num_layers // (pp_size * per_stage)
+        if stages is not None and stages > 1:
+            args.virtual_pipeline_model_parallel_size = stages
+    chunks = pp_size * (args.virtual_pipeline_model_parallel_size or 1)
+    _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
+
+
+def _complete_lanes(args: argparse.Namespace) -> None:
+    """The lanes, their token limit and CP sizes; finds a --seq-length that no group can hold."""
+    args.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    topology = derive.topology(args)
+    static = args.context_parallel_size
+    if topology.num_lanes % static or not is_power_of_two(static):
+        raise InvalidInputError(
+            f"--context-parallel-size {static} does not fit {topology.num_lanes} lanes (world size / (TP * PP)): "
+            f"give a power of two that divides {topology.num_lanes}",
+            static_cp_size=static,
+            num_lanes=topology.num_lanes,
+        )
+    for name in ("min_dynamic_cp_size", "max_dynamic_cp_size"):
+        value = getattr(args, name)
+        if value is not None and (not is_power_of_two(value) or value > topology.max_cp_size):
+            raise InvalidInputError(
+                f"{_flag(name)} is {value}: give a power of two up to {topology.max_cp_size}, the largest group of "
+                f"{topology.num_lanes} lanes",
+                value=value,
+                num_lanes=topology.num_lanes,
+            )
+    largest = args.max_dynamic_cp_size or topology.max_cp_size
+    if args.min_dynamic_cp_size > largest:
+        raise InvalidInputError(
+            f"--min-dynamic-cp-size {args.min_dynamic_cp_size} is above the largest CP size {largest}: lower it",
+            min_cp_size=args.min_dynamic_cp_size,
+            max_cp_size=largest,
+        )
+    if args.max_seqlen_per_dp_cp_rank is None:
+        args.max_seqlen_per_dp_cp_rank = derive.default_max_tokens_per_rank(args)
+    if args.global_batch_size is None:
+        args.global_batch_size = topology.num_lanes
+
+    from dynamic_cp.search import check_feasible  # here: numpy and numba are needed only once the rest is right
+
+    options = derive.plan_options(args)
+    if not args.dynamic_cp:
+        options = replace(options, min_cp_size=static, max_cp_size=static)
+    check_feasible(args.seq_length, topology, options)
+
+
+def _complete_schedule(args: argparse.Namespace) -> None:
+    """Length of the run and of the learning-rate schedule, in samples."""
+    if (args.train_iters is None) == (args.train_samples is None):
+        raise InvalidInputError(
+            f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give exactly one"
+        )
+    if args.train_iters is None:
+        args.train_iters = args.train_samples // args.global_batch_size
+        if args.train_iters == 0:
+            raise InvalidInputError(
+                f"--train-samples {args.train_samples} is less than --global-batch-size {args.global_batch_size}: "
+                "raise it",
+                train_samples=args.train_samples,
+                global_batch_size=args.global_batch_size,
+            )
+    args.train_samples = args.train_iters * args.global_batch_size
+
+    args.lr_decay_samples = _samples(args, "lr_decay", default=args.train_samples)
+    if args.lr_warmup_fraction is not None:
+        if args.lr_warmup_iters is not None or args.lr_warmup_samples is not None:
+            raise InvalidInputError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples")
+        if not 0 <= args.lr_warmup_fraction < 1:
+            raise InvalidInputError(f"--lr-warmup-fraction is {args.lr_warmup_fraction}, it must be in [0, 1)")
+        args.lr_warmup_samples = int(args.lr_warmup_fraction * args.lr_decay_samples)
+    else:
+        args.lr_warmup_samples = _samples(args, "lr_warmup", default=0)
+    args.lr_wsd_decay_samples = _samples(args, "lr_wsd_decay", default=None)
+    _check_schedule(args)
+
+
+def _samples(args: argparse.Namespace, name: str, default: Any) -> Any:
+    """Return --NAME-samples, or --NAME-iters in samples, or the default."""
+    iters, samples = getattr(args, f"{name}_iters"), getattr(args, f"{name}_samples")
+    if iters is not None and samples is not None:
+        raise InvalidInputError(
+            f"{_flag(name)}-iters {iters} and {_flag(name)}-samples {samples} say the same: give one of them"
+        )
+    if iters is not None:
+        return iters * args.global_batch_size
+    return default if samples is None else samples
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    if args.lr_warmup_samples >= args.lr_decay_samples:
+        raise InvalidInputError(
+            f"the warm-up takes {args.lr_warmup_samples} samples, the whole decay {args.lr_decay_samples}: "
+            "shorten the warm-up",
+            lr_warmup_samples=args.lr_warmup_samples,
+            lr_decay_samples=args.lr_decay_samples,
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_samples is None:
+        raise InvalidInputError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+    if not max(args.min_lr, args.lr_warmup_init) <= args.lr:
+        raise InvalidInputError(
+            f"--lr {args.lr} is below --min-lr {args.min_lr} or --lr-warmup-init {args.lr_warmup_init}: raise it"
+        )
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise InvalidInputError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+        )
+
+
+def _complete_recompute(args: argparse.Namespace) -> None:
+    if args.recompute_activations:
+        if args.recompute_granularity == "full":
+            raise InvalidInputError("--recompute-activations is selective: drop it or --recompute-granularity full")
+        args.recompute_granularity = "selective"
+    if args.recompute_granularity == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+    elif args.recompute_method is not None or args.recompute_num_layers is not None:
+        raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise InvalidInputError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")

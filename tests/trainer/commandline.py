@@ -1,0 +1,15 @@
+"""The smallest model that the trainer's tests train, as a command line."""
+
+from __future__ import annotations
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+    "--ffn-hidden-size 96 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--make-vocab-size-divisible-by 8 --seq-length 128"
+)
+TRAINING = "--global-batch-size 12 --train-iters 8 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --seed 7"
+
+
+def command_line(*extra: str) -> list[str]:
+    """Return the words of a command line that trains; later words of `extra` win over earlier ones."""
+    return " ".join((MODEL, TRAINING, "--distributed-backend gloo", *extra)).split()

@@ -1,0 +1,146 @@
+"""Every wrong flag or pair of flags is answered by one message that names both numbers and the remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.arguments import UNSUPPORTED, check_supported
+from megatron.trainer import derive
+from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
+from tests.trainer.commandline import command_line
+
+# extra flags, world size, parts of the message
+WRONG_PAIRS = [
+    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, ("6", "2 * 2 = 4", "change")),
+    ("--tensor-model-parallel-size 4 --num-query-groups 2", 4, ("--num-query-groups 2", "4")),
+    ("--tensor-model-parallel-size 3", 3, ("--num-attention-heads 4", "3")),
+    ("--num-attention-heads 6 --kv-channels 16 --num-query-groups 4", 4, ("6", "4")),
+    ("--hidden-size 65", 4, ("65", "4", "--kv-channels")),
+    ("--pipeline-model-parallel-size 3", 3, ("--num-layers 4", "3")),
+    ("--num-layers-per-virtual-pipeline-stage 1", 4, (">= 2", "it is 1")),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 4, ("--num-layers 4", "6")),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", 4, ("--num-layers 4", "6")),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        4,
+        ("give one",),
+    ),
+    ("--context-parallel-size 3", 4, ("3", "4 lanes")),
+    ("--context-parallel-size 4", 6, ("4", "6 lanes")),
+    ("--dynamic-cp --max-dynamic-cp-size 8", 4, ("8", "up to 4")),
+    ("--dynamic-cp --min-dynamic-cp-size 3", 4, ("3", "power of two")),
+    ("--dynamic-cp --min-dynamic-cp-size 4 --max-dynamic-cp-size 2", 4, ("4", "2")),
+    ("--micro-batch-size 2", 4, ("2", "must be 1")),
+    ("--global-batch-size 0", 4, ("--global-batch-size", "0")),
+    ("--lr -1", 4, ("--lr", "-1")),
+    ("--min-lr 1", 4, ("0.001", "1.0")),
+    ("--lr-warmup-iters 8", 4, ("96", "shorten")),
+    ("--lr-warmup-samples 3", 4, ("--lr-warmup-iters 2", "give one")),
+    ("--train-samples 100", 4, ("8", "100", "exactly one")),
+    ("--max-position-embeddings 64", 4, ("64", "128")),
+    ("--recompute-method uniform", 4, ("--recompute-granularity full",)),
+    ("--overlap-param-gather", 4, ("--use-distributed-optimizer",)),
+    ("--lr-decay-style WSD", 4, ("--lr-wsd-decay-iters",)),
+    ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", 4, ("exclude",)),
+    ("--dynamic", 4, ("unrecognized", "--dynamic")),
+    ("--cp-comm-type a2a", 4, ("--cp-comm-type", "a2a", "p2p")),
+    ("--position-embedding-type relative", 4, ("--position-embedding-type", "relative")),
+]
+
+
+@pytest.mark.parametrize(("extra", "world_size", "parts"), WRONG_PAIRS, ids=[pair[0][:60] for pair in WRONG_PAIRS])
+def test_wrong_flags_are_explained(extra, world_size, parts):
+    with pytest.raises(InvalidInputError) as caught:
+        parse_args(command_line(extra), world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_sequences_longer_than_the_largest_group_are_refused():
+    with pytest.raises(InfeasibleSampleError) as caught:
+        parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank 31"), 4)
+    assert "128" in str(caught.value)
+    # Four lanes of 32 hold it, and a static CP size of 2 does not.
+    parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank 32"), 4)
+    with pytest.raises(InfeasibleSampleError):
+        parse_args(command_line("--context-parallel-size 2 --max-seqlen-per-dp-cp-rank 32"), 4)
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED, ids=lambda feature: feature.flag)
+def test_unsupported_flags_are_named(feature):
+    flag = feature.flag
+    with pytest.raises(UnsupportedFeatureError, match=flag):
+        parse_args(command_line(flag, "2"), 4)
+    if not feature.off:
+        with pytest.raises(UnsupportedFeatureError, match=flag):
+            parse_args(command_line(flag), 4)
+    for off in feature.off:
+        parse_args(command_line(flag, str(off)), 4)
+    if feature.field is not None:
+        with pytest.raises(UnsupportedFeatureError, match=flag):
+            check_supported(SimpleNamespace(**{feature.field: 2}))
+
+
+def test_table_fields_exist_in_megatron_core():
+    from megatron.core.transformer import TransformerConfig
+
+    fields = {name for cls in TransformerConfig.__mro__ for name in getattr(cls, "__dataclass_fields__", {})}
+    named = {feature.field for feature in UNSUPPORTED if feature.field is not None}
+    assert len(named) > 20
+    assert named <= fields
+
+
+def test_later_flags_are_not_accepted_silently():
+    for flag in ("--dynamic-cp-lookahead 2", "--dynamic-cp-dump x", "--dynamic-cp-search fast", "--dynamic-cp-strict"):
+        with pytest.raises(InvalidInputError, match="unrecognized"):
+            parse_args(command_line(flag), 4)
+
+
+def test_derived_values():
+    args = parse_args(command_line("--sequence-parallel", *ALREADY_SO), 4)
+    assert not args.sequence_parallel  # one tensor-parallel rank has nothing to split
+    assert args.kv_channels == 16
+    assert (args.train_samples, args.lr_warmup_samples, args.lr_decay_samples) == (96, 24, 96)
+    assert args.max_seqlen_per_dp_cp_rank == 128
+    assert derive.policy(args) == "static"
+    assert parse_args(command_line("--context-parallel-size 4 --seq-length 130"), 4).max_seqlen_per_dp_cp_rank == 34
+    args = parse_args(
+        command_line("--dynamic-cp --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"), 8
+    )
+    assert (derive.policy(args), derive.topology(args).vp_size, derive.topology(args).num_lanes) == ("dynamic", 2, 4)
+    assert derive.policy(parse_args(command_line("--static-cp-policy balanced"), 4)) == "balanced"
+
+
+def test_train_samples_are_whole_batches():
+    words = command_line("--train-samples 100")
+    index = words.index("--train-iters")
+    del words[index : index + 2]
+    assert parse_args(words, 4).train_iters == 8
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_padded_vocabulary_does_not_depend_on_tensor_parallelism(tp_size):
+    assert derive.padded_vocab_size(257, 128, tp_size) == 384
+    assert derive.padded_vocab_size(257, 1, tp_size) % tp_size == 0
+
+
+def test_flags_have_names():
+    actions = build_parser()._actions
+    assert len(actions) > 100
+    assert all(action.option_strings for action in actions)
+
+
+def test_parsing_needs_no_torch():
+    program = (
+        "import sys; from megatron.trainer.arguments import parse_args; from tests.trainer.commandline import *; "
+        "parse_args(command_line('--dynamic-cp'), 4); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

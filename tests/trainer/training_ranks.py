@@ -1,0 +1,33 @@
+"""Train on forked ranks and return the losses."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+import megatron.trainer.training as training
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.log import StepRecord
+from tests.distributed.harness import run_ranks
+from tests.trainer.commandline import command_line
+
+
+def _train_one_rank(words: list[str]) -> dict[int, StepRecord]:
+    os.environ["RANK"] = str(dist.get_rank())
+    records: dict[int, StepRecord] = {}
+    training.pretrain(parse_args(words, dist.get_world_size()), on_step=records.__setitem__)
+    return records
+
+
+def train(world_size: int, *extra: str, timeout_s: float = 60.0) -> dict[int, StepRecord]:
+    """Return iteration -> record of a run on `world_size` forked ranks; all ranks must agree on every loss."""
+    by_rank = run_ranks(world_size, _train_one_rank, command_line(*extra), timeout_s=timeout_s)
+    for records in by_rank:
+        assert {i: r.loss for i, r in records.items()} == {i: r.loss for i, r in by_rank[0].items()}
+    return by_rank[0]
+
+
+def losses(records: dict[int, StepRecord]) -> list[float]:
+    """Return the losses in the order of the iterations."""
+    return [records[iteration].loss for iteration in sorted(records)]
