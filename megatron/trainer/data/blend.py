@@ -42,7 +42,7 @@ def interleave(shares: tuple[int, ...]) -> NDArray[np.int64]:
     Draw k of a pool with share n of P positions must therefore come at positions floor(k P / n) .. ceil((k + 1) P / n)
     - 1; the earliest deadline first meets all of them.
 
-    Source: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress" (Algorithmica, 1996): its windows, on one processor.
+    Source: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress", Algorithmica 1996: its windows, on one processor.
     """
     period = sum(shares)
     draws = sorted(

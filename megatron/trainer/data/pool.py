@@ -17,8 +17,14 @@ def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
     DEVIATION: sorts random words instead of calling Generator.permutation. Reason: numpy promises that the raw words of
     a bit generator never change, but not the methods of a Generator; a checkpoint must resume with another numpy.
     """
-    words = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
-    return np.argsort(words, kind="stable")
+    keys = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
+    index_bits = np.uint64(num_samples.bit_length())
+    keys >>= index_bits  # the low bits carry the index: sorting distinct keys is fast and has one result
+    keys <<= index_bits
+    keys |= np.arange(num_samples, dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << index_bits) - np.uint64(1)
+    return keys.view(np.int64)
 
 
 class ShuffledPool:

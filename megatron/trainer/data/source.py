@@ -41,7 +41,8 @@ def reading(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename or path}: {error.strerror or error}; check that it exists and that this user may read it",
+            f"cannot read {error.filename or path}: {error.strerror or error}; "
+            "check that it exists and that this user may read it",
             path=path,
         ) from error
 

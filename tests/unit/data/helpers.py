@@ -1,0 +1,59 @@
+"""Small data sets and checks that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.stream import SampleStream
+
+EOD = 256
+
+
+class ArrayDocuments:
+    """Documents held in memory; token i of document d is 1000 * d + i, so that each token names its place."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = np.array(lengths, dtype=np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
+        assert 0 <= start < stop <= self.lengths[document]
+        return 1000 * document + np.arange(start, stop)
+
+    def document_name(self, document: int) -> str:
+        return f"array document {document}"
+
+    def describe(self) -> str:
+        return f"{len(self.lengths)} arrays"
+
+
+def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
+    """Write files below `folder`, parents included."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def config(*data_path: object, **changes: object) -> DataConfig:
+    """Return a configuration that trains on everything in `data_path`."""
+    values = {"seq_length": 64, "split": "1,0,0", "data_path": tuple(map(str, data_path))} | changes
+    return DataConfig(**values)  # type: ignore[arg-type]
+
+
+def epoch_tokens(stream: SampleStream) -> list[NDArray[np.int64]]:
+    """Return the inputs and the last label of each sample of the first epoch."""
+    tokens = []
+    for sample in stream.global_batch(0, stream.num_samples):
+        values = stream.read(sample.sample_id)
+        assert len(values.tokens) == len(values.labels) == len(values.loss_mask) == sample.seqlen
+        np.testing.assert_array_equal(values.tokens[1:], values.labels[:-1])
+        assert values.loss_mask.dtype == np.float32
+        assert (values.loss_mask == 1).all()
+        tokens.append(np.append(values.tokens, values.labels[-1]))
+    return tokens

@@ -1,0 +1,217 @@
+"""Megatron's .bin/.idx, written by megatron-core's own builder."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.indexed import HEADER, IndexedDocuments
+from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+from tests.unit.data.helpers import EOD, config, epoch_tokens
+
+DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6], [7]], [[]], [[8, 9]], [[10] * 50, [11] * 50]]
+
+
+def write_indexed(folder, documents=DOCUMENTS, dtype=np.int32, multimodal=False):
+    """Write documents (lists of sequences) and return the prefix."""
+    prefix = folder / "corpus_text_document"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype, multimodal=multimodal)
+    for sequences in documents:
+        for sequence in sequences:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def flat(document):
+    return [token for sequence in document for token in sequence]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_a_document_is_its_sequences_and_eod(tmp_path, dtype, multimodal):
+    source = IndexedDocuments(str(write_indexed(tmp_path, dtype=dtype, multimodal=multimodal)), ByteTokenizer())
+    assert source.lengths.tolist() == [4, 5, 1, 3, 101]
+    for document, sequences in enumerate(DOCUMENTS):
+        whole = [*flat(sequences), EOD]
+        for start in range(len(whole)):
+            for stop in range(start + 1, len(whole) + 1):
+                tokens = source.read(document, start, stop)
+                assert tokens.dtype == np.int64
+                assert tokens.tolist() == whole[start:stop]
+
+
+@pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
+def test_prefix_and_both_files_name_the_data(tmp_path, suffix):
+    prefix = write_indexed(tmp_path)
+    stream = build_splits(config(f"{prefix}{suffix}")).train
+    whole = [flat(document) for document in DOCUMENTS if flat(document)]
+    inputs = sorted((tokens[:-1].tolist() for tokens in epoch_tokens(stream)), key=str)
+    pieces = [w[i : i + 64] for w in whole for i in range(0, len(w), 64)]
+    assert inputs == sorted(pieces, key=str)
+    assert "5 .bin/.idx documents, EOD appended" in stream.describe()
+    assert "1 empty" in stream.describe()
+
+
+def test_eod_in_the_data_is_not_doubled(tmp_path, caplog):
+    prefix = write_indexed(tmp_path, [[[1, 2, EOD]], [[3], [EOD]], [[]]])
+    source = IndexedDocuments(str(prefix), ByteTokenizer())
+    assert source.lengths.tolist() == [3, 2, 0]
+    assert source.read(0, 0, 3).tolist() == [1, 2, EOD]
+    assert "EOD in the data" in source.describe()
+    assert not caplog.text
+    assert build_splits(config(prefix)).train.num_samples == 2
+
+
+def test_eod_in_some_documents_warns_and_appends_to_all(tmp_path, caplog):
+    prefix = write_indexed(tmp_path, [[[1, 2, EOD]], [[3, 4]], [[5, 6]]])
+    with caplog.at_level(logging.WARNING):
+        source = IndexedDocuments(str(prefix), ByteTokenizer())
+    assert "1 of 3 probed documents end with the EOD id 256; it is appended to all" in caplog.text
+    assert source.lengths.tolist() == [4, 3, 3]
+    assert source.read(0, 0, 4).tolist() == [1, 2, EOD, EOD]
+
+
+def test_probing_looks_at_first_and_last_of_many_documents(tmp_path, caplog):
+    for odd in (0, 4999):
+        documents = [[[1, 2, EOD]] for _ in range(5000)]
+        documents[odd] = [[1, 2]]
+        with caplog.at_level(logging.WARNING):
+            IndexedDocuments(str(write_indexed(tmp_path, documents)), ByteTokenizer())
+        assert "1023 of 1024 probed documents" in caplog.text
+        caplog.clear()
+
+
+def test_megatron_vocabularies(tmp_path):
+    prefix = write_indexed(tmp_path, [[[5, 50_000]]])
+    appended = build_splits(config(prefix, tokenizer="NullTokenizer", vocab_size=50_001)).train.read(0)
+    assert appended.labels.tolist() == [50_000, 50_001]
+    present = build_splits(config(prefix, tokenizer="NullTokenizer", vocab_size=50_001, eod_id=50_000)).train.read(0)
+    assert present.labels.tolist() == [50_000]
+
+
+@pytest.mark.parametrize("wrong", [257, -1])
+def test_an_id_outside_the_vocabulary_is_an_error_on_read(tmp_path, wrong):
+    stream = build_splits(config(write_indexed(tmp_path, [[[1, 2, wrong, 3]]]))).train
+    with pytest.raises(DataError) as caught:
+        stream.read(0)
+    for part in ("document 0", f"token id {wrong}", "the vocabulary has 257", "--tokenizer-type NullTokenizer"):
+        assert part in str(caught.value)
+
+
+def test_the_whole_vocabulary_is_legal(tmp_path):
+    source = IndexedDocuments(str(write_indexed(tmp_path, [[[0, 9]]])), NullTokenizer(vocab_size=10, eod=9))
+    assert source.read(0, 0, 2).tolist() == [0, 9]
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+@pytest.mark.parametrize("given", ["", ".bin", ".idx"])
+def test_a_missing_file_is_named(tmp_path, missing, given):
+    prefix = write_indexed(tmp_path)
+    prefix.with_name(prefix.name + missing).unlink()
+    with pytest.raises(DataError) as caught:
+        build_splits(config(f"{prefix}{given}"))
+    assert f"{prefix}{missing} is missing" in str(caught.value)
+
+
+def rewrite(prefix, suffix, change):
+    path = prefix.with_name(prefix.name + suffix)
+    content = bytearray(path.read_bytes())
+    path.write_bytes(bytes(change(content)))
+    return len(content)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1, 8, 9, 17, 33, 34, 35, 60, -1, -8])
+def test_a_truncated_idx_names_both_sizes(tmp_path, kept_bytes):
+    prefix = write_indexed(tmp_path)
+    full = rewrite(prefix, ".idx", lambda content: content[:kept_bytes])
+    kept = kept_bytes % full
+    with pytest.raises(DataError) as caught:
+        build_splits(config(prefix))
+    message = str(caught.value)
+    assert f"{prefix}.idx is truncated: {kept} bytes" in message
+    assert str(HEADER.size if kept < HEADER.size else full) in message
+    assert "preprocess_data.py" in message
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1, 4, 100, -1])
+def test_a_truncated_bin_names_both_sizes(tmp_path, kept_bytes):
+    prefix = write_indexed(tmp_path)
+    full = rewrite(prefix, ".bin", lambda content: content[:kept_bytes])
+    assert full == 4 * 109
+    with pytest.raises(DataError) as caught:
+        build_splits(config(prefix))
+    assert f"{prefix}.bin is truncated: {kept_bytes % full} bytes, its index says {full}" in str(caught.value)
+
+
+def put(fmt, offset, *values):
+    def change(content):
+        struct.pack_into(fmt, content, offset, *values)
+        return content
+
+    return change
+
+
+NUM_SEQUENCES = 8
+SIZES, OFFSETS, BOUNDARIES = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (put("<9s", 0, b"NOTANIDX!"), "a Megatron index with"),
+        (put("<Q", 9, 2), "has version 2, only 1 is known"),
+        (put("<B", 17, 6), "has token type 6"),
+        (put("<B", 17, 99), "has token type 99"),
+        (put("<Q", 18, 1 << 60), "is truncated"),
+        (put("<Q", 18, 7), "its header says"),
+        (lambda content: content + b"x", "its header says"),
+        (put("<i", SIZES, -3), "do not lie one after the other"),
+        (put("<q", OFFSETS + 8, 5), "do not lie one after the other"),
+        (put("<q", BOUNDARIES, 1), "do not rise from 0 to its 8 sequences"),
+        (put("<q", BOUNDARIES + 8, 7), "do not rise"),
+        (put("<q", BOUNDARIES + 40, 9), "do not rise"),
+    ],
+)
+def test_a_damaged_idx_is_explained(tmp_path, change, part):
+    prefix = write_indexed(tmp_path)
+    rewrite(prefix, ".idx", change)
+    with pytest.raises(DataError) as caught:
+        build_splits(config(prefix))
+    assert part in str(caught.value)
+    assert f"{prefix}.idx" in str(caught.value)
+
+
+def test_an_index_without_documents_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="no documents found"):
+        build_splits(config(write_indexed(tmp_path, [])))
+
+
+def test_only_empty_documents_are_an_error(tmp_path):
+    with pytest.raises(DataError, match="has 2 documents and 0 samples"):
+        build_splits(config(write_indexed(tmp_path, [[[]], [[]]])))
+
+
+def test_a_bin_that_changed_before_it_is_opened_is_an_error(tmp_path):
+    prefix = write_indexed(tmp_path)
+    source = pickle.loads(pickle.dumps(IndexedDocuments(str(prefix), ByteTokenizer())))
+    full = rewrite(prefix, ".bin", lambda content: content[:-4])
+    with pytest.raises(DataError, match=rf"has {full - 4} bytes but had {full} when it was indexed"):
+        source.read(0, 0, 2)
+
+
+def test_pickling_leaves_the_open_files_behind(tmp_path):
+    source = IndexedDocuments(str(write_indexed(tmp_path)), ByteTokenizer())
+    before = source.read(1, 0, 5)
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy._dataset is None
+    np.testing.assert_array_equal(copy.read(1, 0, 5), before)

@@ -1,0 +1,168 @@
+"""The stream: order from (seed, position) alone, each sample once per epoch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.pool import shuffled
+from tests.unit.data.helpers import config, epoch_tokens, write_files
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    rng = np.random.default_rng(7)
+    return write_files(
+        tmp_path / "corpus",
+        {f"{i:03}.txt": rng.integers(1, 256, n, dtype=np.uint8).tobytes() for i, n in enumerate([0, 1, 5, 200, 64, 65])}
+        | {f"more/{i:03}.txt": bytes([65 + i % 26]) * (3 * i + 2) for i in range(40)},
+    )
+
+
+def order(stream, first, num_samples):
+    """Return (length, bytes of the input) per position."""
+    return [
+        (sample.seqlen, stream.read(sample.sample_id).tokens.tobytes())
+        for sample in stream.global_batch(first, num_samples)
+    ]
+
+
+def test_token_multiset_in_is_out_under_split(corpus):
+    stream = build_splits(config(corpus)).train
+    labels = Counter(token for tokens in epoch_tokens(stream) for token in tokens[1:].tolist())
+    expected = Counter()
+    files = [path for path in corpus.rglob("*.txt") if path.stat().st_size]
+    for path in files:
+        expected.update([*path.read_bytes()[1:], 256])
+    assert len(files) == 45
+    assert labels == expected
+    assert stream.num_samples > len(files)
+
+
+def test_every_epoch_holds_every_sample_once_in_another_order(corpus):
+    stream = build_splits(config(corpus)).train
+    size = stream.num_samples
+    epochs = [order(stream, epoch * size, size) for epoch in range(4)]
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+
+
+def test_sample_ids_are_positions(corpus):
+    batch = build_splits(config(corpus)).train.global_batch(1000, 37)
+    assert [sample.sample_id for sample in batch] == list(range(1000, 1037))
+
+
+def test_order_does_not_depend_on_how_positions_are_batched(corpus):
+    whole = order(build_splits(config(corpus)).train, 0, 300)
+    stream = build_splits(config(corpus)).train
+    assert whole == [entry for first in range(0, 300, 7) for entry in order(stream, first, 7)][:300]
+    backwards = [order(stream, position, 1)[0] for position in reversed(range(300))]
+    assert whole == backwards[::-1]
+    assert len(set(whole)) > 40
+
+
+def test_seed_decides_the_order(corpus):
+    first, again, other = (order(build_splits(config(corpus, seed=seed)).train, 0, 60) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_blends_repeat_each_pool_in_its_own_epochs(tmp_path):
+    for name, letters in (("a", b"abc"), ("b", b"vwxyz")):
+        write_files(tmp_path / name, {f"{letter}.txt": bytes([letter]) * 9 for letter in letters})
+    stream = build_splits(config("0.25", tmp_path / "a", "0.75", tmp_path / "b")).train
+    letters = [chr(stream.read(sample.sample_id).tokens[0]) for sample in stream.global_batch(0, 400)]
+    for pool, share in (("abc", 0.25), ("vwxyz", 0.75)):
+        mine = [letter for letter in letters if letter in pool]
+        assert len(mine) == 400 * share
+        epochs = [mine[start : start + len(pool)] for start in range(0, len(mine), len(pool))]
+        full = [epoch for epoch in epochs if len(epoch) == len(pool)]
+        assert len(full) >= 30
+        assert all(sorted(epoch) == sorted(pool) for epoch in full)
+        assert len(set(map(tuple, full))) > 3
+
+
+def test_paths_without_weights_are_one_shuffled_pool(tmp_path):
+    write_files(tmp_path / "a", {f"{i}.txt": b"a" * 9 for i in range(10)})
+    write_files(tmp_path / "b", {f"{i}.txt": b"b" * 9 for i in range(30)})
+    stream = build_splits(config(tmp_path / "a", tmp_path / "b", tmp_path / "a" / "0.txt")).train
+    letters = "".join(chr(stream.read(sample.sample_id).tokens[0]) for sample in stream.global_batch(0, 41))
+    assert Counter(letters) == {"a": 11, "b": 30}
+    assert letters != "a" * 10 + "b" * 30 + "a"
+
+
+def _order_in_child(stream, queue):
+    queue.put(order(stream, 30, 40))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_same_order_in_other_processes(corpus, method):
+    stream = build_splits(config(corpus)).train
+    here = order(stream, 30, 40)
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=_order_in_child, args=(stream, queue))
+    child.start()
+    try:
+        assert queue.get(timeout=60) == here
+    finally:
+        child.join(timeout=10)
+        if child.is_alive():
+            child.kill()
+    assert child.exitcode == 0
+
+
+def test_pickling_leaves_the_cached_order_behind(corpus):
+    stream = build_splits(config(corpus, mock=False)).train
+    fresh = len(pickle.dumps(stream))
+    stream.global_batch(0, 10)
+    assert len(pickle.dumps(stream)) == fresh
+
+
+def test_labels_do_not_share_memory_with_tokens(corpus):
+    values = build_splits(config(corpus)).train.read(3)
+    assert not np.shares_memory(values.tokens, values.labels)
+
+
+def test_far_positions_work_with_tiny_data(tmp_path):
+    write_files(tmp_path, {"only.txt": b"hello"})
+    stream = build_splits(config(tmp_path)).train
+    assert stream.num_samples == 1
+    batch = stream.global_batch(10**9, 50)
+    assert [sample.seqlen for sample in batch] == [5] * 50
+    values = stream.read(10**9 + 7)
+    assert bytes(values.tokens.astype(np.uint8)) == b"hello"
+    assert values.labels.tolist() == [*b"ello", 256]
+
+
+def test_describe_is_one_line_with_the_counts(corpus):
+    (corpus / "image.txt").write_bytes(b"\x89PNG\0")
+    line = build_splits(config(corpus)).train.describe()
+    assert "\n" not in line
+    for part in ("train: 46 documents (1 empty, ", "overlong split", "46 text files", "1 binary file left out"):
+        assert part in line
+
+
+@given(st.integers(0, 200), st.integers(0, 2**40))
+def test_shuffled_is_a_permutation(num_samples, seed):
+    assert sorted(shuffled(num_samples, (seed,)).tolist()) == list(range(num_samples))
+
+
+def test_shuffled_never_changes():
+    """A checkpoint of today resumes with the order of today: these numbers must not change with numpy."""
+    assert shuffled(10, (1234, 0, 0, 0)).tolist() == [8, 1, 6, 2, 0, 3, 5, 7, 4, 9]
+
+
+def test_shuffled_is_uniform():
+    """Each sample comes to each place about equally often."""
+    orders = np.array([shuffled(6, (seed,)) for seed in range(3000)])
+    for place in range(6):
+        seen = np.bincount(orders[:, place], minlength=6)
+        assert np.abs(seen - 500).max() < 5 * np.sqrt(500)
