@@ -25,6 +25,8 @@ def job_store() -> dist.Store:
 def publish_outcome(key: str, compute: Callable[[], T], store: dist.Store | None = None) -> T:
     """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank.
 
+    Any other exception is a bug: rank 0 raises it as it is, the others learn its text, so that they do not wait.
+
     Args:
         key: name of the outcome, unique in the job, the same on all ranks.
     """
@@ -34,6 +36,10 @@ def publish_outcome(key: str, compute: Callable[[], T], store: dist.Store | None
             outcome: tuple[bool, object] = (True, compute())
         except DynamicCPError as error:
             outcome = (False, error)
+        except Exception as error:
+            failed = DynamicCPError(f"rank 0 failed: {type(error).__name__}: {error}; its log has the traceback")
+            store.set(key, pickle.dumps((False, failed)))
+            raise
         store.set(key, pickle.dumps(outcome))
     else:
         outcome = pickle.loads(store.get(key))
