@@ -56,7 +56,8 @@ class PlanSource:
         """Seconds that rank 0 spent on the latest plan."""
 
     def plan(self, step: int, samples: Sequence[Sample]) -> PlannedBatch:
-        """Return the plan of `samples`, the same on every rank. Called by all ranks with steps in the same order.
+        """Return the plan of `samples`, the same on every rank. Called by all ranks with steps in the same order, each
+        step once, with a collective of all ranks after each call (a plan is deleted when the next is asked for).
 
         Raises:
             DynamicCPError: rank 0 found no plan; the same error on every rank.
