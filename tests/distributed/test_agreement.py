@@ -1,0 +1,197 @@
+"""Nobody raises alone: outcomes, errors and plans are the same on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynamic_cp import search
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.errors import CheckpointError, DataError, DynamicCPError, IllegalPlanError, InfeasibleSampleError
+from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from megatron.dynamic_cp import planning
+from megatron.dynamic_cp.planning import PlanSource
+from megatron.dynamic_cp.verify import (
+    check_same_digest,
+    job_store,
+    publish_outcome,
+    raise_together,
+    run_on_rank_zero,
+)
+from tests.distributed.harness import run_ranks
+
+
+def outcome_of(function: Callable[[], Any]) -> tuple[type, str, dict[str, Any]] | Any:
+    """Return the value, or the error as (type, message, details)."""
+    try:
+        return function()
+    except DynamicCPError as error:
+        return type(error), str(error), error.details
+
+
+def publish(error: DynamicCPError | None) -> tuple[Any, list[int]]:
+    """Return the outcome on this rank, and who computed."""
+    computed = []
+
+    def compute() -> dict[str, Any]:
+        computed.append(dist.get_rank())
+        if error is not None:
+            raise error
+        return {"rank": dist.get_rank(), "numbers": (1, 2)}
+
+    return outcome_of(lambda: publish_outcome("test/key", compute)), computed
+
+
+def test_rank_zero_computes_and_all_ranks_get_its_value() -> None:
+    results = run_ranks(3, publish, None, timeout_s=60)
+    assert [value for value, _ in results] == [{"rank": 0, "numbers": (1, 2)}] * 3
+    assert [computed for _, computed in results] == [[0], [], []]
+
+
+def test_error_of_rank_zero_is_raised_on_all_ranks() -> None:
+    results = run_ranks(3, publish, CheckpointError("no checkpoint 7", iteration=7), timeout_s=60)
+    assert [value for value, _ in results] == [(CheckpointError, "no checkpoint 7", {"iteration": 7})] * 3
+
+
+def fail_unexpectedly() -> tuple[str, float]:
+    """A bug on rank 0: return what this rank raises and when."""
+    started = time.monotonic()
+    with pytest.raises((KeyError, DynamicCPError)) as caught:
+        run_on_rank_zero(lambda: {}["missing"])
+    return f"{caught.type.__name__}: {caught.value}", time.monotonic() - started
+
+
+def test_bug_on_rank_zero_does_not_leave_the_others_waiting() -> None:
+    results = run_ranks(3, fail_unexpectedly, timeout_s=20)
+    assert results[0][0] == "KeyError: 'missing'", "rank 0 keeps its own error and traceback"
+    for message, seconds in results[1:]:
+        assert "rank 0 failed: KeyError: 'missing'" in message
+        assert seconds < 10
+
+
+def run_twice_on_rank_zero() -> list[Any]:
+    values = [run_on_rank_zero(lambda value=value: (value, dist.get_rank())) for value in ("first", "second")]
+    failed = outcome_of(lambda: run_on_rank_zero(lambda: _raise(DataError("torn", path="x"))))
+    return [*values, failed, run_on_rank_zero(lambda: "after an error")]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_calls_on_rank_zero_do_not_mix() -> None:
+    expected = [("first", 0), ("second", 0), (DataError, "torn", {"path": "x"}), "after an error"]
+    assert run_ranks(3, run_twice_on_rank_zero, timeout_s=60) == [expected] * 3
+
+
+def raise_some(errors: dict[int, DynamicCPError]) -> Any:
+    return outcome_of(lambda: raise_together(errors.get(dist.get_rank())))
+
+
+def test_lowest_rank_with_an_error_speaks_for_all() -> None:
+    errors = {2: DataError("two", number=2), 1: IllegalPlanError("one", number=1)}
+    assert run_ranks(3, raise_some, errors, timeout_s=60) == [(IllegalPlanError, "one (rank 1)", {"number": 1})] * 3
+
+
+def test_nothing_is_raised_without_an_error() -> None:
+    assert run_ranks(3, raise_some, {}, timeout_s=60) == [None] * 3
+
+
+def compare_digests(digests: list[str]) -> Any:
+    return outcome_of(lambda: check_same_digest(digests[dist.get_rank()], "the plan"))
+
+
+def test_digests_are_compared() -> None:
+    same, other = "f" * 64, "0" + "f" * 63
+    assert run_ranks(3, compare_digests, [same] * 3, timeout_s=60) == [None] * 3
+    for odd_one in range(3):
+        digests = [other if rank == odd_one else same for rank in range(3)]
+        results = run_ranks(3, compare_digests, digests, timeout_s=60)
+        for rank, (kind, message, details) in enumerate(results):
+            assert kind is IllegalPlanError
+            assert "ranks disagree on the plan" in message
+            assert f"this rank has {digests[rank][:15]}" in message
+            assert details == {"smallest": int(other[:15], 16), "largest": int(same[:15], 16)}
+
+
+# Plans.
+
+SAMPLES = tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate((700, 40, 9, 230, 1, 64, 128)))
+
+
+def plan_source(name: str = "train") -> PlanSource:
+    shape = ModelShape(
+        num_layers=4,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=32,
+        vocab_size=257,
+    )
+    return PlanSource(
+        topology=Topology(num_lanes=3),
+        model=shape,
+        hardware=load_hardware("cpu"),
+        options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4),
+        name=name,
+    )
+
+
+def plan_steps() -> tuple[list[PlannedBatch], Any, list[str], float]:
+    """Return three plans, the error of an infeasible batch, the steps planned here, the planner's seconds."""
+    planned_here = []
+
+    def counting(samples, **kwargs):
+        planned_here.append(len(samples))
+        return search.plan_global_batch(samples, **kwargs)
+
+    planning.plan_global_batch = counting
+    train, valid = plan_source(), plan_source("validation")
+    plans = []
+    for source, step, samples in ((train, 0, SAMPLES), (valid, 0, SAMPLES[:3]), (train, 1, SAMPLES[3:])):
+        plans.append(source.plan(step, samples))
+        dist.barrier()  # as every step has: rank 0 deletes a plan when it is asked for the next
+    infeasible = outcome_of(lambda: train.plan(2, [Sample(sample_id=0, seqlen=801)]))
+    return plans, infeasible, planned_here, train.planner_s
+
+
+def test_rank_zero_plans_for_all() -> None:
+    results = run_ranks(3, plan_steps, timeout_s=60)
+    source = plan_source()
+    expected = [
+        search.plan_global_batch(
+            samples, topology=source.topology, model=source.model, hardware=source.hardware, options=source.options
+        )
+        for samples in (SAMPLES, SAMPLES[:3], SAMPLES[3:])
+    ]
+    assert expected[0].plan.cp_histogram.keys() >= {2}, "the plan is no trivial one"
+    assert [plans for plans, *_ in results] == [expected] * 3
+    assert [planned for _, _, planned, _ in results] == [[7, 3, 4, 1], [], []]
+    assert len({planner_s for *_, planner_s in results}) == 1
+    assert results[0][3] > 0
+
+
+def test_batch_without_a_plan_fails_all_ranks_alike() -> None:
+    errors = [infeasible for _, infeasible, _, _ in run_ranks(3, plan_steps, timeout_s=60)]
+    assert errors == [errors[0]] * 3
+    assert errors[0][0] is InfeasibleSampleError
+    assert "801" in errors[0][1]
+
+
+def keys_after_steps() -> list[bool]:
+    """Return which of the published plans are still in the store, after five steps."""
+    source = plan_source()
+    for step in range(5):
+        source.plan(step, SAMPLES)
+        dist.all_reduce(torch.ones(1))
+    return [job_store().check([f"dynamic_cp/plan/train/{step}"]) for step in range(5)]
+
+
+def test_old_plans_leave_the_store() -> None:
+    assert run_ranks(2, keys_after_steps, timeout_s=60)[0] == [False] * 4 + [True]
