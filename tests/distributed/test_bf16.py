@@ -1,0 +1,111 @@
+"""A step in bf16 as the trainer runs it: Float16Module, bf16 pipeline and ring messages, fp32 main gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from dynamic_cp.types import Plan, Sample
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.attention import ring
+from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from tests.distributed import parity, reference
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.parity import FixedPlan, Layout, mixed_plan
+from tests.distributed.test_parity import BATCHES
+
+pytestmark = pytest.mark.slow
+
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+LAYOUTS = {"dp4": Layout(4, config=BF16), "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank saw: sum and count of losses, dtypes of parameters and KV, parameter -> (cosine, norm ratio)."""
+
+    loss_sum: float
+    num_tokens: float
+    parameter_dtypes: set[torch.dtype]
+    kv_dtypes: set[torch.dtype]
+    gradients: dict[str, tuple[float, float]]
+
+
+def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Step:
+    """Run one step from the weights of `expected`, rounded to bf16, and compare gradients with its fp32 ones."""
+    initialize_model_parallel(layout.tp, layout.pp)
+    groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
+    config, (chunk,) = parity.build_chunks(layout, reference.VARIANTS[layout.variant])
+    config.pipeline_dtype = torch.bfloat16
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def counterpart(name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        gated = config.gated_linear_unit and "linear_fc1" in name
+        return parity.tensor_parallel_part(parameter, tensors[parity.reference_name(chunk, name)], gated)
+
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            parameter.copy_(counterpart(name, parameter, expected["initial"]))
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(config, ddp_config, Float16Module(config, chunk))
+    model.zero_grad_buffer()
+
+    kv_dtypes = set()
+    shift = ring.RingShift
+
+    def recording_shift(tensors, params):
+        kv_dtypes.update(tensor.dtype for tensor in tensors)
+        return shift(tensors, params)
+
+    ring.RingShift = recording_shift
+    by_id = {sample.sample_id: sample for sample in samples}
+    wrapper = DataIteratorWrapper(
+        plan_source=FixedPlan(plan),
+        read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
+        groups=groups,
+        chunks=[ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process)],
+    )
+    data = wrapper.wrap(0, samples)
+    logs = get_forward_backward_func()(
+        forward_step_func=loss.forward_step,
+        data_iterator=data.data_iterators[0],
+        model=model,
+        num_microbatches=data.num_microbatches,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    total = sum((entry["lm loss"] for entry in logs), torch.zeros(2))
+    dist.all_reduce(total)
+
+    gradients = {}
+    for name, parameter in chunk.named_parameters():
+        got, wanted = parameter.main_grad.flatten(), counterpart(name, parameter, expected["gradients"]).flatten()
+        assert torch.isfinite(got).all()
+        cosine = torch.nn.functional.cosine_similarity(got, wanted, dim=0).item()
+        gradients[parity.reference_name(chunk, name)] = cosine, (got.norm() / wanted.norm()).item()
+    return Step(*total.tolist(), {p.dtype for p in chunk.parameters()}, kv_dtypes, gradients)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
+    layout, samples = LAYOUTS[name], BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    steps = run_ranks(layout.topology.world_size, run_bf16_step, layout, samples, mixed_plan(samples, layout), expected)
+    assert {g for step in steps for g in step.gradients} == set(expected["gradients"])
+    fp32_loss = sum(losses.sum().item() for losses in expected["losses"].values()) / expected["num_tokens"]
+    for step in steps:
+        assert step.parameter_dtypes == step.kv_dtypes == {torch.bfloat16}, "the step did not run in bf16"
+        assert step.num_tokens == layout.tp * expected["num_tokens"], "each TP rank counts every token once"
+        assert step.loss_sum / step.num_tokens == pytest.approx(fp32_loss, rel=1e-3)
+        for parameter, (cosine, ratio) in step.gradients.items():
+            assert cosine > 0.998, parameter
+            assert ratio == pytest.approx(1, abs=0.02), parameter
