@@ -102,7 +102,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     """
     found = run_on_rank_zero(lambda: _find(load_dir, required))
     if found is None:
-        logger.warning("no checkpoint in %s: starting afresh", load_dir)
+        logger.info("no checkpoint in %s: starting afresh", load_dir)
         return Position()
     folder, run = found
     _check_identity(trainable.identity, run["identity"], folder, ("model",) if finetune else ())
@@ -125,7 +125,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     _load_scheduler(trainable.scheduler, run["scheduler"])
     if same_layout:
         _set_rng_state(loaded["rng"])
-    elif trainable.has_dropout:
+    elif trainable.has_dropout and dist.get_rank() == 0:
         logger.warning(
             "the checkpoint was saved as %s, this run is %s: random states do not fit, dropout goes on differently",
             run["layout"],

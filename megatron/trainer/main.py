@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 
 from megatron.trainer.arguments import parse_args
@@ -17,6 +18,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         # megatron-core needs one queue per device so that transfers start before the kernels they overlap with; it
         # asks for that only at a static CP size above 1.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Said by megatron-core at import, once per rank; nothing here uses them.
+        warnings.filterwarnings("ignore", message="(?s).*(Apex|Transformer Engine).*", category=UserWarning)
+        warnings.filterwarnings("ignore", message="(?s).*is deprecated.*", category=FutureWarning, module="torch")
         from megatron.trainer.initialize import shut_down
         from megatron.trainer.training import pretrain
 

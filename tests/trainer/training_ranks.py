@@ -1,12 +1,16 @@
-"""Train on forked ranks and return the losses."""
+"""Run the trainer on forked ranks: as a function that gives losses, or as a command that gives exit codes."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import time
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-import megatron.trainer.training as training
+from megatron.trainer import main, training
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.log import StepRecord
 from tests.distributed.harness import run_ranks
@@ -20,7 +24,7 @@ def _train_one_rank(words: list[str]) -> dict[int, StepRecord]:
     return records
 
 
-def train(world_size: int, *extra: str, timeout_s: float = 60.0) -> dict[int, StepRecord]:
+def train(world_size: int, *extra: str, timeout_s: float = 100.0) -> dict[int, StepRecord]:
     """Return iteration -> record of a run on `world_size` forked ranks; all ranks must agree on every loss."""
     by_rank = run_ranks(world_size, _train_one_rank, command_line(*extra), timeout_s=timeout_s)
     for records in by_rank:
@@ -31,3 +35,24 @@ def train(world_size: int, *extra: str, timeout_s: float = 60.0) -> dict[int, St
 def losses(records: dict[int, StepRecord]) -> list[float]:
     """Return the losses in the order of the iterations."""
     return [records[iteration].loss for iteration in sorted(records)]
+
+
+class Ended(NamedTuple):
+    """How the command ended on one rank."""
+
+    code: int
+    stderr: str
+    seconds: float
+
+
+def _command_on_one_rank(words: list[str]) -> Ended:
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    started = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        code = main.run(words)
+    return Ended(code, stderr.getvalue(), time.monotonic() - started)
+
+
+def run_command(world_size: int, *extra: str, timeout_s: float = 60.0) -> list[Ended]:
+    """Return how `pretrain_gpt.py` with these words ended, by rank."""
+    return run_ranks(world_size, _command_on_one_rank, command_line(*extra), timeout_s=timeout_s)

@@ -1,0 +1,117 @@
+"""A crash at any point of a save leaves the previous checkpoint in place; damage is found before anything is read."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dynamic_cp.errors import CheckpointError
+from megatron.trainer import checkpoint_files as files
+
+BIG = b"x" * ((1 << 20) + 1)
+
+
+def _write(save_dir, iteration: int, big: bytes = BIG) -> None:
+    partial = files.begin(str(save_dir), iteration)
+    (partial / "weights.distcp").write_bytes(big)
+    (partial / "common.pt").write_bytes(b"common")
+    files.commit(partial, iteration, {"iteration": iteration})
+
+
+def test_round_trip(tmp_path):
+    assert files.latest(str(tmp_path)) is None
+    for iteration in (10, 20):
+        _write(tmp_path, iteration)
+        assert files.verify(files.latest(str(tmp_path))) == {"iteration": iteration}
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000010", "iter_0000020", files.TRACKER]
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path):
+    _write(tmp_path, 10)
+    _write(tmp_path, 10, big=b"shorter")
+    folder = files.latest(str(tmp_path))
+    assert (folder / "weights.distcp").read_bytes() == b"shorter"
+    files.verify(folder)
+
+
+class _CrashError(RuntimeError):
+    pass
+
+
+def _save_and_crash(save_dir, step: str, patched: pytest.MonkeyPatch) -> None:
+    def crash(*_args, **_kwargs):
+        raise _CrashError
+
+    if step == "manifest":
+        patched.setattr(files, "_write_synced", crash)
+    if step == "rename":
+        patched.setattr(type(save_dir), "rename", crash)
+    if step == "tracker":
+        patched.setattr(type(save_dir), "replace", crash)
+    partial = files.begin(str(save_dir), 20)
+    if step == "begin":
+        crash()
+    (partial / "weights.distcp").write_bytes(BIG)
+    if step == "files":
+        crash()
+    files.commit(partial, 20, {"iteration": 20})
+
+
+@pytest.mark.parametrize("step", ["begin", "files", "manifest", "rename", "tracker"])
+def test_a_crash_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch, step):
+    _write(tmp_path, 10)
+    with monkeypatch.context() as patched, pytest.raises(_CrashError):
+        _save_and_crash(tmp_path, step, patched)
+    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
+    # The next save cleans up and succeeds.
+    _write(tmp_path, 20)
+    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 20}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "truncated": (lambda folder: _truncate(folder / "weights.distcp"), str(len(BIG) - 1)),
+    "empty": (lambda folder: (folder / "weights.distcp").write_bytes(b""), "0 bytes"),
+    "missing": (lambda folder: (folder / "weights.distcp").unlink(), "missing"),
+    "another small file": (lambda folder: (folder / "common.pt").write_bytes(b"cOmmon"), "another content"),
+    "no manifest": (lambda folder: (folder / files.MANIFEST).unlink(), "not a complete checkpoint"),
+    "truncated manifest": (lambda folder: _truncate(folder / files.MANIFEST), "not a complete checkpoint"),
+    "other version": (
+        lambda folder: (folder / files.MANIFEST).write_text('{"schema_version": 99, "files": {}, "run": {}}'),
+        "99",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found(tmp_path, kind):
+    damage, part = DAMAGE[kind]
+    _write(tmp_path, 10)
+    folder = files.latest(str(tmp_path))
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        files.verify(folder)
+    assert part in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "part"), [("", "''"), ("ten", "'ten'"), ("30", "iter_0000030"), ("\xff", "ÿ")])
+def test_a_tracker_that_names_nothing_is_an_error(tmp_path, text, part):
+    _write(tmp_path, 10)
+    (tmp_path / files.TRACKER).write_text(text)
+    with pytest.raises(CheckpointError, match=files.TRACKER) as caught:
+        files.latest(str(tmp_path))
+    assert part in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file/run"):
+        files.probe_writable(str(tmp_path / "file" / "run"))
+    files.probe_writable(str(tmp_path / "new" / "folder"))
+    assert not os.listdir(tmp_path / "new" / "folder")

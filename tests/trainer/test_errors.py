@@ -1,0 +1,114 @@
+"""Bad input found after start-up: exit code 2 on all ranks, within seconds, one message from rank 0."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron.trainer import checkpoint_files, exits
+from tests.trainer.training_ranks import run_command, train
+
+pytestmark = pytest.mark.slow
+
+BASE = "--dynamic-cp --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters 8 --train-iters 4"
+MOCK = f"{BASE} --mock-data"
+SECONDS = 15.0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoint of iteration 2 of MOCK."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(2, MOCK, "--train-iters 2 --save", str(folder))
+    return folder
+
+
+def _fails(monkeypatch, *words: str, world_size: int = 2) -> str:
+    """Return rank 0's message after checking that every rank failed the same way."""
+    monkeypatch.setattr(exits, "SPEAK_FIRST_S", 0.1)
+    ended = run_command(world_size, *words)
+    assert [end.code for end in ended] == [2] * world_size, ended
+    assert max(end.seconds for end in ended) < SECONDS
+    message = ended[0].stderr
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert all(end.stderr.partition(": ")[2] == message.partition(": ")[2] for end in ended)
+    return message
+
+
+def test_missing_data(tmp_path, monkeypatch):
+    assert "nowhere" in _fails(monkeypatch, BASE, "--data-path", str(tmp_path / "nowhere"))
+    assert "--data-path" in _fails(monkeypatch, BASE)
+    (tmp_path / "empty").mkdir()
+    assert "no file that matches" in _fails(monkeypatch, BASE, "--data-path", str(tmp_path / "empty"))
+
+
+def test_a_line_that_is_no_json(tmp_path, monkeypatch):
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n{"text": "two"\n')
+    assert "data.jsonl" in _fails(monkeypatch, BASE, "--data-path", str(tmp_path / "data.jsonl"))
+
+
+def test_a_document_that_is_too_long(tmp_path, monkeypatch):
+    (tmp_path / "long.txt").write_text("x" * 1000)
+    message = _fails(monkeypatch, BASE, "--overlong error --split 1,0,0 --data-path", str(tmp_path))
+    assert "1000" in message
+    assert "128" in message
+
+
+def test_data_that_changes_after_it_was_indexed_is_found_by_the_lane_that_reads_it(tmp_path, monkeypatch):
+    from megatron.trainer.data import text_files
+
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("x" * 100)
+    real = text_files.TextFiles.read
+
+    def read(self, document, start, stop):
+        (tmp_path / "17.txt").write_text("x")
+        return real(self, document, start, stop)
+
+    monkeypatch.setattr(text_files.TextFiles, "read", read)
+    message = _fails(monkeypatch, BASE, "--global-batch-size 40 --split 1,0,0 --data-path", str(tmp_path))
+    assert "17.txt" in message
+
+
+def test_no_held_out_documents(monkeypatch):
+    assert "--eval-iters" in _fails(monkeypatch, MOCK, "--eval-iters 1 --split 1,0,0")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert "--save" in _fails(monkeypatch, MOCK, "--save", str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata", "common.pt", checkpoint_files.MANIFEST])
+def test_a_truncated_checkpoint(saved, monkeypatch, damaged):
+    path = saved / "iter_0000002" / damaged
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    try:
+        assert damaged in _fails(monkeypatch, MOCK, "--load", str(saved))
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--seed 8", "seed"),
+        ("--overlong truncate", "overlong"),
+        ("--split 50,50,0", "split"),
+        ("--num-layers 2", "num_layers"),
+        ("--untie-embeddings-and-output-weights", "untie"),
+        ("--lr 2e-3", "--override-opt_param-scheduler"),
+        ("--exit-on-missing-checkpoint --load nowhere", "nowhere"),
+    ],
+)
+def test_a_checkpoint_of_another_run(saved, monkeypatch, words, part):
+    assert part in _fails(monkeypatch, MOCK, "--load", str(saved), words)
+
+
+def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
+    message = _fails(monkeypatch, MOCK, "--lr 1e30 --clip-grad 0 --train-iters 8 --save", str(tmp_path))
+    assert "iteration" in message
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,145 @@
+"""Schedule by samples, log line, backend choice, exit codes and signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from dynamic_cp.errors import CheckpointError, InvalidInputError
+from megatron.trainer import exits
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.initialize import choose_backend
+from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
+from megatron.trainer.model import build_scheduler, ddp_bucket_size
+from tests.trainer.commandline import command_line
+
+
+def _learning_rates(global_batch_size: int, *flags: str) -> dict[int, float]:
+    """Return consumed samples -> learning rate over a run."""
+    args = parse_args(command_line(*flags, f"--global-batch-size {global_batch_size}"), 4)
+    optimizer = SimpleNamespace(param_groups=[{"lr": None, "weight_decay": None}])
+    scheduler = build_scheduler(args, optimizer)
+    rates = {0: optimizer.param_groups[0]["lr"]}
+    for iteration in range(args.train_iters):
+        scheduler.step(increment=global_batch_size)
+        rates[(iteration + 1) * global_batch_size] = optimizer.param_groups[0]["lr"]
+    return rates
+
+
+def test_learning_rate_is_a_function_of_samples(monkeypatch):
+    monkeypatch.setattr("tests.trainer.commandline.TRAINING", "--lr 1e-3 --lr-decay-style cosine --seed 7")
+    flags = "--lr-warmup-samples 24 --lr-decay-samples 96 --train-samples 96"
+    small, large = _learning_rates(4, flags), _learning_rates(12, flags)
+    shared = small.keys() & large.keys()
+    assert len(shared) == 9
+    assert all(small[samples] == large[samples] for samples in shared)
+    assert large[0] == 0
+    assert large[12] == pytest.approx(5e-4)
+    assert large[24] == pytest.approx(1e-3)
+    assert large[60] == pytest.approx(5e-4)
+    assert large[96] == pytest.approx(0)
+
+
+def _record(**changes) -> StepRecord:
+    values = {
+        "loss": 5.0,
+        "grad_norm": 1.25,
+        "learning_rate": 1e-3,
+        "elapsed_s": 0.5,
+        "predicted_s": 0.4,
+        "planner_s": 0.003,
+        "num_samples": 128,
+        "num_tokens": 10_000,
+        "flops": 4e12,
+        "num_microbatches": 4,
+        "cp_histogram": {1: 10, 4: 1},
+        "padding_fraction": 0.012,
+        "imbalance": 1.05,
+        "exchanged_bytes": 2_000_000,
+    }
+    return StepRecord(**{**values, **changes})
+
+
+def test_iteration_line_is_read_by_megatron_parsers():
+    interval = Interval(records=(_record(), _record(loss=3.0, elapsed_s=1.5)), world_size=4)
+    line = iteration_line(interval, iteration=6, train_iters=100, consumed_samples=768)
+    # The patterns that log parsers of Megatron-LM runs use.
+    found = {
+        name: re.search(pattern, line)
+        for name, pattern in {
+            "iteration": r"iteration\s+(\d+)/\s*(\d+)",
+            "samples": r"consumed samples:\s+(\d+)",
+            "ms": r"elapsed time per iteration \(ms\): ([\d.]+)",
+            "tflops": r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)",
+            "lr": r"learning rate: ([\d.E+-]+)",
+            "batch": r"global batch size:\s+(\d+)",
+            "loss": r"lm loss: ([\d.E+-]+)",
+            "norm": r"grad norm: ([\d.]+)",
+        }.items()
+    }
+    assert all(found.values()), found
+    assert found["iteration"].groups() == ("6", "100")
+    assert float(found["ms"][1]) == 1000
+    assert float(found["tflops"][1]) == 1.0
+    assert float(found["loss"][1]) == 4.0
+    assert line.startswith(" [")
+    assert "cp: 1x20 4x2 | tokens: 10000 | padding: 1.2% | predicted time (ms): 400.0 | planner (ms): 3.0" in line
+    assert "tokens/s: 10000 |" in line
+    assert "\n" not in line
+
+
+def test_validation_line():
+    assert (
+        "validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00"
+        in validation_line("validation", 7, 2.0)
+    )
+
+
+def test_cpu_is_never_a_silent_fallback():
+    assert choose_backend(None, num_devices=0, built_for_device=False) == "gloo"
+    assert choose_backend("gloo", num_devices=0, built_for_device=True) == "gloo"
+    assert choose_backend(None, num_devices=8, built_for_device=True) == "nccl"
+    for requested in (None, "nccl"):
+        with pytest.raises(InvalidInputError, match="--distributed-backend gloo"):
+            choose_backend(requested, num_devices=0, built_for_device=True)
+    with pytest.raises(InvalidInputError):
+        choose_backend("nccl", num_devices=0, built_for_device=False)
+
+
+def test_bucket_size_does_not_follow_the_lanes_of_a_static_group():
+    assert ddp_bucket_size(16, 1) == 40_000_000
+    assert ddp_bucket_size(128, 1) == 128_000_000
+    assert ddp_bucket_size(128, 4) == 40_000_000
+
+
+def _raise(error: BaseException):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [
+        (lambda: None, 0, ""),
+        (lambda: _raise(CheckpointError("two words")), 2, "error: two words\n"),
+        (lambda: _raise(RuntimeError("boom")), 1, "rank 0 failed:\nTraceback"),
+    ],
+)
+def test_exit_codes(capsys, monkeypatch, outcome, code, said):
+    monkeypatch.setenv("RANK", "0")
+    assert exits.exit_code_of(outcome) == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("number", exits.EXIT_SIGNALS)
+def test_the_first_signal_is_remembered_and_the_second_not(number):
+    before = signal.getsignal(number)
+    with exits.exit_signals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), number)
+        assert signals.received == number.name
+        assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == before
