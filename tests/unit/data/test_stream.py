@@ -127,8 +127,20 @@ def test_pickling_leaves_the_cached_order_behind(corpus):
 
 
 def test_labels_do_not_share_memory_with_tokens(corpus):
-    values = build_splits(config(corpus)).train.read(3)
+    stream = build_splits(config(corpus)).train
+    longest = max(stream.global_batch(0, 20), key=lambda sample: sample.seqlen)
+    assert longest.seqlen > 10
+    values = stream.read(longest.sample_id)
     assert not np.shares_memory(values.tokens, values.labels)
+
+
+def test_splits_and_pools_of_equal_size_have_their_own_orders(tmp_path):
+    for name in "ab":
+        write_files(tmp_path / name, {f"{i:03}.txt": b"%03d" % (i % 50) for i in range(100)})
+    splits = build_splits(config("1", tmp_path / "a", "1", tmp_path / "b", split="1,1,0"))
+    orders = [order(stream, 0, 100)[pool::2] for stream in (splits.train, splits.valid) for pool in (0, 1)]
+    assert all(sorted(numbers) == sorted(orders[0]) for numbers in orders)
+    assert len(set(map(tuple, orders))) == 4
 
 
 def test_far_positions_work_with_tiny_data(tmp_path):
