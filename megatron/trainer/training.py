@@ -48,17 +48,19 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
         )
     if position.iteration >= args.train_iters:
         logger.info("nothing to train: iteration %d of %d", position.iteration, args.train_iters)
+    validation = Evaluation.of(run, "validation")
     with exit_signals() as signals:
-        interrupted = _train(run, position, signals, started, on_step)
+        interrupted = _train(run, position, validation, signals, started, on_step)
     if not interrupted:
-        for split in ("validation", "test"):
-            Evaluation.of(run, split).log(position.iteration)
+        validation.log(position.iteration)
+        Evaluation.of(run, "test").log(position.iteration)
     run.scalars.close()
 
 
 def _train(
     run: Run,
     position: Position,
+    validation: Evaluation,
     signals: ExitSignals,
     started: float,
     on_step: Callable[[int, StepRecord], None] | None,
@@ -67,16 +69,16 @@ def _train(
     args = run.args
     stream = run.splits.train
     wrapper = run.iterator_wrapper(stream, "train")
-    evaluation = Evaluation.of(run, "validation")
     records: list[StepRecord] = []
     saved = position.iteration if _same_folder(args.load, args.save) else None
+    first = position.iteration + 1
     while position.iteration < args.train_iters:
         samples = stream.global_batch(position.consumed_samples, args.global_batch_size)
         late = args.exit_duration_in_mins is not None and time.monotonic() - started > 60 * args.exit_duration_in_mins
         record, stop = _train_step(run, wrapper, samples, position.iteration + 1, stop=late or bool(signals.received))
         position.iteration += 1
         position.consumed_samples += len(samples)
-        if position.iteration == 1:
+        if position.iteration == first:
             logger.info("first plan: %s", wrapper.planned.reason)
         records.append(record)
         if on_step is not None:
@@ -86,7 +88,7 @@ def _train(
             records.clear()
         finished = position.iteration == args.train_iters
         if args.eval_interval and position.iteration % args.eval_interval == 0 and not (stop or finished):
-            evaluation.log(position.iteration)
+            validation.log(position.iteration)
         stop = stop or bool(args.exit_interval and position.iteration % args.exit_interval == 0)
         due = bool(args.save_interval and position.iteration % args.save_interval == 0)
         if args.save is not None and (due or stop or finished) and saved != position.iteration:

@@ -139,6 +139,14 @@ def test_dropout_resumes_exactly_on_the_same_layout(tmp_path, uninterrupted, cap
     assert capfd.readouterr().out.count("random states do not fit") == 1
 
 
+def test_exit_duration_leaves_after_the_iteration_with_a_checkpoint(tmp_path, capfd):
+    records = train(2, DYNAMIC.replace("48", "64"), "--exit-duration-in-mins 0 --save", str(tmp_path))
+    assert list(records) == [1]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1\n"
+    assert list(train(2, DYNAMIC.replace("48", "64"), "--train-iters 1 --lr-decay-iters 8 --load", str(tmp_path))) == []
+    assert "nothing to train: iteration 1 of 1" in capfd.readouterr().out
+
+
 def test_finetuning_starts_anew_from_the_weights(tmp_path, uninterrupted):
     expected = uninterrupted(DYNAMIC)
     train(4, DYNAMIC, "--exit-interval 3 --save", str(tmp_path))

@@ -1,0 +1,124 @@
+"""The real command under torchrun: wrong input, a killed rank, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.commandline import command_line
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters 1000"
+# With two cores shared among jobs, importing torch on two ranks may take most of it.
+ERROR_LIMIT_S = 60.0
+KILLED_LIMIT_S = 45.0  # torchrun gives the others 30 s after SIGTERM; gloo notices the closed connection at once
+
+
+def _start(*words: str, ranks: int = 2) -> subprocess.Popen:
+    """Start the job with its output, line by line, on the pipe."""
+    return subprocess.Popen(
+        [*LAUNCHER, str(ranks), "pretrain_gpt.py", *command_line(*words)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _finish(job: subprocess.Popen, timeout_s: float) -> str:
+    """Return what is left of the job's output once it has ended; kills it and its ranks when it takes too long."""
+    try:
+        return job.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        workers = _workers(job)
+        os.killpg(job.pid, signal.SIGKILL)
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"still running after {timeout_s} s:\n{job.communicate()[0]}")
+
+
+def _workers(job: subprocess.Popen) -> list[int]:
+    """Return the process ids of the ranks."""
+    path = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+    return [int(word) for word in path.read_text().split()]
+
+
+def _read_until(job: subprocess.Popen, pattern: str) -> list[str]:
+    """Return the output up to the first line that matches."""
+    lines = []
+    for line in job.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    pytest.fail("ended before " + pattern + ":\n" + "".join(lines))
+
+
+def _losses(output: str) -> dict[int, str]:
+    return dict(re.findall(r"iteration +(\d+)/.*? lm loss: (\S+) ", output))
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--tensor-model-parallel-size 4", "world size 2 is not a multiple of TP * PP = 4 * 1"),
+        ("--num-experts 8", "--num-experts"),
+        ("--data-path /nowhere/at/all", "/nowhere/at/all"),
+    ],
+)
+def test_wrong_input_ends_the_job_with_one_message(words, part):
+    job = _start(DYNAMIC if "--data-path" not in words else DYNAMIC.replace("--mock-data", ""), words)
+    output = _finish(job, ERROR_LIMIT_S)
+    assert job.returncode != 0
+    said = [line for line in output.splitlines() if line.startswith("error")]
+    assert len(said) == 1, output
+    assert part in said[0]
+    assert "exitcode  : 2" in output
+    assert " failed:" not in output.partition(said[0])[0]
+
+
+def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(tmp_path):
+    words = f"{DYNAMIC} --save {tmp_path} --load {tmp_path} --save-interval 2"
+    job = _start(words, "--train-iters 500")
+    before = _read_until(job, r"saved .*iter_0000004")
+    os.kill(_workers(job)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    rest = _finish(job, KILLED_LIMIT_S)
+    assert time.monotonic() - killed < KILLED_LIMIT_S
+    assert job.returncode != 0
+    known = _losses("".join(before) + rest)
+
+    last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert 4 <= last < 500
+    job = _start(words, f"--train-iters {last + 2}")
+    output = _finish(job, 90)
+    assert job.returncode == 0, output
+    assert f"iteration {last}," in output
+    resumed = _losses(output)
+    assert sorted(map(int, resumed)) == [last + 1, last + 2]
+    # Iterations that were computed before the kill come out the same.
+    assert all(known.get(iteration, loss) == loss for iteration, loss in resumed.items())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_and_ends_all_with_exit_code_0(tmp_path, number):
+    job = _start(f"{DYNAMIC} --save {tmp_path} --train-iters 500")
+    _read_until(job, r"iteration +2/")
+    os.kill(_workers(job)[1], number)
+    output = _finish(job, KILLED_LIMIT_S)
+    assert job.returncode == 0, output
+    last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert 2 <= last < 500
+    assert f"leaving after iteration {last}" in output
