@@ -30,7 +30,7 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
         ".csv": _read_csv,
     }
     if path.suffix not in readers:
-        raise DataError(f"{path} ends in {path.suffix!r}: lengths are read from {', '.join(readers)} files", path=path)
+        raise DataError(f"{path} ends in {path.suffix!r}: give a {', '.join(readers)} file of lengths", path=path)
     try:
         entries = readers[path.suffix](path)
     except OSError as error:

@@ -1,0 +1,127 @@
+"""Small values that the planner's tests share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from dynamic_cp.cost_model import BucketCost, CostModel
+from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Sample, Topology
+
+CASES = Path(__file__).parents[3] / "benchmarks" / "planner_cases"
+
+TINY_MODEL = ModelShape(
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=512,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=32,
+    vocab_size=257,
+)
+
+TINY_HARDWARE = Hardware(
+    name="tiny",
+    peak_flops_per_s=1e11,
+    linear_flops_per_s=5e10,
+    attention_flops_per_s=1e10,
+    bandwidth_in_node_bytes_per_s=1e8,
+    bandwidth_across_nodes_bytes_per_s=2e7,
+    p2p_bandwidth_bytes_per_s=1e9,
+    exchange_latency_s_per_layer=1e-5,
+    forward_overhead_s_per_layer=1e-5,
+    backward_overhead_s_per_layer=2e-5,
+    overhead_s_per_bucket_stage=1e-5,
+    linear_extra_tokens=4,
+    attention_extra_tokens=8,
+)
+
+
+def samples_of(seqlens: Iterable[int]) -> tuple[Sample, ...]:
+    return tuple(Sample(sample_id=index, seqlen=int(seqlen)) for index, seqlen in enumerate(seqlens))
+
+
+def frozen_model(parameters: dict[str, float]) -> ModelShape:
+    return ModelShape(
+        num_layers=int(parameters["layers"]),
+        hidden_size=int(parameters["hidden"]),
+        ffn_hidden_size=int(parameters["ffn"]),
+        num_attention_heads=40,
+        num_query_groups=40,
+        kv_channels=128,
+        vocab_size=32000,
+        gated_linear_unit=True,
+    )
+
+
+def frozen_hardware(parameters: dict[str, float]) -> Hardware:
+    return Hardware(
+        name="frozen",
+        peak_flops_per_s=parameters["peak_flops_per_s"],
+        linear_flops_per_s=parameters["peak_flops_per_s"] * parameters["linear_mfu"],
+        attention_flops_per_s=parameters["attention_flops_per_s"],
+        bandwidth_in_node_bytes_per_s=parameters["bandwidth_in_node_bytes_per_s"],
+        bandwidth_across_nodes_bytes_per_s=parameters["bandwidth_across_nodes_bytes_per_s"],
+        p2p_bandwidth_bytes_per_s=parameters["p2p_bandwidth_bytes_per_s"],
+        exchange_latency_s_per_layer=parameters["ring_latency_s_per_layer"],
+        forward_overhead_s_per_layer=parameters["forward_overhead_s_per_layer"],
+        backward_overhead_s_per_layer=parameters["backward_overhead_s_per_layer"],
+        overhead_s_per_bucket_stage=parameters["overhead_s_per_bucket_stage"],
+        linear_extra_tokens=parameters["linear_extra_tokens"],
+        attention_extra_tokens=parameters["attention_extra_tokens"],
+        linear_backward_over_forward=parameters["linear_backward_over_forward"],
+        attention_backward_over_forward=parameters["attention_backward_over_forward"],
+        exchange_backward_over_forward=parameters["comm_backward_over_forward"],
+        recompute_overhead_credit=parameters["recompute_overhead_credit"],
+    )
+
+
+def frozen_parameters() -> dict[str, float]:
+    return json.loads((CASES / "cost_params.json").read_text())
+
+
+def frozen_topology(**sizes: int) -> Topology:
+    """The frozen prices divide P2P bytes by tp_size, which is what sequence parallelism does."""
+    return Topology(sequence_parallel=True, ranks_per_node=8, **sizes)
+
+
+class UnpaddedCostModel(CostModel):
+    """Prices buckets by their true lengths, as the frozen cases do."""
+
+    def bucket_cost(self, bucket: Bucket) -> BucketCost:
+        lengths = [sample.seqlen for sample in bucket.samples]
+        return self.cost(bucket.cp_size, bucket.first_lane, sum(lengths), sum(length**2 for length in lengths))
+
+
+class GivenCosts:
+    """A cost model that looks up (micro-batch, first lane) -> cost; sample ids carry the micro-batch."""
+
+    def __init__(self, costs: dict[int, BucketCost]) -> None:
+        self.costs = costs
+
+    def bucket_cost(self, bucket: Bucket) -> BucketCost:
+        return self.costs[bucket.samples[0].sample_id]
+
+
+def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
+    """Return a plan whose buckets (first_lane, cp_size) hold one 1-token sample each, numbered in grid order."""
+    ids = iter(range(10**6))
+    return Plan(
+        topology=topology,
+        max_tokens_per_rank=1000,
+        micro_batches=tuple(
+            MicroBatch(
+                buckets=tuple(
+                    Bucket(first_lane=lane, cp_size=cp, samples=(Sample(sample_id=next(ids), seqlen=1),))
+                    for lane, cp in row
+                )
+            )
+            for row in grid
+        ),
+    )
+
+
+def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
+    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
+    return CostModel(TINY_MODEL, TINY_HARDWARE, topology, PlanOptions(**settings))

@@ -1,0 +1,63 @@
+"""Operation lists: known small cases, text form, and equality with the schedule that megatron-core runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.schedule import Operation, stage_operations
+
+
+def text(*arguments: int) -> str:
+    return " ".join(map(str, stage_operations(*arguments)))
+
+
+def test_small_schedules():
+    assert text(0, 1, 2) == "0F0 0B0 0F1 0B1"
+    assert text(0, 2, 3) == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert text(1, 2, 3) == "0F0 0B0 0F1 0B1 0F2 0B2"
+    assert text(1, 2, 2, 2) == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"
+
+
+def test_fewer_micro_batches_than_stages():
+    assert text(0, 4, 2) == "0F0 0F1 0B0 0B1"
+
+
+def test_operations_parse_back():
+    operations = stage_operations(1, 4, 8, 3)
+    assert tuple(Operation.parse(str(operation)) for operation in operations) == operations
+    assert len(set(operations)) == 2 * 8 * 3
+    for wrong in ("F0", "0F", "0W1", "0F1 ", ""):
+        with pytest.raises(InvalidInputError):
+            Operation.parse(wrong)
+
+
+def test_interleaving_needs_a_multiple():
+    with pytest.raises(InvalidInputError, match=r"5 micro-batches.*pp_size 4"):
+        stage_operations(0, 4, 5, 2)
+
+
+def test_equals_megatron_core():
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    cases = [(pp, m, vp) for pp in (2, 3, 4, 8) for vp in (1, 2, 5) for m in (pp, 2 * pp, 5 * pp)]
+    cases += [(pp, m, 1) for pp in (2, 4) for m in (1, 3, 7)]
+    for pp, m, vp in cases:
+        table = schedules.get_schedule_table(m, vp, pp) if vp > 1 else [(index, 0) for index in range(m)]
+        for stage in range(pp):
+            communicator = SimpleNamespace(
+                pp_group=SimpleNamespace(size=lambda pp=pp: pp, rank=lambda stage=stage: stage),
+                virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+            )
+            total, _, num_warmup, num_rest = schedules.get_pp_rank_microbatches(
+                m, vp, pp, forward_only=False, p2p_communicator=communicator
+            )
+            forwards = [Operation("F", micro_batch, chunk) for micro_batch, chunk in table]
+            backwards = [Operation("B", micro_batch, vp - 1 - chunk) for micro_batch, chunk in table]
+            assert total == m * vp == num_warmup + num_rest
+            expected = forwards[:num_warmup]
+            for index in range(num_rest):
+                expected += [forwards[num_warmup + index], backwards[index]]
+            expected += backwards[num_rest:]
+            assert stage_operations(stage, pp, m, vp) == tuple(expected), (pp, m, vp, stage)

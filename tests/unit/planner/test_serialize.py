@@ -1,0 +1,133 @@
+"""Plans survive JSON and text; anything else is a DynamicCPError, never a KeyError or TypeError."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.serialize import digest, dumps, format_plan, loads, parse_plan, plan_from_dict, plan_to_dict
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+
+PLAN = Plan(
+    topology=Topology(num_lanes=3, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True, all_lanes_coupled=True),
+    max_tokens_per_rank=64,
+    policy="static",
+    micro_batches=(
+        MicroBatch(
+            buckets=(
+                Bucket(
+                    first_lane=0,
+                    cp_size=2,
+                    samples=(Sample(sample_id=7, seqlen=100), Sample(sample_id=3, seqlen=9)),
+                    cp_comm_type="a2a+p2p",
+                ),
+                Bucket(first_lane=2, samples=(Sample(sample_id=5, seqlen=60),)),
+            )
+        ),
+        MicroBatch(
+            buckets=(Bucket(first_lane=0), Bucket(first_lane=1, cp_comm_type="all_gather"), Bucket(first_lane=2))
+        ),
+    ),
+)
+
+
+def test_round_trips():
+    assert loads(dumps(PLAN)) == PLAN
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(PLAN)))) == PLAN
+    assert parse_plan(format_plan(PLAN)) == PLAN
+
+
+def test_text_has_one_line_per_micro_batch():
+    lines = format_plan(PLAN).splitlines()
+    assert lines[1:] == [
+        "0 | lanes 0-1 a2a+p2p: 7:100 3:9 | lane 2: 5:60 |",
+        "1 | lane 0: - | lane 1 all_gather: - | lane 2: - |",
+    ]
+
+
+def test_digest_is_of_the_content():
+    assert digest(PLAN) == digest(loads(dumps(PLAN)))
+    assert len(digest(PLAN)) == 64
+    changed = [
+        replace(PLAN, policy="dynamic"),
+        replace(PLAN, max_tokens_per_rank=65),
+        replace(PLAN, micro_batches=PLAN.micro_batches[::-1]),
+        replace(PLAN, topology=replace(PLAN.topology, ranks_per_node=4)),
+    ]
+    assert len({digest(plan) for plan in (PLAN, *changed)}) == 5
+
+
+def test_an_unknown_version_is_named():
+    with pytest.raises(InvalidInputError, match="schema_version 2, this program reads 1"):
+        plan_from_dict({**plan_to_dict(PLAN), "schema_version": 2, "new_key": 1})
+    with pytest.raises(InvalidInputError, match="schema_version 2"):
+        parse_plan(format_plan(PLAN).replace("plan v1", "plan v2"))
+
+
+def paths_of(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in items:
+        yield from paths_of(entry, (*path, key))
+
+
+def test_every_entry_replaced_or_removed_is_refused():
+    original = json.loads(dumps(PLAN))
+    refused = 0
+    for path in paths_of(original):
+        for wrong in (None, "text", 1.5, True, -3, [], {}, "remove", "add"):
+            data = copy.deepcopy(original)
+            holder, before = None, data
+            for key in path:
+                holder, before = before, before[key]
+            if wrong == "remove":
+                if not isinstance(holder, dict):
+                    continue  # one sample, bucket or micro-batch fewer is for check_plan to judge
+                del holder[path[-1]]
+            elif wrong == "add":
+                if not isinstance(before, dict):
+                    continue
+                before["unknown"] = 1
+            elif holder is None:
+                data = wrong
+            else:
+                holder[path[-1]] = wrong
+            try:
+                plan = plan_from_dict(data)
+            except DynamicCPError:
+                refused += 1
+            else:
+                assert type(wrong) is type(before), f"{path} took {wrong!r}"
+                assert loads(dumps(plan)) == plan
+    assert refused > 200
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"plan"', "3", "[" * 100_000, "{}", '{"schema_version": 1}'])
+def test_malformed_json(text):
+    with pytest.raises(DynamicCPError):
+        loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plan v1",
+        "hello",
+        format_plan(PLAN).replace("0 |", "1 |", 1),
+        format_plan(PLAN).replace("lanes 0-1", "lanes 0-2"),
+        format_plan(PLAN).replace("7:100", "7:x"),
+        format_plan(PLAN).replace("7:100", "7:0"),
+        format_plan(PLAN).replace("5:60", "5"),
+        format_plan(PLAN).replace("a2a+p2p", "carrier pigeon"),
+        format_plan(PLAN).replace("num_lanes=3", "num_lanes=three"),
+        format_plan(PLAN).replace("num_lanes=3 ", ""),
+    ],
+)
+def test_malformed_text(text):
+    with pytest.raises(DynamicCPError):
+        parse_plan(text)

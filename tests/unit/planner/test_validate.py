@@ -1,0 +1,119 @@
+"""Each rule of check_plan, broken once, is refused with the cell named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.validate import check_plan
+
+
+def bucket(first_lane: int, cp_size: int, *samples: tuple[int, int]) -> Bucket:
+    return Bucket(
+        first_lane=first_lane,
+        cp_size=cp_size,
+        samples=tuple(Sample(sample_id=sample_id, seqlen=seqlen) for sample_id, seqlen in samples),
+    )
+
+
+ROWS = (
+    (bucket(0, 2, (0, 100), (1, 20)), bucket(2, 1, (2, 60))),
+    (bucket(0, 1, (3, 64)), bucket(1, 1), bucket(2, 1, (4, 1), (5, 2))),
+)
+LEGAL = Plan(
+    topology=Topology(num_lanes=3),
+    max_tokens_per_rank=64,
+    micro_batches=tuple(MicroBatch(buckets=row) for row in ROWS),
+)
+SAMPLES = tuple(LEGAL.samples)
+
+
+def with_row(index: int, *buckets: Bucket) -> Plan:
+    rows = list(LEGAL.micro_batches)
+    rows[index] = MicroBatch(buckets=buckets)
+    return replace(LEGAL, micro_batches=tuple(rows))
+
+
+def test_a_legal_plan_passes():
+    check_plan(LEGAL)
+    check_plan(LEGAL, SAMPLES)
+    check_plan(LEGAL, reversed(SAMPLES))
+
+
+# name, plan, micro-batch and lane of the cell, what the first line says
+CELLS = [
+    ("gap", with_row(0, bucket(0, 1, (0, 60)), bucket(2, 1, (2, 60))), (0, 2), "starts at lane 2 but lane 1 is next"),
+    ("overlap", with_row(0, bucket(0, 2, (0, 9)), bucket(1, 1, (1, 9)), bucket(2, 1)), (0, 1), "lane 2 is next"),
+    ("unordered", with_row(1, bucket(2, 1), bucket(0, 2, (3, 9))), (1, 2), "lane 0 is next"),
+    ("not aligned", with_row(0, bucket(0, 1, (0, 9)), bucket(1, 2, (1, 9))), (0, 1), "first_lane 1 .* cp_size 2"),
+    ("outside", with_row(0, bucket(0, 2, (0, 9)), bucket(2, 2, (1, 9))), (0, 2), "up to 3, the last lane is 2"),
+    ("lane without bucket", with_row(1, bucket(0, 2, (3, 64))), (1, 2), "cover 2 of 3 lanes"),
+    ("no buckets", with_row(1), (1, 0), "cover 0 of 3 lanes"),
+    ("over the limit", with_row(0, bucket(0, 2, (0, 126), (1, 1)), bucket(2, 1)), (0, 0), "65|66 padded tokens .* 64"),
+    ("wide empty place", with_row(1, bucket(0, 2), bucket(2, 1, (3, 9))), (1, 0), "empty but has cp_size 2"),
+    ("twice", with_row(1, bucket(0, 1, (2, 60)), bucket(1, 1), bucket(2, 1)), (1, 0), "sample 2 is twice .* lane 2"),
+    ("twice in one bucket", with_row(0, bucket(0, 2, (0, 9), (0, 9)), bucket(2, 1)), (0, 0), "sample 0 is twice"),
+]
+
+
+@pytest.mark.parametrize(("plan", "cell", "says"), [case[1:] for case in CELLS], ids=[case[0] for case in CELLS])
+def test_a_broken_cell_is_refused_and_pointed_at(plan, cell, says):
+    with pytest.raises(IllegalPlanError, match=says) as caught:
+        check_plan(plan)
+    assert (caught.value.micro_batch, caught.value.first_lane) == cell
+    first_line, *grid = str(caught.value).splitlines()
+    assert first_line.startswith(f"micro-batch {cell[0]}, lane")
+    assert [line.split("|")[0].strip() for line in grid if "|" in line] == ["0", "1"]
+    row = next(index for index, line in enumerate(grid) if line.split("|")[0].strip() == str(cell[0]))
+    mark = grid[row + 1]
+    assert set(mark.strip()) == {"^"}
+    buckets = plan.micro_batches[cell[0]].buckets
+    pointed = grid[row][mark.index("^") : mark.rindex("^") + 1]
+    if any(one.first_lane == cell[1] for one in buckets):
+        assert pointed.startswith(("lane ", "lanes "))
+        assert pointed.split()[1].rstrip(":").split("-")[0] == str(cell[1])
+    else:
+        assert pointed == "", "a missing bucket is pointed at behind the row"
+
+
+def test_no_micro_batches():
+    with pytest.raises(IllegalPlanError, match="0 micro-batches"):
+        check_plan(replace(LEGAL, micro_batches=()))
+
+
+def test_interleaving_needs_a_multiple():
+    topology = Topology(num_lanes=3, pp_size=2, vp_size=2)
+    check_plan(replace(LEGAL, topology=topology))
+    with pytest.raises(IllegalPlanError, match=r"1 micro-batches.*multiple of 2"):
+        check_plan(replace(LEGAL, topology=topology, micro_batches=LEGAL.micro_batches[:1]))
+
+
+def test_sequence_parallel_padding_counts():
+    check_plan(replace(LEGAL, topology=Topology(num_lanes=3, tp_size=4, sequence_parallel=True)))
+    with pytest.raises(IllegalPlanError, match="66 padded tokens per rank, the limit is 64"):
+        check_plan(replace(LEGAL, topology=Topology(num_lanes=3, tp_size=3, sequence_parallel=True)))
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ((*SAMPLES, Sample(sample_id=9, seqlen=5)), r"lacks 1 of 7 samples \(9\)"),
+        (SAMPLES[:-1], "sample 5 is not one of the 5 samples"),
+        ((*SAMPLES[:-1], Sample(sample_id=5, seqlen=3)), "sample 5 has 2 tokens here but 3 were given"),
+        ((*SAMPLES, SAMPLES[0]), "7 samples but 6 different sample ids"),
+    ],
+    ids=["missing", "unknown", "other length", "given twice"],
+)
+def test_the_given_samples_must_be_the_planned_ones(samples, says):
+    with pytest.raises(IllegalPlanError, match=says):
+        check_plan(LEGAL, samples)
+
+
+def test_a_long_row_is_shortened():
+    plan = with_row(0, bucket(0, 2, *((index, 1) for index in range(40))), bucket(2, 1, (40, 65)))
+    with pytest.raises(IllegalPlanError) as caught:
+        check_plan(plan)
+    assert "0 1 2 3 + 36 more = 40 tokens" in str(caught.value)
