@@ -23,7 +23,7 @@ set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
   --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
   --data-path "$DOCUMENTS" --data-glob '**/*.py' --overlong split --split 98,2,0 --tokenizer-type ByteTokenizer \
   --train-iters $((DONE + ITERS)) --global-batch-size 4 \
-  --lr 3e-3 --lr-warmup-iters 3 --lr-decay-style cosine --lr-decay-iters 2000 --min-lr 3e-4 --weight-decay 0.1 \
+  --lr 2e-3 --lr-warmup-iters 5 --lr-decay-style cosine --lr-decay-iters 2000 --min-lr 2e-4 --weight-decay 0.1 --adam-beta2 0.95 \
   --eval-iters 2 --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 10 --tensorboard-dir "$RUN_DIR/tensorboard" \
   "$@"
 echo "$@"

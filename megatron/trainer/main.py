@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.exits import exit_code_of, leave
 
+# Warnings of megatron-core and torch, on every rank, about packages and settings that nothing here uses.
+NOT_FOR_USERS = ("Apex", "Transformer Engine", "cuda_graph_scope", "is deprecated", "deprecating ShardedTensor")
+
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code (see `megatron.trainer.exits`)."""
@@ -18,9 +21,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         # megatron-core needs one queue per device so that transfers start before the kernels they overlap with; it
         # asks for that only at a static CP size above 1.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Said by megatron-core at import, once per rank; nothing here uses them.
-        warnings.filterwarnings("ignore", message="(?s).*(Apex|Transformer Engine).*", category=UserWarning)
-        warnings.filterwarnings("ignore", message="(?s).*is deprecated.*", category=FutureWarning, module="torch")
+        for message in NOT_FOR_USERS:
+            warnings.filterwarnings("ignore", message=f"(?s).*({message})")
         from megatron.trainer.initialize import shut_down
         from megatron.trainer.training import pretrain
 

@@ -27,6 +27,7 @@ from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
 from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.data_path import parse_blend
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
 
@@ -175,6 +176,7 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
         "seq_length": config.seq_length,
         "overlong": config.overlong,
         "tokenizer": config.tokenizer,
+        "blend": [str(weight) for weight in parse_blend(config.data_path)[1] or ()],
         "number of training samples": splits.train.num_samples,
     }
 
@@ -182,9 +184,9 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
 def _log_choices(run: Run, hardware_name: str) -> None:
     """Say what was chosen automatically or follows from several flags."""
     args = run.args
-    for split, stream in (("train", run.splits.train), ("validation", run.splits.valid), ("test", run.splits.test)):
+    for stream in (run.splits.train, run.splits.valid, run.splits.test):
         if stream is not None:
-            logger.info("%s data: %s", split, stream.describe())
+            logger.info("data, %s", stream.describe())
     num_parameters = sum(parameter.numel() for chunk in run.trainable.chunks for parameter in chunk.parameters())
     logger.info(
         "%d ranks = TP %d x PP %d (VPP %d) x %d lanes, %s; %d parameters on rank 0",
