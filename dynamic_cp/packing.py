@@ -163,7 +163,8 @@ def pack_rows(
     rows: list[Row] = []
     while remaining:
         if topology.pp_size > 1:
-            # Stages run rows in step: a lane that ended early in one row gains nothing in the next.
+            # Stages run rows in step: a lane that ended early in one row gains nothing in the next. Without a
+            # pipeline it runs on, so it keeps its own end and takes more.
             lane_end_ns = [deadline_ns] * topology.num_lanes
         # The longest remaining sample decides: lane 0 can always take it, so every row makes progress.
         shortest_ns = min(
