@@ -36,6 +36,10 @@ class IllegalPlanError(DynamicCPError):
     """A plan that breaks a rule of `dynamic_cp.validate.check_plan`."""
 
 
+class DisagreementError(DynamicCPError):
+    """Ranks of one job hold different plans or data."""
+
+
 class UnsupportedFeatureError(DynamicCPError):
     """A configuration outside the supported list; the message names the flag."""
 

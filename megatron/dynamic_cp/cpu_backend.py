@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynamic_cp.errors import InvalidInputError
 
-_CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+_CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "BFloat16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ its outcome is exchanged: all ranks go on, or all raise the same error.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.errors import DataError
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
@@ -24,7 +25,7 @@ from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, Exchan
 from megatron.dynamic_cp.planning import PlanSource
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
-from megatron.dynamic_cp.verify import check_same_digest, raise_together
+from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks
 
 
 class SampleTokens(Protocol):
@@ -33,6 +34,15 @@ class SampleTokens(Protocol):
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
+
+
+class _Values(NamedTuple):
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+_EMPTY_PLACE = _Values(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +112,13 @@ class DataIteratorWrapper:
         plan = self.planned.plan
         check_same_digest(digest(plan), f"the plan of step {step}", self._device)
         self.exchange_stats = ExchangeStats()
-        micro_batches: list[dict[str, Any]] = []
-        error: DynamicCPError | None = None
-        try:
-            micro_batches = [
-                self._build(plan, index, f"step {step}, micro-batch {index}") for index in range(plan.num_microbatches)
-            ]
-        except DynamicCPError as caught:
-            error = caught
-        raise_together(error, self._device)
+        micro_batches = run_on_all_ranks(
+            lambda: [self._build(plan, i, f"step {step}, micro-batch {i}") for i in range(plan.num_microbatches)],
+            self._device,
+        )
         seqlens = np.array([sample.seqlen for sample in samples], dtype=np.int64)
         return StepData(
-            [map(_keep_only(needs), micro_batches) for needs in self._chunks],
+            [_iterate(deque(micro_batches), needs) for needs in self._chunks],
             plan.num_microbatches,
             int(seqlens.sum()),
             int((seqlens * seqlens).sum()),
@@ -148,39 +153,38 @@ class DataIteratorWrapper:
         Args:
             shards: for each sequence of the pack the positions that this rank holds.
         """
-        if not bucket.samples:
-            nothing = np.zeros(len(shards[0]), dtype=np.int64)
-            return {
-                "tokens": nothing,
-                "labels": nothing,
-                "loss_mask": nothing.astype(np.float32),
-                "position_ids": nothing,
-            }
         columns: dict[str, list[NDArray[Any]]] = {"tokens": [], "labels": [], "loss_mask": [], "position_ids": []}
-        for sample, shard in zip(bucket.samples, shards, strict=True):
-            values = self._read_sample(sample.sample_id)
-            if len(values.tokens) != sample.seqlen:
-                raise DataError(
-                    f"sample {sample.sample_id} has {len(values.tokens)} tokens, its index says {sample.seqlen}: "
-                    "the data changed after it was indexed; restart to index it again",
-                    sample_id=sample.sample_id,
-                )
+        read = [self._read(sample) for sample in bucket.samples] or [_EMPTY_PLACE]
+        for values, shard in zip(read, shards, strict=True):
             for name in ("tokens", "labels", "loss_mask"):
-                columns[name].append(take_shard(getattr(values, name), shard, 0))
-            columns["position_ids"].append(np.where(shard < sample.seqlen, shard, 0))
+                columns[name].append(take_shard(getattr(values, name), shard))
+            columns["position_ids"].append(take_shard(np.arange(len(values.tokens)), shard))
         return {name: np.concatenate(column) for name, column in columns.items()}
 
+    def _read(self, sample: Sample) -> SampleTokens:
+        values = self._read_sample(sample.sample_id)
+        lengths = [len(values.tokens), len(values.labels), len(values.loss_mask)]
+        if lengths != [sample.seqlen] * 3:
+            raise DataError(
+                f"sample {sample.sample_id} has {lengths[0]} tokens, {lengths[1]} labels and a loss mask of "
+                f"{lengths[2]}, its index says {sample.seqlen}: the data changed after it was indexed; restart to "
+                "index it again",
+                sample_id=sample.sample_id,
+            )
+        return values
 
-def _keep_only(needs: ChunkNeeds) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what hands a chunk its tensors and None for the others. megatron-core expects every key."""
 
-    def keep(batch: dict[str, Any]) -> dict[str, Any]:
-        return {
+def _iterate(micro_batches: deque[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
+    """Yield for each micro-batch what a chunk reads, None for the rest.
+
+    Lets go of a micro-batch once it is handed out: what layers cache on it then ends with its backward pass.
+    """
+    while micro_batches:
+        batch = micro_batches.popleft()
+        yield {
             "tokens": batch.get("tokens") if needs.tokens else None,
             "position_ids": batch.get("position_ids") if needs.tokens else None,
             "labels": batch.get("labels") if needs.labels else None,
             "loss_mask": batch.get("loss_mask") if needs.labels else None,
             "packed_seq_params": batch["packed_seq_params"],
         }
-
-    return keep

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.attention.exchange import RingShift
+from megatron.dynamic_cp.attention.exchange import ExchangeError, RingShift
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 logger = logging.getLogger(__name__)
@@ -164,4 +164,4 @@ def _warm_up(group: dist.ProcessGroup, stats: ExchangeStats, device: torch.devic
     (received,) = shift.wait()
     expected = (group.rank() - 1) % group.size()
     if received.item() != expected:
-        raise RuntimeError(f"warm-up of {group.group_desc}: received {received.item()}, expected {expected}")
+        raise ExchangeError(f"warm-up of {group.group_desc}: received {received.item()}, expected {expected}")

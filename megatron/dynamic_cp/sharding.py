@@ -32,7 +32,9 @@ def packed_shard_positions(padded_seqlens: Sequence[int], cp_size: int, cp_rank:
     return np.concatenate([shard_positions(seqlen, cp_size, cp_rank) for seqlen in padded_seqlens])
 
 
-def take_shard(values: NDArray[np.generic], positions: NDArray[np.int64], fill: int | float) -> NDArray[np.generic]:
-    """Return values[positions] where a position lies inside `values` [seqlen], `fill` where it is padding."""
+def take_shard(values: NDArray[np.generic], positions: NDArray[np.int64]) -> NDArray[np.generic]:
+    """Return values[positions] where a position lies inside `values` [seqlen], 0 where it is padding."""
+    shard = np.zeros(len(positions), dtype=values.dtype)
     inside = positions < len(values)
-    return np.where(inside, values[np.where(inside, positions, 0)], np.asarray(fill, dtype=values.dtype))
+    shard[inside] = values[positions[inside]]
+    return shard

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.errors import DynamicCPError, IllegalPlanError
+from dynamic_cp.errors import DisagreementError, DynamicCPError
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def job_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def publish_outcome(key: str, compute: Callable[[], T], store: dist.Store | None = None) -> T:
+def publish_outcome(key: str, compute: Callable[[], T]) -> T:
     """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank.
 
     Any other exception is a bug: rank 0 raises it as it is, the others learn its text, so that they do not wait.
@@ -30,7 +30,7 @@ def publish_outcome(key: str, compute: Callable[[], T], store: dist.Store | None
     Args:
         key: name of the outcome, unique in the job, the same on all ranks.
     """
-    store = store or job_store()
+    store = job_store()
     if dist.get_rank() == 0:
         try:
             outcome: tuple[bool, object] = (True, compute())
@@ -59,12 +59,21 @@ def run_on_rank_zero(compute: Callable[[], T]) -> T:
     return publish_outcome(f"rank_zero/{_calls}", compute)
 
 
-def raise_together(error: DynamicCPError | None, device: torch.device | None = None) -> None:
-    """Raise on all ranks the error of the lowest rank that has one; return when none has. Collective."""
+def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = None) -> T:
+    """Return this rank's `compute()`; the DynamicCPError of the lowest rank that has one is raised on all. Collective.
+
+    Args:
+        device: where the collective's one number lives.
+    """
+    error = value = None
+    try:
+        value = compute()
+    except DynamicCPError as caught:
+        error = caught
     has_error = torch.tensor([0 if error is None else 1], device=device)
     dist.all_reduce(has_error, op=dist.ReduceOp.MAX)
     if not has_error.item():
-        return
+        return value  # type: ignore[return-value]
     errors: list[DynamicCPError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
@@ -72,13 +81,13 @@ def raise_together(error: DynamicCPError | None, device: torch.device | None = N
 
 
 def check_same_digest(digest: str, what: str, device: torch.device | None = None) -> None:
-    """Raise IllegalPlanError on all ranks unless `digest` (hex) is the same everywhere. Collective, 16 bytes."""
+    """Raise DisagreementError on all ranks unless `digest` (hex) is the same everywhere. Collective, 16 bytes."""
     prefix = int(digest[:15], 16)
     extremes = torch.tensor([prefix, -prefix], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, smallest = extremes[0].item(), -extremes[1].item()
     if largest != smallest:
-        raise IllegalPlanError(
+        raise DisagreementError(
             f"ranks disagree on {what}: digests {smallest:015x} and {largest:015x} (this rank has {prefix:015x}); "
             "all ranks must run the same version with the same settings",
             smallest=smallest,

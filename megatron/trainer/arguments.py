@@ -91,6 +91,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rotary-base", type=int, default=10000)
     group.add_argument("--rotary-percent", type=float, default=1.0)
+    _switch(group, "--rotary-interleaved", help="rotate neighbouring channels instead of halves")
+    _switch(group, "--qk-layernorm", help="normalize queries and keys")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     _switch(group, "--swiglu", help="gated MLP with SiLU")

@@ -80,7 +80,7 @@ def model_identity(args: argparse.Namespace, vocab_rows: int) -> dict[str, Any]:
     identity = asdict(model_shape(args, vocab_rows))
     identity.pop("source")
     names = (
-        "normalization position_embedding_type rotary_base rotary_percent max_position_embeddings disable_bias_linear "
-        "add_qkv_bias untie_embeddings_and_output_weights"
+        "normalization position_embedding_type rotary_base rotary_percent rotary_interleaved max_position_embeddings "
+        "disable_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights"
     )
     return identity | {name: getattr(args, name) for name in names.split()}

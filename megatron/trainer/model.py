@@ -42,6 +42,8 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         add_bias_linear=not args.disable_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        rotary_interleaved=args.rotary_interleaved,
         init_method_std=args.init_method_std,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=0.0,

@@ -21,13 +21,12 @@ from dynamic_cp.types import Hardware, ModelShape, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
 from megatron.dynamic_cp.planning import PlanSource
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
 from megatron.trainer import checkpoint_files, derive, model
 from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.data_path import parse_blend
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
 
@@ -86,7 +85,7 @@ def set_up(args: argparse.Namespace) -> Run:
     set_up_logging()
     if args.save is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
-    data_config, vocab_size, splits = _data(args)
+    data_config, vocab_size, splits = _data(args, device)
     topology = derive.topology(args)
     vocab_rows = derive.padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by, topology.tp_size)
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
@@ -155,11 +154,11 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     )
 
 
-def _data(args: argparse.Namespace) -> tuple[DataConfig, int, Splits]:
-    """Return the data, built by rank 0 first: it finds every error and writes the indexes that the others read."""
+def _data(args: argparse.Namespace, device: torch.device) -> tuple[DataConfig, int, Splits]:
+    """Return the data, which every rank indexes for itself and all must see alike."""
     config = data_config(args)
-    run_on_rank_zero(lambda: build_splits(config) and None)  # its value stays on rank 0
-    splits = build_splits(config)
+    splits = run_on_all_ranks(lambda: build_splits(config), device)
+    check_same_digest(splits.train.fingerprint(), "the training data of --data-path", device)
     if args.eval_iters > 0 and splits.valid is None:
         raise DataError(
             f"--eval-iters is {args.eval_iters}, but --split {args.split} leaves no validation data: "
@@ -176,8 +175,7 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
         "seq_length": config.seq_length,
         "overlong": config.overlong,
         "tokenizer": config.tokenizer,
-        "blend": [str(weight) for weight in parse_blend(config.data_path)[1] or ()],
-        "number of training samples": splits.train.num_samples,
+        "samples and their order (hash)": splits.train.fingerprint(),
     }
 
 

@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from dynamic_cp import search
 from dynamic_cp.catalog import load_hardware
-from dynamic_cp.errors import CheckpointError, DataError, DynamicCPError, IllegalPlanError, InfeasibleSampleError
+from dynamic_cp.errors import (
+    CheckpointError,
+    DataError,
+    DisagreementError,
+    DynamicCPError,
+    IllegalPlanError,
+    InfeasibleSampleError,
+)
 from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 from megatron.dynamic_cp import planning
 from megatron.dynamic_cp.planning import PlanSource
@@ -20,7 +27,7 @@ from megatron.dynamic_cp.verify import (
     check_same_digest,
     job_store,
     publish_outcome,
-    raise_together,
+    run_on_all_ranks,
     run_on_rank_zero,
 )
 from tests.distributed.harness import run_ranks
@@ -90,7 +97,8 @@ def test_calls_on_rank_zero_do_not_mix() -> None:
 
 
 def raise_some(errors: dict[int, DynamicCPError]) -> Any:
-    return outcome_of(lambda: raise_together(errors.get(dist.get_rank())))
+    rank = dist.get_rank()
+    return outcome_of(lambda: run_on_all_ranks(lambda: _raise(errors[rank]) if rank in errors else rank))
 
 
 def test_lowest_rank_with_an_error_speaks_for_all() -> None:
@@ -99,7 +107,7 @@ def test_lowest_rank_with_an_error_speaks_for_all() -> None:
 
 
 def test_nothing_is_raised_without_an_error() -> None:
-    assert run_ranks(3, raise_some, {}, timeout_s=60) == [None] * 3
+    assert run_ranks(3, raise_some, {}, timeout_s=60) == [0, 1, 2]
 
 
 def compare_digests(digests: list[str]) -> Any:
@@ -113,7 +121,7 @@ def test_digests_are_compared() -> None:
         digests = [other if rank == odd_one else same for rank in range(3)]
         results = run_ranks(3, compare_digests, digests, timeout_s=60)
         for rank, (kind, message, details) in enumerate(results):
-            assert kind is IllegalPlanError
+            assert kind is DisagreementError
             assert "ranks disagree on the plan" in message
             assert f"this rank has {digests[rank][:15]}" in message
             assert details == {"smallest": int(other[:15], 16), "largest": int(same[:15], 16)}

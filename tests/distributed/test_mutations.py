@@ -63,8 +63,9 @@ def drop_the_token_count_of_lane_0() -> None:
 def leave_padding_unmasked() -> None:
     original = data_iterator_wrapper.take_shard
 
-    def unmasked(values, positions, fill):
-        return original(values, positions, 1 if values.dtype == np.float32 else fill)
+    def unmasked(values, positions):
+        shard = original(values, positions)
+        return np.ones_like(shard) if values.dtype == np.float32 else shard
 
     data_iterator_wrapper.take_shard = unmasked
 

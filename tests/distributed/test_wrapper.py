@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dynamic_cp.errors import DataError, DynamicCPError, IllegalPlanError
+from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
@@ -273,7 +273,7 @@ def test_unreadable_sample_fails_all_ranks_alike() -> None:
 def test_changed_sample_fails_all_ranks_alike() -> None:
     results = run_ranks(4, fail_to_wrap, FOUR_LANES, [ONE_SAMPLE_A_LANE] * 4, read_too_little, timeout_s=60)
     message, _ = assert_same_error(results, DataError)
-    assert "sample 3 has 0 tokens, its index says 1" in message
+    assert "sample 3 has 0 tokens, 0 labels and a loss mask of 0, its index says 1" in message
     assert "index it again" in message
 
 
@@ -281,6 +281,6 @@ def test_ranks_with_different_plans_fail_alike() -> None:
     reordered = one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[3 - lane],)) for lane in range(4)))
     plans = [ONE_SAMPLE_A_LANE, ONE_SAMPLE_A_LANE, reordered, ONE_SAMPLE_A_LANE]
     results = run_ranks(4, fail_to_wrap, FOUR_LANES, plans, read_telling_tokens, timeout_s=60)
-    assert [result[0] for result in results] == [IllegalPlanError] * 4
+    assert [result[0] for result in results] == [DisagreementError] * 4
     assert all("ranks disagree on the plan of step 0" in result[1] for result in results)
     assert max(result[3] for result in results) < 10

@@ -66,6 +66,12 @@ class TorchTHDAttention(MegatronModule):
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         alone = packed_seq_params.cp_group.size() == 1
-        exchange = RingAttention if alone else _EXCHANGES[packed_seq_params.cp_comm_type]
+        exchange = RingAttention if alone else _EXCHANGES.get(packed_seq_params.cp_comm_type)
+        if exchange is None:
+            raise UnsupportedFeatureError(
+                f"the plan asks for {packed_seq_params.cp_comm_type} at {packed_seq_params.label}, the torch attention "
+                f"has {', '.join(_EXCHANGES)}: plan with one of those (--cp-comm-type)",
+                cp_comm_type=packed_seq_params.cp_comm_type,
+            )
         out_THD = exchange.apply(query, key, value, packed_seq_params, self.softmax_scale)
         return out_THD.reshape(len(out_THD), 1, -1)

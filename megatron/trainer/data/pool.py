@@ -37,7 +37,7 @@ class ShuffledPool:
 
     def __init__(self, parts: Sequence[SampleIndex], seed: tuple[int, ...]) -> None:
         self.parts = tuple(parts)
-        self._seed = seed
+        self.seed = seed
         self._first_samples = np.cumsum([0, *(part.num_samples for part in self.parts)])
         self._orders: dict[int, NDArray[np.int64]] = {}
 
@@ -78,5 +78,5 @@ class ShuffledPool:
             # A batch touches two epochs at most unless an epoch is smaller than the batch; older ones are not needed.
             for old in sorted(self._orders)[:-1]:
                 del self._orders[old]
-            self._orders[epoch] = shuffled(self.num_samples, (*self._seed, epoch))
+            self._orders[epoch] = shuffled(self.num_samples, (*self.seed, epoch))
         return self._orders[epoch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -77,6 +78,14 @@ class SampleStream:
             labels=tokens[1:],
             loss_mask=np.ones(len(tokens) - 1, dtype=np.float32),
         )
+
+    def fingerprint(self) -> str:
+        """Return a hash (hex) of what decides the stream: every sample's length, the shuffle's seeds, the shares."""
+        digest = hashlib.sha256(repr([self._blend.shares.tolist(), [pool.seed for pool in self._pools]]).encode())
+        for pool in self._pools:
+            for part in pool.parts:
+                digest.update(part.num_predicted.tobytes() + part.documents.tobytes())
+        return digest.hexdigest()
 
     def describe(self) -> str:
         """Return one line: documents, samples, tokens, and what was left out or cut."""
