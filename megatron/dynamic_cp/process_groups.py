@@ -160,8 +160,8 @@ def _warm_up(group: dist.ProcessGroup, stats: ExchangeStats, device: torch.devic
         label="start-up (warm-up of the group)",
         stats=stats,
     )
-    shift = RingShift([torch.full((1,), float(group.rank()), device=device)], params)
-    (received,) = shift.wait()
+    shift = RingShift(torch.full((1,), float(group.rank()), device=device), params)
+    received = shift.wait()
     expected = (group.rank() - 1) % group.size()
     if received.item() != expected:
         raise ExchangeError(f"warm-up of {group.group_desc}: received {received.item()}, expected {expected}")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.attention import merge, ring, tiles
+from megatron.dynamic_cp.attention import merge, tiles
 from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
 from megatron.dynamic_cp.attention.ring import RingAttention
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -166,7 +166,7 @@ def test_group_equals_the_whole_sequence(name: str) -> None:
 def use_blocks() -> None:
     """Compute tiles as on a device without torch's CPU kernel."""
     tiles.BLOCK_TOKENS = 64
-    ring.tile_forward, ring.tile_backward = tiles._forward_blocks, tiles._backward_blocks
+    merge.tile_forward, merge.tile_backward = tiles._forward_blocks, tiles._backward_blocks
 
 
 def test_ring_of_portable_tiles_equals_the_whole_sequence() -> None:
@@ -190,13 +190,13 @@ def test_bytes_sent(cp_size: int, exchange: str) -> None:
 
 
 def merge_in_bf16() -> None:
-    original = merge.RowAccumulator.__init__
+    original = merge.RowSums.__init__
 
     def in_bf16(self, q_THD):
         original(self, q_THD)
         self.out_THD, self.lse_TH = self.out_THD.bfloat16(), self.lse_TH.bfloat16()
 
-    merge.RowAccumulator.__init__ = in_bf16
+    merge.RowSums.__init__ = in_bf16
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

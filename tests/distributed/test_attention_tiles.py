@@ -62,9 +62,9 @@ def test_rows_merge_in_any_order() -> None:
     expected_out, expected_lse = naive(q, k, v, causal=False)
     parts = [slice(0, 3), slice(3, 17), slice(17, 30)]
     for order in ((0, 1, 2), (2, 0, 1)):
-        rows_sum = merge.RowAccumulator(q.float())
+        sums = merge.RowSums(q.float())
         for index in order:
             out, lse = naive(q, k[parts[index]], v[parts[index]], causal=False)
-            rows_sum.add(slice(0, 8), out.float(), lse.float())
-        assert_close(rows_sum.out_THD, expected_out)
-        assert_close(rows_sum.lse_TH, expected_lse)
+            sums.add(slice(0, 8), out.float(), lse.float())
+        assert_close(sums.out_THD, expected_out)
+        assert_close(sums.lse_TH, expected_lse)

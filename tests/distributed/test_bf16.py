@@ -61,9 +61,9 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     kv_dtypes = set()
     shift = ring.RingShift
 
-    def recording_shift(tensors, params):
-        kv_dtypes.update(tensor.dtype for tensor in tensors)
-        return shift(tensors, params)
+    def recording_shift(tensor, params):
+        kv_dtypes.add(tensor.dtype)
+        return shift(tensor, params)
 
     ring.RingShift = recording_shift
     by_id = {sample.sample_id: sample for sample in samples}

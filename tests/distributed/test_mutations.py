@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.dynamic_cp import data_iterator_wrapper, loss, self_attention
-from megatron.dynamic_cp.attention import ring
+from megatron.dynamic_cp.attention import merge, ring
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
 
@@ -82,13 +82,13 @@ def count_an_empty_place() -> None:
 
 def forget_a_gradient_of_the_ring() -> None:
     """Keys and values of other lanes get no gradient from here."""
-    original = ring.tile_backward
+    original = merge.tile_backward
 
     def only_diagonal(*args, causal, scale):
         grad_q, grad_k, grad_v = original(*args, causal=causal, scale=scale)
         return grad_q, grad_k if causal else grad_k * 0, grad_v
 
-    ring.tile_backward = only_diagonal
+    merge.tile_backward = only_diagonal
 
 
 SYMPTOMS = {

@@ -164,7 +164,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
     initialize_model_parallel()
     x_THD = torch.ones(2, 1, 4)
     exchanges = {
-        "ring": lambda params: RingShift((x_THD,), params).wait(),
+        "ring": lambda params: RingShift(x_THD, params).wait(),
         "all_gather": lambda params: all_gather_tokens(x_THD, params),
         "reduce_scatter": lambda params: reduce_scatter_tokens(x_THD, params),
     }

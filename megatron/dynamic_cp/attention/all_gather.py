@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.exchange import all_gather_tokens, reduce_scatter_tokens
-from megatron.dynamic_cp.attention.merge import RowAccumulator
-from megatron.dynamic_cp.attention.tiles import Tile, tile_backward, tile_forward
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums, attend
+from megatron.dynamic_cp.attention.tiles import Tile
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.sharding import packed_shard_positions
 
@@ -56,44 +56,27 @@ class AllGatherAttention(torch.autograd.Function):
     ) -> Tensor:
         cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
         order = torch.from_numpy(gathered_order(params.padded_seqlens, cp_size)).to(q_THD.device)
-        key, value = (all_gather_tokens(x, params).index_select(0, order) for x in (k_THD, v_THD))
         tiles = gathered_tiles(params.padded_seqlens, cp_size, cp_rank)
-        rows_sum = RowAccumulator(q_THD)
-        for tile in tiles:
-            out, lse = tile_forward(
-                q_THD[tile.rows], key[tile.columns], value[tile.columns], causal=tile.causal, scale=scale
-            )
-            rows_sum.add(tile.rows, out, lse)
-        out_THD = rows_sum.out_THD.to(q_THD.dtype)
+        kv_T2HD = torch.stack((k_THD, v_THD), dim=1)
+        sums = RowSums(q_THD)
+        attend(tiles, sums, q_THD, _in_sequence_order(kv_T2HD, order, params), scale)
+        out_THD = sums.out_THD.to(q_THD.dtype)
         # Local shards are kept, not the gathered ones: backward gathers again, memory stays that of a shard.
-        ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, rows_sum.lse_TH, order)
+        ctx.save_for_backward(q_THD, kv_T2HD, out_THD, sums.lse_TH, order)
         ctx.params, ctx.scale, ctx.tiles = params, scale, tiles
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_THD, v_THD, out_THD, lse_TH, order = ctx.saved_tensors
-        key, value = (all_gather_tokens(x, ctx.params).index_select(0, order) for x in (k_THD, v_THD))
-        grad_q = torch.zeros_like(q_THD, dtype=torch.float32)
-        grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-        for tile in ctx.tiles:
-            rows, columns = tile.rows, tile.columns
-            shares = tile_backward(
-                grad_THD[rows],
-                q_THD[rows],
-                key[columns],
-                value[columns],
-                out_THD[rows],
-                lse_TH[rows],
-                causal=tile.causal,
-                scale=ctx.scale,
-            )
-            grad_q[rows] += shares[0]
-            grad_key[columns] += shares[1]
-            grad_value[columns] += shares[2]
-        scattered = []
-        for grad, local in ((grad_key, k_THD), (grad_value, v_THD)):
-            gathered = torch.empty_like(grad, dtype=local.dtype)
-            gathered[order] = grad.to(local.dtype)
-            scattered.append(reduce_scatter_tokens(gathered, ctx.params))
-        return grad_q.to(q_THD.dtype), scattered[0], scattered[1], None, None
+        q_THD, kv_T2HD, out_THD, lse_TH, order = ctx.saved_tensors
+        rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH, ctx.scale)
+        grad_2SHD = rows.attend(ctx.tiles, _in_sequence_order(kv_T2HD, order, ctx.params))
+        gathered_S2HD = torch.empty_like(grad_2SHD.transpose(0, 1), memory_format=torch.contiguous_format)
+        gathered_S2HD[order] = grad_2SHD.transpose(0, 1)
+        grad_T2HD = reduce_scatter_tokens(gathered_S2HD, ctx.params)
+        return rows.grad_q_THD.to(q_THD.dtype), grad_T2HD[:, 0], grad_T2HD[:, 1], None, None
+
+
+def _in_sequence_order(kv_T2HD: Tensor, order: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+    """Return the keys and values of all lanes as kv_2SHD, sequence by sequence."""
+    return all_gather_tokens(kv_T2HD, params).index_select(0, order).transpose(0, 1)

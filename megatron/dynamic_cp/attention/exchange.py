@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,24 +21,26 @@ def _failed(params: DynamicPackedSeqParams, error: RuntimeError) -> ExchangeErro
 class RingShift:
     """A transfer to the next lane and from the previous one that has been started; `wait()` returns what came."""
 
-    def __init__(self, tensors: Sequence[Tensor], params: DynamicPackedSeqParams) -> None:
+    def __init__(self, tensor: Tensor, params: DynamicPackedSeqParams) -> None:
         group = params.cp_group
         ranks = dist.get_process_group_ranks(group)
         following, preceding = ranks[(group.rank() + 1) % len(ranks)], ranks[(group.rank() - 1) % len(ranks)]
         self._params = params
-        # Sent tensors stay referenced until the transfer is done.
-        self._sent = [tensor.contiguous() for tensor in tensors]
-        self._received = [torch.empty_like(tensor) for tensor in self._sent]
-        operations = [dist.P2POp(dist.isend, tensor, following, group) for tensor in self._sent]
-        operations += [dist.P2POp(dist.irecv, tensor, preceding, group) for tensor in self._received]
+        self._sent = tensor.contiguous()  # stays referenced until the transfer is done
+        self._received = torch.empty_like(self._sent)
         try:
-            self._pending = dist.batch_isend_irecv(operations)
+            self._pending = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._sent, following, group),
+                    dist.P2POp(dist.irecv, self._received, preceding, group),
+                ]
+            )
         except RuntimeError as error:
             raise _failed(params, error) from error
-        params.stats.bytes_sent += sum(tensor.nbytes for tensor in self._sent)
+        params.stats.bytes_sent += self._sent.nbytes
 
-    def wait(self) -> list[Tensor]:
-        """Return the tensors of the previous lane, in the order in which it sent them."""
+    def wait(self) -> Tensor:
+        """Return the tensor of the previous lane; the one sent may be overwritten from now on."""
         try:
             for work in self._pending:
                 work.wait()

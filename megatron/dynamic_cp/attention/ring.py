@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.exchange import RingShift
-from megatron.dynamic_cp.attention.merge import RowAccumulator
-from megatron.dynamic_cp.attention.tiles import Tile, tile_backward, tile_forward
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums, attend
+from megatron.dynamic_cp.attention.tiles import Tile
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -50,60 +50,38 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
         local_seqlens = tuple(seqlen // cp_size for seqlen in params.padded_seqlens)
-        rows_sum = RowAccumulator(q_THD)
-        key_value = (k_THD, v_THD)
+        own_kv = kv_2THD = torch.stack((k_THD, v_THD))
+        sums = RowSums(q_THD)
         for step in range(cp_size):
-            shift = RingShift(key_value, params) if step < cp_size - 1 else None
-            for tile in ring_tiles(local_seqlens, cp_rank, (cp_rank - step) % cp_size):
-                key, value = (x[tile.columns] for x in key_value)
-                out, lse = tile_forward(q_THD[tile.rows], key, value, causal=tile.causal, scale=scale)
-                rows_sum.add(tile.rows, out, lse)
+            shift = RingShift(kv_2THD, params) if step < cp_size - 1 else None
+            attend(ring_tiles(local_seqlens, cp_rank, (cp_rank - step) % cp_size), sums, q_THD, kv_2THD, scale)
             if shift is not None:
-                key_value = tuple(shift.wait())
-        out_THD = rows_sum.out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, rows_sum.lse_TH)
+                kv_2THD = shift.wait()
+        out_THD = sums.out_THD.to(q_THD.dtype)
+        ctx.save_for_backward(q_THD, own_kv, out_THD, sums.lse_TH)
         ctx.params, ctx.scale, ctx.local_seqlens = params, scale, local_seqlens
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_THD, v_THD, out_THD, lse_TH = ctx.saved_tensors
+        q_THD, kv_2THD, out_THD, lse_TH = ctx.saved_tensors
         params: DynamicPackedSeqParams = ctx.params
         cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
-        grad_q = torch.zeros_like(q_THD, dtype=torch.float32)
-        own_grads: tuple[Tensor, Tensor] | None = None
-        key_value = (k_THD, v_THD)
-        grads_shift: RingShift | None = None
+        rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH, ctx.scale)
+        own_grad: Tensor | None = None
+        collected: RingShift | None = None
         for step in range(cp_size):
-            shift = RingShift(key_value, params) if step < cp_size - 1 else None
-            grad_k, grad_v = (torch.zeros_like(x) for x in key_value)
-            for tile in ring_tiles(ctx.local_seqlens, cp_rank, (cp_rank - step) % cp_size):
-                rows, columns = tile.rows, tile.columns
-                shares = tile_backward(
-                    grad_THD[rows],
-                    q_THD[rows],
-                    key_value[0][columns],
-                    key_value[1][columns],
-                    out_THD[rows],
-                    lse_TH[rows],
-                    causal=tile.causal,
-                    scale=ctx.scale,
-                )
-                grad_q[rows] += shares[0]
-                grad_k[columns] += shares[1]
-                grad_v[columns] += shares[2]
-            if step == 0:
-                own_grads = (grad_k, grad_v)
+            shift = RingShift(kv_2THD, params) if step < cp_size - 1 else None
+            grad_kv = rows.attend(ring_tiles(ctx.local_seqlens, cp_rank, (cp_rank - step) % cp_size), kv_2THD)
+            if own_grad is None:
+                own_grad = grad_kv
             else:
-                if grads_shift is not None:
-                    collected_k, collected_v = grads_shift.wait()
-                    grad_k, grad_v = grad_k + collected_k, grad_v + collected_v
-                grads_shift = RingShift((grad_k, grad_v), params)
+                if collected is not None:
+                    grad_kv += collected.wait()
+                collected = RingShift(grad_kv, params)
             if shift is not None:
-                key_value = tuple(shift.wait())
-        assert own_grads is not None
-        grad_k, grad_v = own_grads
-        if grads_shift is not None:
-            collected_k, collected_v = grads_shift.wait()
-            grad_k, grad_v = grad_k + collected_k, grad_v + collected_v
-        return grad_q.to(q_THD.dtype), grad_k, grad_v, None, None
+                kv_2THD = shift.wait()
+        assert own_grad is not None
+        if collected is not None:
+            own_grad += collected.wait()
+        return rows.grad_q_THD.to(q_THD.dtype), own_grad[0], own_grad[1], None, None
