@@ -24,21 +24,24 @@ from typing import Any
 
 POLICIES = {"static first-fit": "static", "static balanced": "balanced", "dynamic": "dynamic"}
 BASELINE = "static first-fit"
-# Name -> flags. The second has the lengths of NVIDIA's dynamic-CP example (Megatron-LM, branch dev, June 2026).
+
+
+def lognormal(max_seqlen: int, mean_seqlen: int, sigma: float) -> list[str]:
+    """Return the flags of random tokens with lognormal lengths."""
+    lengths = {"min_seq_len": 32, "max_seq_len": max_seqlen, "mean_seq_len": mean_seqlen, "lognormal_sigma": sigma}
+    config = {"mode": "distribution", "type": "lognormal", **lengths}
+    flags = f"--seq-length {max_seqlen} --mock-data --varlen-mock-dataset-config-json"
+    return [*flags.split(), json.dumps(config)]
+
+
+# Name -> flags. Mean and sigma of `documents` are those of NVIDIA's dynamic-CP example (Megatron-LM, branch dev, June
+# 2026); `chat` is short with a long tail, as instruction data is; `stdlib` is what `make train` reads.
 DATA = {
-    "stdlib": ["--seq-length", "4096", "--data-glob", "**/*.py", "--data-path", sysconfig.get_paths()["stdlib"]],
-    "lognormal": [
-        *("--seq-length", "8192", "--mock-data", "--varlen-mock-dataset-config-json"),
-        json.dumps(
-            {
-                "mode": "distribution",
-                "type": "lognormal",
-                "min_seq_len": 128,
-                "max_seq_len": 8192,
-                "mean_seq_len": 1024,
-                "lognormal_sigma": 1.5,
-            }
-        ),
+    "chat": [*lognormal(4096, 192, 1.4), "--global-batch-size", "160"],
+    "documents": [*lognormal(8192, 1024, 1.5), "--global-batch-size", "32"],
+    "stdlib": [
+        *("--seq-length", "4096", "--data-glob", "**/*.py", "--data-path", sysconfig.get_paths()["stdlib"]),
+        *("--global-batch-size", "8"),
     ],
 }
 MODEL = (
@@ -52,7 +55,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--data", choices=tuple(DATA), nargs="+", default=list(DATA))
     parser.add_argument("--batches", type=int, default=6, help="measured global batches, after one of warm-up")
-    parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/dynamic_vs_static.json"))
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -85,10 +87,7 @@ def measure(options: argparse.Namespace) -> None:
 
     num_ranks = int(os.environ["WORLD_SIZE"])
     (data_name,) = options.data
-    flags = (
-        f"{MODEL} --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0 "
-        f"--global-batch-size {options.global_batch_size} --distributed-backend gloo"
-    )
+    flags = f"{MODEL} --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0"
     args = parse_args([*flags.split(), *DATA[data_name]])
     run = set_up(args)
     wrappers = {}
@@ -111,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
     losses: dict[str, list[float]] = {name: [] for name in POLICIES}
     names = list(POLICIES)
     for batch in range(options.batches + 1):
-        samples = run.splits.train.global_batch(batch * options.global_batch_size, options.global_batch_size)
+        samples = run.splits.train.global_batch(batch * args.global_batch_size, args.global_batch_size)
         for name in names[batch % len(names) :] + names[: batch % len(names)]:
             for chunk in run.model:
                 chunk.zero_grad_buffer()
