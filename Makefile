@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# An unpinned torch brings gigabytes of CUDA libraries; on a GPU machine set TORCH= to keep the torch that is installed.
+# An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
 
 .PHONY: train test check lint bench clean
@@ -11,7 +11,7 @@ TORCH  ?= torch==2.13.0
 $(READY): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
 	touch $@
 

@@ -113,7 +113,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         sys.stdout.write(report)
     else:
         sys.stdout.write(format_plan(planned.plan))
-        sys.stdout.writelines(f"{name}: {value}\n" for name, value in _figures(planned).items())
+        sys.stdout.writelines(f"{name}: {_readable(value)}\n" for name, value in _figures(planned).items())
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -144,6 +144,12 @@ def _figures(planned: PlannedBatch) -> dict[str, Any]:
         "reason": planned.reason,
         "digest": digest(plan),
     }
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{size}x{count}" for size, count in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _cp(plan: Plan) -> str:
