@@ -49,7 +49,8 @@ def plan_global_batch(
         samples: one global batch; their order does not matter, sample_id is the order of the static policies.
         topology, model, hardware: what runs it.
         options: limits; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the others.
-        policy: one of `POLICIES`. "dynamic" has the other two among its candidates and is never slower than they are.
+        policy: one of `POLICIES`. "dynamic" has the other two among its candidates, at static_cp_size if that
+            is allowed and holds the longest sample, else at the smallest CP size that does, and is never slower.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
@@ -124,12 +125,9 @@ def _candidates(samples: Sequence[Sample], cost_model: CostModel, policy: str) -
                 rows = pack(samples, cost_model, count, [cp for cp in allowed if cp <= cap])
                 name = f"dynamic cp<={cap} m={len(rows)}"
                 yield Candidate(name, pyramid(rows, cost_model) if topology.pp_size > 1 else rows)
-        try:
-            cp_size = static_cp_size(samples, topology, options)
-        except InfeasibleSampleError:
-            return
-        if cp_size not in allowed:
-            return
+        longest = max(sample.seqlen for sample in samples)
+        feasible = [cp for cp in allowed if longest <= capacity_tokens(cp, topology, options)]
+        cp_size = options.static_cp_size if options.static_cp_size in feasible else feasible[0]
     else:
         cp_size = static_cp_size(samples, topology, options)
 

@@ -73,7 +73,7 @@ def loads(text: str) -> Plan:
     """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or an integer of thousands of digits
         raise InvalidInputError(f"the plan is not JSON: {error}: give a file that --output wrote") from error
     return plan_from_dict(data)
 

@@ -124,8 +124,17 @@ class Topology:
         return self.pp_size if self.vp_size > 1 else 1
 
     def spans_nodes(self, first_lane: int, cp_size: int) -> bool:
-        """Return whether lanes first_lane .. first_lane + cp_size - 1 lie on more than one node."""
-        return first_lane // self.lanes_per_node != (first_lane + cp_size - 1) // self.lanes_per_node
+        """Return whether lanes first_lane .. first_lane + cp_size - 1 lie on more than one node, on any stage.
+
+        Ranks are numbered TP first, then lanes, then pipeline stages, as megatron-core does.
+        """
+        stage_ranks = self.num_lanes * self.tp_size
+        first, last = first_lane * self.tp_size, (first_lane + cp_size) * self.tp_size - 1
+        stages = range(self.pp_size if stage_ranks % self.ranks_per_node else 1)
+        return cp_size > 1 and any(
+            (stage * stage_ranks + first) // self.ranks_per_node != (stage * stage_ranks + last) // self.ranks_per_node
+            for stage in stages
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +265,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         _require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank)
+        if len(self.policy.split()) != 1:
+            raise InvalidInputError(f"policy {self.policy!r} is not one word: the text form of a plan needs that")
 
     @property
     def num_microbatches(self) -> int:

@@ -21,11 +21,12 @@ from dynamic_cp.errors import DataError
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
+from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.planning import PlanSource
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
-from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks
+from megatron.dynamic_cp.verify import check_same_digest, collective_device, run_on_all_ranks
 
 
 class SampleTokens(Protocol):
@@ -90,7 +91,7 @@ class DataIteratorWrapper:
         self._read_sample = read_sample
         self._groups = groups
         self._chunks = tuple(chunks)
-        self._device = device or torch.device("cpu")
+        self._device = device or collective_device()
         self.planned: PlannedBatch | None = None
         self.exchange_stats = ExchangeStats()
 
@@ -106,16 +107,19 @@ class DataIteratorWrapper:
             samples: the global batch, the same on all ranks.
 
         Raises:
-            DynamicCPError: no plan, ranks that disagree, or a sample that could not be read; the same on all ranks.
+            DynamicCPError: no plan, an illegal one, ranks that disagree, or a sample that could not be read; the same
+                on all ranks.
         """
         self.planned = self._plan_source.plan(step, samples)
         plan = self.planned.plan
         check_same_digest(digest(plan), f"the plan of step {step}", self._device)
         self.exchange_stats = ExchangeStats()
-        micro_batches = run_on_all_ranks(
-            lambda: [self._build(plan, i, f"step {step}, micro-batch {i}") for i in range(plan.num_microbatches)],
-            self._device,
-        )
+
+        def build_all() -> list[dict[str, Any]]:
+            check_plan(plan, samples)
+            return [self._build(plan, i, f"step {step}, micro-batch {i}") for i in range(plan.num_microbatches)]
+
+        micro_batches = run_on_all_ranks(build_all, self._device)
         seqlens = np.array([sample.seqlen for sample in samples], dtype=np.int64)
         return StepData(
             [_iterate(deque(micro_batches), needs) for needs in self._chunks],

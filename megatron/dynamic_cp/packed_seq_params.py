@@ -14,7 +14,10 @@ from dynamic_cp.types import CpCommType
 
 @dataclass
 class ExchangeStats:
-    """Bytes that this rank sent to other lanes for attention, forward and backward, since the step began."""
+    """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began.
+
+    What the exchange needs, (cp - 1) shards each time; gloo's own reduce-scatter moves twice as many.
+    """
 
     bytes_sent: int = 0
 
@@ -34,6 +37,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         label: where in the run this is, for error messages.
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
+        gathered_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -42,6 +46,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     label: str = ""
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
+    gathered_order_cache: torch.Tensor | None = None
 
     @classmethod
     def build(

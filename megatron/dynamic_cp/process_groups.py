@@ -22,6 +22,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.exchange import ExchangeError, RingShift
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.verify import collective_device
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,9 @@ class DynamicCPGroups:
 
         Args:
             topology: must agree with the groups that megatron-core built.
-            timeout_s: of every exchange; its error names the group and the place in the run.
-            device: where the warm-up exchange happens.
+            timeout_s: of every exchange. On gloo its error names the group and the place in the run; NCCL's watchdog
+                ends the process and names the group.
+            device: where the warm-up exchange happens; default: what the job's backend needs.
 
         Raises:
             InvalidInputError: megatron-core was built for another number of lanes or another rank order.
@@ -94,7 +96,7 @@ class DynamicCPGroups:
         built = time.perf_counter()
         stats = ExchangeStats()
         for group in groups.values():
-            _warm_up(group, stats, device or torch.device("cpu"))
+            _warm_up(group, stats, device or collective_device())
         warm = time.perf_counter()
         return cls(
             lane=lane,

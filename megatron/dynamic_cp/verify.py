@@ -17,6 +17,11 @@ from dynamic_cp.errors import DisagreementError, DynamicCPError
 T = TypeVar("T")
 
 
+def collective_device() -> torch.device:
+    """Return where the tensors of a collective of the job live: this rank's GPU under NCCL, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def job_store() -> dist.Store:
     """Return the store that the ranks of this job share."""
     return dist.distributed_c10d._get_default_store()
@@ -33,14 +38,16 @@ def publish_outcome(key: str, compute: Callable[[], T]) -> T:
     store = job_store()
     if dist.get_rank() == 0:
         try:
-            outcome: tuple[bool, object] = (True, compute())
-        except DynamicCPError as error:
-            outcome = (False, error)
+            try:
+                outcome: tuple[bool, object] = (True, compute())
+            except DynamicCPError as error:
+                outcome = (False, error)
+            published = pickle.dumps(outcome)
         except Exception as error:
             failed = DynamicCPError(f"rank 0 failed: {type(error).__name__}: {error}; its log has the traceback")
             store.set(key, pickle.dumps((False, failed)))
             raise
-        store.set(key, pickle.dumps(outcome))
+        store.set(key, published)
     else:
         outcome = pickle.loads(store.get(key))
     succeeded, value = outcome
@@ -63,19 +70,25 @@ def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = Non
     """Return this rank's `compute()`; the DynamicCPError of the lowest rank that has one is raised on all. Collective.
 
     Args:
-        device: where the collective's one number lives.
+        device: where the collective's one number lives; default: what the job's backend needs.
+
+    Any other exception is a bug: the rank raises it as it is, the others learn its text.
     """
-    error = value = None
+    error = bug = value = None
     try:
         value = compute()
     except DynamicCPError as caught:
         error = caught
-    has_error = torch.tensor([0 if error is None else 1], device=device)
+    except Exception as caught:
+        bug, error = caught, DynamicCPError(f"{type(caught).__name__}: {caught}; the rank's log has the traceback")
+    has_error = torch.tensor([0 if error is None else 1], device=device or collective_device())
     dist.all_reduce(has_error, op=dist.ReduceOp.MAX)
     if not has_error.item():
         return value  # type: ignore[return-value]
     errors: list[DynamicCPError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
+    if bug is not None:
+        raise bug
     rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
     raise type(first)(f"{first} (rank {rank})", **first.details)
 
@@ -83,7 +96,7 @@ def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = Non
 def check_same_digest(digest: str, what: str, device: torch.device | None = None) -> None:
     """Raise DisagreementError on all ranks unless `digest` (hex) is the same everywhere. Collective, 16 bytes."""
     prefix = int(digest[:15], 16)
-    extremes = torch.tensor([prefix, -prefix], device=device)
+    extremes = torch.tensor([prefix, -prefix], device=device or collective_device())
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, smallest = extremes[0].item(), -extremes[1].item()
     if largest != smallest:

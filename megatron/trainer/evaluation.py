@@ -7,9 +7,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.trainer.data.build import SampleStream
-
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.trainer.data.build import SampleStream
 from megatron.trainer.log import validation_line
 from megatron.trainer.run import Run
 from megatron.trainer.step import run_schedule, sum_over_job

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import cpu_backend, cpu_optimizer_checkpoint
+from megatron.dynamic_cp import cpu_backend, optimizer_checkpoint
+from megatron.trainer import derive
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
@@ -49,13 +50,16 @@ def initialize(args: argparse.Namespace) -> torch.device:
     )
     if backend == "gloo":
         cpu_backend.enable()
-        cpu_optimizer_checkpoint.install()
         # Ranks of one machine share its cores; more than one thread each makes them wait for one another.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         device = torch.device("cpu")
     else:
+        check_device_queues(
+            args.tensor_model_parallel_size, args.max_dynamic_cp_size or derive.topology(args).max_cp_size
+        )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    optimizer_checkpoint.install()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
         _check_rendezvous(args.world_size)
@@ -69,6 +73,23 @@ def initialize(args: argparse.Namespace) -> torch.device:
     )
     seed(args.seed)
     return device
+
+
+def check_device_queues(tp_size: int, max_cp_size: int) -> None:
+    """Refuse an environment in which transfers may start after the kernels that they should overlap with.
+
+    Megatron-LM asks for this at a static CP size above 1; here the largest CP size of a micro-batch decides.
+
+    Raises:
+        InvalidInputError: CUDA_DEVICE_MAX_CONNECTIONS is not 1 although TP or CP is used.
+    """
+    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if max(tp_size, max_cp_size) > 1 and value != "1":
+        raise InvalidInputError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {value}, 1 is needed with TP {tp_size} and CP sizes up to {max_cp_size}: "
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+            value=value,
+        )
 
 
 def seed(base: int, lane: int = 0) -> None:

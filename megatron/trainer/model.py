@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.dynamic_cp.arguments import check_supported
 from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.rotary import use_one_rotary_table
 
 
 def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
@@ -99,6 +100,7 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig, vocab_rows
                 vp_stage=vp_stage,
             )
         )
+        use_one_rotary_table(chunks[-1])
     return chunks
 
 

@@ -85,10 +85,11 @@ def set_up(args: argparse.Namespace) -> Run:
     set_up_logging()
     if args.save is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
+    hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
+    hardware = run_on_rank_zero(lambda: load_hardware(hardware_name))
     data_config, vocab_size, splits = _data(args, device)
     topology = derive.topology(args)
     vocab_rows = derive.padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by, topology.tp_size)
-    hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
     groups = DynamicCPGroups.build(
         topology,
         timeout_s=60 * args.distributed_timeout_minutes,
@@ -109,7 +110,7 @@ def set_up(args: argparse.Namespace) -> Run:
         device=device,
         topology=topology,
         model_shape=model_shape,
-        hardware=load_hardware(hardware_name),
+        hardware=hardware,
         groups=groups,
         splits=splits,
         config=config,

@@ -189,7 +189,7 @@ def _complete_lanes(args: argparse.Namespace) -> None:
     if args.global_batch_size is None:
         args.global_batch_size = topology.num_lanes
 
-    from dynamic_cp.search import check_feasible  # here: numpy and numba are needed only once the rest is right
+    from dynamic_cp.search import check_feasible  # here: numpy is needed only once the rest is right
 
     options = derive.plan_options(args)
     if not args.dynamic_cp:

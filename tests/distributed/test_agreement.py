@@ -203,3 +203,27 @@ def keys_after_steps() -> list[bool]:
 
 def test_old_plans_leave_the_store() -> None:
     assert run_ranks(2, keys_after_steps, timeout_s=60)[0] == [False] * 4 + [True]
+
+
+def fail_with_a_bug_on_rank_1() -> Any:
+    started = time.monotonic()
+    outcome = outcome_of(lambda: run_on_all_ranks(lambda: {0: "fine"}[0 if dist.get_rank() != 1 else 7]))
+    return outcome, time.monotonic() - started
+
+
+def outcome_or_bug() -> Any:
+    try:
+        return fail_with_a_bug_on_rank_1()
+    except KeyError as error:
+        return ("bug", str(error)), 0.0
+
+
+def test_a_bug_on_one_rank_does_not_leave_the_others_waiting() -> None:
+    outcomes = run_ranks(3, outcome_or_bug, timeout_s=60)
+    assert outcomes[1][0] == ("bug", "7")
+    for rank in (0, 2):
+        (kind, message, _), seconds = outcomes[rank]
+        assert kind is DynamicCPError
+        assert "KeyError: 7" in message
+        assert "rank 1" in message
+        assert seconds < 10

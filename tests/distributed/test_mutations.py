@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.dynamic_cp import data_iterator_wrapper, loss, self_attention
-from megatron.dynamic_cp.attention import merge, ring
+from megatron.dynamic_cp import data_iterator_wrapper, loss, norm, self_attention
+from megatron.dynamic_cp.attention import all_gather, merge, ring
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
 
@@ -91,7 +91,36 @@ def forget_a_gradient_of_the_ring() -> None:
     merge.tile_backward = only_diagonal
 
 
+def forget_the_past_of_a_chunk() -> None:
+    """All-gather: every chunk sees itself only."""
+    original = all_gather.gathered_tiles
+    all_gather.gathered_tiles = lambda *args: [tile for tile in original(*args) if tile.causal]
+
+
+def leave_gathered_shards_in_the_order_of_ranks() -> None:
+    all_gather.gathered_order = lambda padded_seqlens, cp_size: np.arange(sum(padded_seqlens))
+
+
+def untag_norms() -> None:
+    """Sequence parallelism: gradients of norms are no longer summed over the tensor-parallel ranks."""
+    original = norm.TorchNorm.__new__
+
+    def untagged(cls, config, hidden_size, **kwargs):
+        built = original(cls, config, hidden_size, **kwargs)
+        for parameter in built.parameters():
+            parameter.sequence_parallel = False
+        return built
+
+    norm.TorchNorm.__new__ = untagged
+
+
+OTHER_LAYOUTS = {
+    forget_the_past_of_a_chunk: Layout(4, exchange="all_gather"),
+    leave_gathered_shards_in_the_order_of_ranks: Layout(4, exchange="all_gather"),
+    untag_norms: Layout(2, tp=2, sp=True),
+}
 SYMPTOMS = {
+    **dict.fromkeys(OTHER_LAYOUTS, "gradients differ"),
     skip_a_ring_step: "gradients differ",
     rotate_with_the_static_group: "gradients differ",
     shift_labels_after_sharding: "gradients differ",
@@ -104,7 +133,7 @@ SYMPTOMS = {
 
 @pytest.mark.parametrize("sabotage", SYMPTOMS, ids=lambda fault: fault.__name__)
 def test_fault_is_noticed(sabotage, reference_of) -> None:
-    layout, samples = Layout(4), BATCHES["long_tail"]
+    layout, samples = OTHER_LAYOUTS.get(sabotage, Layout(4)), BATCHES["long_tail"]
     expected = reference_of(layout.variant, "long_tail")
     # Every rank finishes its step: the comparison finds the fault, not a crash.
     comparisons = run_ranks(4, run_step, layout, samples, mixed_plan(samples, layout), expected, sabotage)

@@ -18,8 +18,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from dynamic_cp.search import plan_global_batch
+from dynamic_cp.types import PlanOptions, Sample
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.loss import sum_of_losses
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
@@ -104,7 +106,7 @@ def megatron_static_cp_step(samples: tuple[Sample, ...], initial: dict[str, torc
 
 
 def test_static_policy_equals_static_context_parallelism() -> None:
-    samples = samples_of(1201, 640, 333)
+    samples = samples_of(1201, 1100, 1000)
     layout = Layout(CP_SIZE)
     single = run_ranks(1, reference.reference_step, "llama", samples)[0]
     ranks = run_ranks(CP_SIZE, megatron_static_cp_step, samples, single["initial"])
@@ -112,14 +114,16 @@ def test_static_policy_equals_static_context_parallelism() -> None:
     losses = {s.sample_id: torch.tensor([by_token[s.sample_id, i] for i in range(s.seqlen)]) for s in samples}
     assert len(by_token) == single["num_tokens"]
     static = {**single, "gradients": ranks[0]["gradients"], "losses": losses}
-    plan = Plan(
+    plan = plan_global_batch(
+        samples,
         topology=layout.topology,
-        max_tokens_per_rank=1024,
-        micro_batches=tuple(
-            MicroBatch(buckets=(Bucket(first_lane=0, cp_size=CP_SIZE, samples=(sample,)),)) for sample in samples
-        ),
+        model=load_model("llama-3-8b"),
+        hardware=load_hardware("cpu"),
+        options=PlanOptions(max_tokens_per_rank=304, static_cp_size=CP_SIZE),
         policy="static",
-    )
+    ).plan
+    # Two samples never fit together: one per micro-batch, as megatron-core's side runs them.
+    assert [(bucket.cp_size, len(bucket.samples)) for bucket in plan.buckets] == [(CP_SIZE, 1)] * 3
     comparisons = run_ranks(CP_SIZE, run_step, layout, samples, plan, static, None)
     assert_equal_to_reference(comparisons, layout, static)
     # ... and both are right, not merely alike.

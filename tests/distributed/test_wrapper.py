@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError
+from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
@@ -226,7 +226,7 @@ def fail_to_wrap(
     )
     started = time.monotonic()
     with pytest.raises(DynamicCPError) as caught:
-        wrapper.wrap(0, SAMPLES)
+        wrapper.wrap(0, SAMPLES[:4])
     seconds = time.monotonic() - started
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -284,3 +284,9 @@ def test_ranks_with_different_plans_fail_alike() -> None:
     assert [result[0] for result in results] == [DisagreementError] * 4
     assert all("ranks disagree on the plan of step 0" in result[1] for result in results)
     assert max(result[3] for result in results) < 10
+
+
+def test_illegal_plan_is_refused_on_all_ranks() -> None:
+    twice = one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[lane % 3],)) for lane in range(4)))
+    results = run_ranks(4, fail_to_wrap, FOUR_LANES, [twice] * 4, read_telling_tokens, timeout_s=60)
+    assert_same_error(results, IllegalPlanError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, event, example, given, settings
@@ -98,6 +98,15 @@ def test_every_policy_gives_a_legal_plan_and_dynamic_is_never_slower(case):
     assert planned["dynamic"].predicted_s <= planned["balanced"].predicted_s
     event(f"mixed cp: {len(planned['dynamic'].plan.cp_histogram) > 1}")
     event(f"fewer samples than lanes: {len(case.samples) < case.topology.num_lanes}")
+
+
+@given(cases())
+@SOME
+def test_dynamic_is_never_slower_than_static_though_the_given_static_size_may_not_hold_the_batch(case):
+    given_one = replace(case, options=replace(case.options, static_cp_size=1))
+    dynamic_s = given_one.plan("dynamic").predicted_s
+    assert dynamic_s <= case.plan("static").predicted_s
+    assert dynamic_s <= case.plan("balanced").predicted_s
 
 
 @given(cases())

@@ -12,7 +12,7 @@ import pytest
 from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.trainer import exits
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.initialize import choose_backend
+from megatron.trainer.initialize import check_device_queues, choose_backend
 from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
 from megatron.trainer.model import build_scheduler, ddp_bucket_size
 from tests.trainer.commandline import command_line
@@ -97,6 +97,16 @@ def test_validation_line():
         "validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00"
         in validation_line("validation", 7, 2.0)
     )
+
+
+def test_device_queues_are_checked_against_the_largest_cp_size(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    for tp_size, max_cp_size in ((1, 2), (2, 1)):
+        with pytest.raises(InvalidInputError, match="CUDA_DEVICE_MAX_CONNECTIONS is 8, 1 is needed"):
+            check_device_queues(tp_size, max_cp_size)
+    check_device_queues(1, 1)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_device_queues(2, 8)
 
 
 def test_cpu_is_never_a_silent_fallback():

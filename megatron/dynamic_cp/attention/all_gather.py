@@ -55,28 +55,35 @@ class AllGatherAttention(torch.autograd.Function):
         ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, params: DynamicPackedSeqParams, scale: float
     ) -> Tensor:
         cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
-        order = torch.from_numpy(gathered_order(params.padded_seqlens, cp_size)).to(q_THD.device)
         tiles = gathered_tiles(params.padded_seqlens, cp_size, cp_rank)
         kv_T2HD = torch.stack((k_THD, v_THD), dim=1)
         sums = RowSums(q_THD)
-        attend(tiles, sums, q_THD, _in_sequence_order(kv_T2HD, order, params), scale)
+        attend(tiles, sums, q_THD, _in_sequence_order(kv_T2HD, params), scale)
         out_THD = sums.out_THD.to(q_THD.dtype)
         # Local shards are kept, not the gathered ones: backward gathers again, memory stays that of a shard.
-        ctx.save_for_backward(q_THD, kv_T2HD, out_THD, sums.lse_TH, order)
+        ctx.save_for_backward(q_THD, kv_T2HD, out_THD, sums.lse_TH)
         ctx.params, ctx.scale, ctx.tiles = params, scale, tiles
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, kv_T2HD, out_THD, lse_TH, order = ctx.saved_tensors
+        q_THD, kv_T2HD, out_THD, lse_TH = ctx.saved_tensors
         rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH, ctx.scale)
-        grad_2SHD = rows.attend(ctx.tiles, _in_sequence_order(kv_T2HD, order, ctx.params))
+        grad_2SHD = rows.attend(ctx.tiles, _in_sequence_order(kv_T2HD, ctx.params))
         gathered_S2HD = torch.empty_like(grad_2SHD.transpose(0, 1), memory_format=torch.contiguous_format)
-        gathered_S2HD[order] = grad_2SHD.transpose(0, 1)
+        gathered_S2HD[_order(ctx.params, q_THD.device)] = grad_2SHD.transpose(0, 1)
         grad_T2HD = reduce_scatter_tokens(gathered_S2HD, ctx.params)
         return rows.grad_q_THD.to(q_THD.dtype), grad_T2HD[:, 0], grad_T2HD[:, 1], None, None
 
 
-def _in_sequence_order(kv_T2HD: Tensor, order: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+def _order(params: DynamicPackedSeqParams, device: torch.device) -> Tensor:
+    """Return `gathered_order` on the device, computed by the first layer that asks."""
+    if params.gathered_order_cache is None:
+        order = gathered_order(params.padded_seqlens, params.cp_group.size())
+        params.gathered_order_cache = torch.from_numpy(order).to(device)
+    return params.gathered_order_cache
+
+
+def _in_sequence_order(kv_T2HD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
     """Return the keys and values of all lanes as kv_2SHD, sequence by sequence."""
-    return all_gather_tokens(kv_T2HD, params).index_select(0, order).transpose(0, 1)
+    return all_gather_tokens(kv_T2HD, params).index_select(0, _order(params, kv_T2HD.device)).transpose(0, 1)
