@@ -73,9 +73,13 @@ def plan_global_batch(
         _check_capacity(max(ordered, key=lambda sample: sample.seqlen), topology, options)
 
     ranking = []
+    seen = set()
     for index, candidate in enumerate(_candidates(ordered, cost_model, policy)):
         plan = build_plan(candidate.rows, cost_model, policy)
-        ranking.append((makespan_ns(plan, cost_model), index, candidate.name, plan))
+        # Neighbouring counts and orders often pack alike.
+        if plan.micro_batches not in seen:
+            seen.add(plan.micro_batches)
+            ranking.append((makespan_ns(plan, cost_model), index, candidate.name, plan))
     ranking.sort(key=lambda entry: entry[:2])
     best = ranking[0][-1]
     check_plan(best, ordered)

@@ -6,6 +6,7 @@ Through the job's store where one rank speaks (rank 0's files, plans), with one 
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -49,11 +50,42 @@ def publish_outcome(key: str, compute: Callable[[], T]) -> T:
             raise
         store.set(key, published)
     else:
+        _wait_for(store, key)
         outcome = pickle.loads(store.get(key))
     succeeded, value = outcome
     if not succeeded:
         raise value  # type: ignore[misc]
     return value  # type: ignore[return-value]
+
+
+_give_up_at_s: float | None = None
+
+
+def stop_waiting_after(seconds: float) -> None:
+    """Let this rank wait for rank 0 for `seconds` more at most; for a signal handler: rank 0 may be dead."""
+    global _give_up_at_s
+    _give_up_at_s = time.monotonic() + seconds
+
+
+def _wait_for(store: dist.Store, key: str) -> None:
+    """Wait until `key` is in the store: by asking, because no signal handler runs while the store's own wait blocks.
+
+    Raises:
+        DynamicCPError: not there within the job's timeout, or within `stop_waiting_after`.
+    """
+    started_s = time.monotonic()
+    deadline_s = started_s + store.timeout.total_seconds()
+    pause_s = 0.0005
+    while not store.check([key]):
+        now_s = time.monotonic()
+        if now_s > min(deadline_s, _give_up_at_s or deadline_s):
+            raise DynamicCPError(
+                f"rank 0 has not said anything about {key!r} for {now_s - started_s:.0f} s, rank {dist.get_rank()} "
+                "waits no longer: see rank 0's log",
+                key=key,
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.02)
 
 
 _calls = 0

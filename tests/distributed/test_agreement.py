@@ -29,6 +29,7 @@ from megatron.dynamic_cp.verify import (
     publish_outcome,
     run_on_all_ranks,
     run_on_rank_zero,
+    stop_waiting_after,
 )
 from tests.distributed.harness import run_ranks
 
@@ -227,3 +228,20 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting() -> None:
         assert "KeyError: 7" in message
         assert "rank 1" in message
         assert seconds < 10
+
+
+def wait_for_a_silent_rank_0() -> Any:
+    """Rank 0 never speaks; the others are asked to leave soon."""
+    if dist.get_rank() == 0:
+        return None
+    stop_waiting_after(0.5)
+    started = time.monotonic()
+    return outcome_of(lambda: publish_outcome("never", lambda: None)), time.monotonic() - started
+
+
+def test_nobody_waits_for_a_dead_rank_0_after_a_signal() -> None:
+    _, first, second = run_ranks(3, wait_for_a_silent_rank_0, timeout_s=60)
+    for (kind, message, _), seconds in (first, second):
+        assert kind is DynamicCPError
+        assert "rank 0 has not said anything about 'never'" in message
+        assert 0.5 <= seconds < 5
