@@ -24,7 +24,7 @@ setup(
     packages=find_namespace_packages(
         include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*"]
     ),
-    package_data={"dynamic_cp": ["data/**/*.json", "data/*/*.json", "py.typed"]},
+    package_data={"dynamic_cp": ["data/**/*.json", "py.typed"]},
     install_requires=["numpy>=1.26"],
     extras_require={
         "train": TRAIN,

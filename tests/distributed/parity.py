@@ -56,7 +56,6 @@ class Layout:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     exchange: str = "p2p"
-    plan: str = "mixed"
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
