@@ -4,7 +4,8 @@
     save_dir/iter_0000010/                          written as iter_0000010.partial, renamed at the end
         manifest.json                               sizes (and CRC-32 of small files) of all others; the run's position
 
-A crash leaves a .partial folder, which nothing reads and the next save removes. Called on one rank.
+A crash leaves a .partial folder, which nothing reads and the next save removes. A checkpoint that is saved once more is
+renamed to .old until the new one is in place; after a crash in between it is read from there. Called on one rank.
 """
 
 from __future__ import annotations
@@ -18,38 +19,45 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamic_cp.errors import CheckpointError
+from dynamic_cp.errors import CheckpointError, DynamicCPError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _PARTIAL = ".partial"
+_OLD = ".old"
 # Larger files are checked by their size only: reading a checkpoint twice would double the time of a restart.
 _CHECKSUM_LIMIT_BYTES = 1 << 20
 
 
-def probe_writable(save_dir: str) -> None:
-    """Create `save_dir` and a file in it, and remove the file.
+def probe_writable(folder: str, flag: str = "--save", kind: type[DynamicCPError] = CheckpointError) -> None:
+    """Create `folder`, the value of `flag`, and a file in it, and remove the file.
 
     Raises:
-        CheckpointError: it cannot be written.
+        DynamicCPError: of class `kind`: it cannot be written.
     """
-    probe = Path(save_dir) / f".write_probe_{os.getpid()}"
+    probe = Path(folder) / f".write_probe_{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"0")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(
-            f"--save {save_dir} cannot be written ({error.strerror}): choose another folder or change its permissions",
-            save_dir=save_dir,
+        raise kind(
+            f"{flag} {folder} cannot be written ({error.strerror}): choose another folder or change its permissions",
+            folder=folder,
         ) from None
 
 
 def begin(save_dir: str, iteration: int) -> Path:
-    """Return a new empty folder for checkpoint `iteration`, after removing what a crash left behind."""
+    """Return a new empty folder for checkpoint `iteration`, after cleaning up what a crash left behind."""
     partial = Path(save_dir) / (_name(iteration) + _PARTIAL)
     with _reporting(partial):
+        for old in partial.parent.glob(f"iter_*{_OLD}"):
+            final = old.with_suffix("")
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(final)
         for leftover in partial.parent.glob(f"iter_*{_PARTIAL}"):
             shutil.rmtree(leftover)
         partial.mkdir(parents=True)
@@ -69,14 +77,17 @@ def commit(partial: Path, iteration: int, run: Mapping[str, Any]) -> Path:
         }
         manifest = {"schema_version": SCHEMA_VERSION, "iteration": iteration, "run": run, "files": files}
         _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1))
+        old = final.with_name(final.name + _OLD)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(old)
         partial.rename(final)
         _sync_folder(final.parent)
         tracker = final.parent / TRACKER
         _write_synced(tracker.with_suffix(_PARTIAL), f"{iteration}\n")
         tracker.with_suffix(_PARTIAL).replace(tracker)
         _sync_folder(final.parent)
+        if old.exists():
+            shutil.rmtree(old)
     return final
 
 
@@ -99,6 +110,9 @@ def latest(load_dir: str) -> Path | None:
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, not an iteration: write the one to resume from into it")
     folder = Path(load_dir) / _name(int(text))
     if not folder.is_dir():
+        old = folder.with_name(folder.name + _OLD)
+        if old.is_dir():  # a crash between the two renames of a checkpoint that was being saved once more
+            return old
         raise CheckpointError(
             f"{tracker} names iteration {text}, but {folder} is missing: write an iteration that exists into it",
             iteration=int(text),

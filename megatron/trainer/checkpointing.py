@@ -6,10 +6,11 @@ samples, learning-rate schedule and what the data is. Folders and their integrit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.verify import run_on_rank_zero
@@ -74,7 +76,8 @@ def save(trainable: Trainable, position: Position, save_dir: str) -> None:
     # megatron-core hands the writers' results over through a manager process that imports the program anew and outlives
     # a rank that is killed. Saving does not return before they are there, so a queue in this process will do.
     filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(state, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+    with _reporting(f"--save {save_dir}: checkpoint {position.iteration}", "written", "free space or choose another"):
+        dist_checkpointing.save(state, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
     if trainable.gathers_params:
         for chunk in trainable.wrapped:
             chunk.enable_forward_pre_hook()
@@ -114,7 +117,8 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         state["optimizer_state"] = request.tensors
         if same_layout:
             state["rng"] = _sharded_rng(None)
-    loaded = dist_checkpointing.load(state, str(folder))
+    with _reporting(f"--load {load_dir}: {folder.name}", "read", "resume from an older checkpoint or another"):
+        loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trainable.chunks):
         chunk.load_state_dict(loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
     if request is None:
@@ -134,6 +138,23 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     position = Position(iteration=run["iteration"], consumed_samples=run["consumed_samples"])
     logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
     return position
+
+
+@contextlib.contextmanager
+def _reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
+    """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
+
+    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError that
+    gets here is one rank's own: that rank says it, the others end as if it had died.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        own = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        reasons = run_on_rank_zero(lambda: own)
+        raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {what.split()[0]}") from None
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be {verb} ({error}): {remedy} {what.split()[0]}") from None
 
 
 def _find(load_dir: str, required: bool) -> tuple[Path, dict[str, Any]] | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.trainer.data.build import SampleStream
@@ -49,15 +52,25 @@ class Evaluation:
 
     def _loss(self) -> float:
         run, args = self.run, self.run.args
-        for chunk in run.model:
-            chunk.eval()
         loss_sum, num_tokens = 0.0, 0
-        for batch in range(args.eval_iters):
-            samples = self.stream.global_batch(batch * args.global_batch_size, args.global_batch_size)
-            data = self.wrapper.wrap(next(self._steps), samples)
-            logged = run_schedule(run.model, data, args.seq_length, forward_only=True)
-            sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
-            loss_sum, num_tokens = loss_sum + sums.loss_sum, num_tokens + sums.num_tokens
-        for chunk in run.model:
-            chunk.train()
+        with _evaluating(run.model):
+            for batch in range(args.eval_iters):
+                samples = self.stream.global_batch(batch * args.global_batch_size, args.global_batch_size)
+                data = self.wrapper.wrap(next(self._steps), samples)
+                logged = run_schedule(run.model, data, args.seq_length, forward_only=True)
+                sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
+                loss_sum, num_tokens = loss_sum + sums.loss_sum, num_tokens + sums.num_tokens
         return loss_sum / max(1, num_tokens)
+
+
+@contextlib.contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Switch dropout off, and gradients: megatron-core's schedules record them even in a pass that is forward only."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in chunks:
+            chunk.train()

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -20,6 +21,9 @@ from dynamic_cp.errors import DynamicCPError
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
+# A launcher signals the survivors of a rank that died and kills them 30 s later. If it was rank 0, they would wait for
+# its word until then.
+GIVE_UP_S = 10.0
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -54,19 +58,26 @@ def leave(code: int) -> None:
 
 
 class ExitSignals:
-    """Remembers the first exit signal; the second one ends the process as if nobody had caught it.
+    """Remembers the first exit signal and ignores what follows, except a SIGINT, which ends the process at once.
+
+    A launcher passes on its own SIGTERM, so ranks that a scheduler signals as well get two of them.
 
     Attributes:
-        received: name of the signal, or None.
+        received: name of the first signal, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], None]) -> None:
         self.received: str | None = None
+        self._on_first = on_first
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
-        self._restore()
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            self._on_first()
+        elif number == signal.SIGINT:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -76,11 +87,14 @@ class ExitSignals:
 
 @contextlib.contextmanager
 def exit_signals() -> Iterator[ExitSignals]:
-    """Catch EXIT_SIGNALS while the body runs."""
-    caught = ExitSignals()
+    """Catch EXIT_SIGNALS while the body runs; after one, this rank waits for rank 0 only GIVE_UP_S longer."""
+    from megatron.dynamic_cp.verify import stop_waiting_after  # here: it imports torch
+
+    caught = ExitSignals(on_first=lambda: stop_waiting_after(GIVE_UP_S))
     for number in EXIT_SIGNALS:
         caught._previous[number] = signal.signal(number, caught._remember)
     try:
         yield caught
     finally:
         caught._restore()
+        stop_waiting_after(math.inf)

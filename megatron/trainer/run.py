@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.catalog import load_hardware
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import Hardware, ModelShape, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
 from megatron.dynamic_cp.planning import PlanSource
@@ -85,6 +85,10 @@ def set_up(args: argparse.Namespace) -> Run:
     set_up_logging()
     if args.save is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
+    if args.tensorboard_dir is not None:
+        run_on_rank_zero(
+            lambda: checkpoint_files.probe_writable(args.tensorboard_dir, "--tensorboard-dir", InvalidInputError)
+        )
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
     hardware = run_on_rank_zero(lambda: load_hardware(hardware_name))
     data_config, vocab_size, splits = _data(args, device)

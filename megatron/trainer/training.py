@@ -19,6 +19,7 @@ from dynamic_cp.padding import padding_fraction
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.flops import training_flops
+from megatron.dynamic_cp.verify import stop_waiting_after
 from megatron.trainer import checkpointing
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.evaluation import Evaluation
@@ -74,8 +75,12 @@ def _train(
     first = position.iteration + 1
     while position.iteration < args.train_iters:
         samples = stream.global_batch(position.consumed_samples, args.global_batch_size)
-        late = args.exit_duration_in_mins is not None and time.monotonic() - started > 60 * args.exit_duration_in_mins
-        record, stop = _train_step(run, wrapper, samples, position.iteration + 1, stop=late or bool(signals.received))
+        record, stop = _train_step(
+            run, wrapper, samples, position.iteration + 1, lambda: bool(signals.received) or _late(args, started)
+        )
+        if stop:
+            # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
+            stop_waiting_after(math.inf)
         position.iteration += 1
         position.consumed_samples += len(samples)
         if position.iteration == first:
@@ -101,9 +106,12 @@ def _train(
 
 
 def _train_step(
-    run: Run, wrapper: DataIteratorWrapper, samples: Sequence[Sample], iteration: int, *, stop: bool
+    run: Run, wrapper: DataIteratorWrapper, samples: Sequence[Sample], iteration: int, wants_stop: Callable[[], bool]
 ) -> tuple[StepRecord, bool]:
     """Run one iteration; return what it did, and whether any rank wants to stop.
+
+    Args:
+        wants_stop: whether this rank wants to; asked after the passes, so that a signal ends the iteration it came in.
 
     Raises:
         DynamicCPError: loss or gradient norm is not finite; the same on every rank.
@@ -114,7 +122,7 @@ def _train_step(
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     logged = run_schedule(run.model, data, run.args.seq_length, forward_only=False)
-    sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=stop, device=run.device)
+    sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=wants_stop(), device=run.device)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     _, grad_norm, _ = run.optimizer.step()
@@ -138,6 +146,10 @@ def _train_step(
         exchanged_bytes=sums.exchanged_bytes,
     )
     return record, sums.stop
+
+
+def _late(args: argparse.Namespace, started: float) -> bool:
+    return args.exit_duration_in_mins is not None and time.monotonic() - started > 60 * args.exit_duration_in_mins
 
 
 def _check_finite(what: str, value: float, iteration: int) -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dynamic_cp.errors import CheckpointError
+from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.trainer import checkpoint_files as files
 
 BIG = b"x" * ((1 << 20) + 1)
@@ -39,35 +39,63 @@ class _CrashError(RuntimeError):
     pass
 
 
-def _save_and_crash(save_dir, step: str, patched: pytest.MonkeyPatch) -> None:
+def _save_and_crash(save_dir, iteration: int, step: str, patched: pytest.MonkeyPatch) -> None:
     def crash(*_args, **_kwargs):
         raise _CrashError
+
+    rename = type(save_dir).rename
+
+    def crash_at_the_partial_folder(path, target):
+        return crash() if path.suffix == ".partial" else rename(path, target)
 
     if step == "manifest":
         patched.setattr(files, "_write_synced", crash)
     if step == "rename":
         patched.setattr(type(save_dir), "rename", crash)
+    if step == "second rename":
+        patched.setattr(type(save_dir), "rename", crash_at_the_partial_folder)
     if step == "tracker":
         patched.setattr(type(save_dir), "replace", crash)
-    partial = files.begin(str(save_dir), 20)
+    partial = files.begin(str(save_dir), iteration)
+    if step == "remove":
+        patched.setattr(files.shutil, "rmtree", crash)
     if step == "begin":
         crash()
     (partial / "weights.distcp").write_bytes(BIG)
     if step == "files":
         crash()
-    files.commit(partial, 20, {"iteration": 20})
+    files.commit(partial, iteration, {"iteration": iteration})
 
 
 @pytest.mark.parametrize("step", ["begin", "files", "manifest", "rename", "tracker"])
 def test_a_crash_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch, step):
     _write(tmp_path, 10)
     with monkeypatch.context() as patched, pytest.raises(_CrashError):
-        _save_and_crash(tmp_path, step, patched)
+        _save_and_crash(tmp_path, 20, step, patched)
     assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
     # The next save cleans up and succeeds.
     _write(tmp_path, 20)
     assert files.verify(files.latest(str(tmp_path))) == {"iteration": 20}
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["begin", "files", "manifest", "rename", "second rename", "tracker", "remove"],
+    ids="saving 10 over 10, {}".format,
+)
+@pytest.mark.parametrize("next_iteration", [10, 20])
+def test_a_crash_while_saving_an_iteration_again_leaves_it_whole(tmp_path, monkeypatch, step, next_iteration):
+    _write(tmp_path, 10, big=b"first")
+    with monkeypatch.context() as patched, pytest.raises(_CrashError):
+        _save_and_crash(tmp_path, 10, step, patched)
+    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
+    # So it is while the next save is under way; at its end nothing is left over.
+    partial = files.begin(str(tmp_path), next_iteration)
+    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
+    files.commit(partial, next_iteration, {"iteration": next_iteration})
+    assert files.verify(files.latest(str(tmp_path))) == {"iteration": next_iteration}
+    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".txt"}
 
 
 def _truncate(path):
@@ -113,5 +141,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/run"):
         files.probe_writable(str(tmp_path / "file" / "run"))
+    with pytest.raises(InvalidInputError, match=r"--tensorboard-dir .*file/run cannot be written .*choose another"):
+        files.probe_writable(str(tmp_path / "file" / "run"), "--tensorboard-dir", InvalidInputError)
     files.probe_writable(str(tmp_path / "new" / "folder"))
     assert not os.listdir(tmp_path / "new" / "folder")

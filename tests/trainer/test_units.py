@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
-from megatron.trainer import exits
+from megatron.dynamic_cp import verify
+from megatron.trainer import evaluation, exits
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.initialize import check_device_queues, choose_backend
 from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
@@ -145,11 +148,46 @@ def test_exit_codes(capsys, monkeypatch, outcome, code, said):
 
 
 @pytest.mark.parametrize("number", exits.EXIT_SIGNALS)
-def test_the_first_signal_is_remembered_and_the_second_not(number):
-    before = signal.getsignal(number)
+def test_the_first_signal_is_remembered_and_repeated_ones_are_ignored(number):
+    before = [signal.getsignal(each) for each in exits.EXIT_SIGNALS]
     with exits.exit_signals() as signals:
         assert signals.received is None
-        os.kill(os.getpid(), number)
-        assert signals.received == number.name
-        assert signal.getsignal(number) == before
-    assert signal.getsignal(number) == before
+        for sent in (number, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), sent)
+            assert signals.received == number.name
+    assert [signal.getsignal(each) for each in exits.EXIT_SIGNALS] == before
+
+
+@pytest.mark.parametrize("first", exits.EXIT_SIGNALS)
+def test_a_sigint_after_the_first_signal_ends_at_once(first):
+    with exits.exit_signals() as signals:
+        os.kill(os.getpid(), first)
+        assert signals.received == first.name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signalled_rank_waits_for_rank_0_only_a_little_longer(monkeypatch):
+    limits = []
+    monkeypatch.setattr(verify, "stop_waiting_after", limits.append)
+    with exits.exit_signals():
+        assert limits == []
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert limits == [exits.GIVE_UP_S]
+    assert limits == [exits.GIVE_UP_S, math.inf]
+
+
+def test_evaluation_records_no_gradients_and_training_goes_on_after_an_error():
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+
+    def evaluate_and_fail():
+        with evaluation._evaluating([chunk]):
+            assert not chunk.training
+            assert not chunk(torch.ones(1, 2)).requires_grad
+            raise CheckpointError("stop")
+
+    with pytest.raises(CheckpointError):
+        evaluate_and_fail()
+    assert chunk.training
+    assert chunk(torch.ones(1, 2)).requires_grad

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import open_source, parse_blend
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Splits:
-    """The three streams; None where --split leaves no documents."""
+    """The three streams; None where --split leaves no documents for evaluation."""
 
-    train: SampleStream | None
+    train: SampleStream
     valid: SampleStream | None
     test: SampleStream | None
 
@@ -41,6 +41,11 @@ def build_splits(config: DataConfig) -> Splits:
         InvalidInputError: flags that contradict themselves.
     """
     shares = parse_split(config.split)
+    if not shares[0]:
+        raise InvalidInputError(
+            f"--split {config.split} gives the training data a share of 0: raise its first number",
+            split=config.split,
+        )
     sources, weights = _open_sources(config)
     for source in sources:
         if not len(source.lengths):

@@ -29,10 +29,15 @@ def test_splits_share_the_documents_in_order(corpus):
 
 
 def test_a_share_of_zero_is_none(corpus):
-    splits = build_splits(config(corpus, split="0,1,0"))
-    assert splits.train is None
+    splits = build_splits(config(corpus, split="1,0,0"))
+    assert splits.train.num_samples == 200
+    assert splits.valid is None
     assert splits.test is None
-    assert splits.valid.num_samples == 200
+
+
+def test_a_training_share_of_zero_is_an_error(corpus):
+    with pytest.raises(InvalidInputError, match="--split 0,1,0 gives the training data a share of 0: raise its first"):
+        build_splits(config(corpus, split="0,1,0"))
 
 
 def test_a_share_too_small_for_a_document_is_none_with_a_warning(corpus, caplog):
