@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import signal
 
 import pytest
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import _wrap_exception
 
-from tests.trainer.training_ranks import losses, train
+from megatron.trainer import exits, training
+from megatron.trainer.log import StepRecord
+from tests.distributed.harness import run_ranks
+from tests.trainer.commandline import command_line
+from tests.trainer.training_ranks import Ended, _command_on_one_rank, _train_one_rank, losses, train
 
 pytestmark = pytest.mark.slow
 
@@ -153,3 +164,66 @@ def test_finetuning_starts_anew_from_the_weights(tmp_path, uninterrupted):
     tuned = train(4, DYNAMIC, "--finetune --seed 8 --load", str(tmp_path))
     assert sorted(tuned) == list(range(1, 9))
     assert losses(tuned)[0] < expected[0]
+
+
+def _train_until_signalled(words: list[str]) -> dict[int, StepRecord]:
+    """Train on this rank; rank 1 gets SIGUSR1 during the passes of iteration 3."""
+    real, calls = training.run_schedule, []
+
+    def run_schedule(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training, "run_schedule", run_schedule)
+        return _train_one_rank(words)
+
+
+def test_a_signal_ends_the_run_after_the_iteration_it_came_in(tmp_path):
+    words = command_line(DYNAMIC.replace("48", "64"), "--save", str(tmp_path))
+    for records in run_ranks(2, _train_until_signalled, words, timeout_s=100.0):
+        assert list(records) == [1, 2, 3]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+
+
+def _disk_full(*_args, **_kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _command_with_a_full_disk(step: str, words: list[str]) -> Ended:
+    """Run the command on this rank; rank 1's disk is full when it writes weights, or unreadable."""
+    owner, name = {
+        "save": (FileSystemWriterAsync, "retrieve_write_results"),
+        "load": (FileSystemReader, "read_data"),
+    }[step]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(exits, "SPEAK_FIRST_S", 0.1)
+        if dist.get_rank() == 1:
+            result = (lambda _self: _wrap_exception(_caught(_disk_full))) if step == "save" else _disk_full
+            patched.setattr(owner, name, result)
+        return _command_on_one_rank(words)
+
+
+def _caught(raises) -> BaseException:
+    try:
+        raises()
+    except OSError as error:
+        return error
+
+
+@pytest.mark.parametrize("step", ["save", "load"])
+def test_a_disk_that_refuses_one_rank_ends_all_with_one_message(tmp_path, step):
+    words = (DYNAMIC.replace("48", "64"), "--lr-decay-iters 8 --train-iters")
+    if step == "load":
+        train(2, *words, "1 --save", str(tmp_path))
+    ended = run_ranks(
+        2, _command_with_a_full_disk, step, command_line(*words, f"2 --{step}", str(tmp_path)), timeout_s=100.0
+    )
+    assert [end.code for end in ended] == [2, 2], ended
+    said = [end.stderr.partition(": ")[2] for end in ended]
+    assert said[0] == said[1]
+    for part in (f"--{step} {tmp_path}", "rank 1", "No space left", f"another --{step}"):
+        assert part in said[0]
+    assert said[0].count("\n") == 1
