@@ -1,4 +1,4 @@
-"""Command-line flags of dynamic context parallelism, and the table of features that are refused.
+"""Command-line flags of dynamic context parallelism, the features that are refused and the settings that are allowed.
 
 Importing this module needs neither torch nor megatron-core, so that a wrong flag is answered at once.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 
 # The exchanges between the lanes of a CP group that the attention has today; the type of a plan names more.
-CP_COMM_TYPES = ("p2p", "all_gather")
+EXCHANGES = ("p2p", "all_gather")
 STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
 
 
@@ -38,7 +38,8 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         "--static-cp-policy",
         choices=tuple(STATIC_POLICIES),
         default="first-fit",
-        help="packing without --dynamic-cp: in the order of the samples, or balanced by the cost model",
+        help="packing without --dynamic-cp: as Megatron's dp_balanced, which fills packs in the order of the samples "
+        "and never returns to a full one (so it is next-fit, whatever its name says), or balanced by the cost model",
     )
     group.add_argument(
         "--max-seqlen-per-dp-cp-rank",
@@ -58,13 +59,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         help="hardware of the cost model; default: cpu on CPU ranks, else h100",
     )
     group.add_argument(
-        "--cp-comm-type", choices=CP_COMM_TYPES, default="p2p", help="exchange of keys and values inside a CP group"
-    )
-    group.add_argument(
-        "--overlong",
-        choices=("error", "truncate", "drop", "split"),
-        default="split",
-        help="documents longer than --seq-length: refuse, cut, leave out, or split into consecutive pieces",
+        "--cp-comm-type", choices=EXCHANGES, default="p2p", help="exchange of keys and values inside a CP group"
     )
     group.add_argument(
         "--distributed-backend",
@@ -72,8 +67,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         help="gloo trains on CPU ranks; default: nccl, or gloo where torch is built without CUDA",
     )
     for feature in UNSUPPORTED:
-        if feature.flag.startswith("--"):
-            parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
+        parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +177,62 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(flag="--async-save", reason="a checkpoint is verified before it gets its name"),
 )
 
+# Fields of TransformerConfig that may differ from a plain config: the sizes and choices that are tested against stock
+# megatron-core, what follows from them, and what changes neither a tensor nor a schedule.
+ALLOWED = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "normalization",
+        "layernorm_epsilon",
+        "qk_layernorm",
+        "rotary_interleaved",
+        "activation_func",
+        "gated_linear_unit",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method",
+        "init_method_std",
+        "output_layer_init_method",
+        "embedding_init_method",
+        "embedding_init_method_std",
+        "perform_initialization",
+        "use_cpu_initialization",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "sequence_parallel",
+        "expert_tensor_parallel_size",  # follows the tensor-parallel size, also without experts
+        "async_tensor_model_parallel_allreduce",
+        "variable_seq_lengths",
+        "moe_token_dispatcher_type",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "bf16",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "finalize_model_grads_func",
+        "grad_scale_func",
+        "no_sync_func",
+        "grad_sync_func",
+        "param_sync_func",
+        "timers",
+        "barrier_with_L1_time",
+        "config_logger_dir",
+        "deterministic_mode",
+    }
+)
+# Any of the two precisions; compared by name, because this module does not import torch.
+_DTYPE_FIELDS = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype"})
+
 
 class _Refuse(argparse.Action):
     """Raises UnsupportedFeatureError when its flag is given with a value that switches the feature on."""
@@ -197,14 +247,41 @@ class _Refuse(argparse.Action):
 
 
 def check_supported(config: Any) -> None:
-    """Check a TransformerConfig against the table of refused features.
+    """Check a TransformerConfig: nothing of the table is on, and only fields in ALLOWED differ from a plain config.
+
+    The plain config has the same layers, width and heads. Without this a field that our modules do not read, such as a
+    norm's or the attention's, would be ignored silently.
 
     Args:
-        config: TransformerConfig, or anything with its attributes.
+        config: TransformerConfig.
 
     Raises:
-        UnsupportedFeatureError: a field switches an unsupported feature on; the message names flag and field.
+        UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
+            the flag or the field with its value and its default.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
             raise feature.error()
+    plain = type(config)(
+        num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
+    )
+    wanted = {f.name: getattr(plain, f.name) for f in fields(config) if f.name not in ALLOWED | _DTYPE_FIELDS}
+    # The planner simulates this order of model chunks, and a loss is a sum over tokens, divided once per step.
+    wanted["microbatch_group_size_per_vp_stage"] = config.pipeline_model_parallel_size
+    wanted["calculate_per_token_loss"] = True
+    for name, default in wanted.items():
+        value = getattr(config, name)
+        if value != default:
+            raise UnsupportedFeatureError(
+                f"TransformerConfig.{name} is {value!r}, only {default!r} is supported: {_UNTESTED}; leave it out",
+                field=name,
+                value=repr(value),
+            )
+    for name in sorted(_DTYPE_FIELDS):
+        value = getattr(config, name)
+        if str(value) not in ("None", "torch.float32", "torch.bfloat16"):
+            raise UnsupportedFeatureError(
+                f"TransformerConfig.{name} is {value}, its default is {getattr(plain, name)}: {_PRECISION}",
+                field=name,
+                value=repr(value),
+            )

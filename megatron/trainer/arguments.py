@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.arguments import add_dynamic_cp_arguments
+from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.validation import complete_and_check
 
 # Megatron-LM switches that are already so here: accepted, because scripts carry them, and without effect.
@@ -171,10 +172,14 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--data-glob", default="**/*", help="files of a folder in --data-path")
     group.add_argument("--json-key", default="text", help="text field of a JSONL line")
-    group.add_argument("--split", default="969,30,1", help="shares of training, validation and test documents")
     group.add_argument(
-        "--tokenizer-type", choices=("ByteTokenizer", "NullTokenizer"), default="ByteTokenizer", help="text to tokens"
+        "--overlong",
+        choices=OVERLONG_POLICIES,
+        default="split",
+        help="documents longer than --seq-length: refuse, cut, leave out, or split into consecutive pieces",
     )
+    group.add_argument("--split", default="969,30,1", help="shares of training, validation and test documents")
+    group.add_argument("--tokenizer-type", choices=TOKENIZERS, default="ByteTokenizer", help="text to tokens")
     group.add_argument("--eod-id", type=int, help="token that ends a document of .bin/.idx data, if it has one")
     group.add_argument("--vocab-size", type=int, help="token ids of .bin/.idx data; text tokenizers know theirs")
     _switch(group, "--mock-data", help="random tokens")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dynamic_cp.errors import DataError, InvalidInputError
 
 OVERLONG_POLICIES = ("error", "truncate", "drop", "split")
+TOKENIZERS = ("ByteTokenizer", "NullTokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from megatron.trainer.data.config import DataConfig
-
-TOKENIZERS = ("ByteTokenizer", "NullTokenizer")
+from megatron.trainer.data.config import TOKENIZERS, DataConfig
 
 
 @dataclass(frozen=True, slots=True)

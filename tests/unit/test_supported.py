@@ -1,0 +1,117 @@
+"""Only configurations that were compared with stock megatron-core train; any other is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from dynamic_cp.cost_model import PRICED_CP_COMM_TYPES
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.arguments import ALLOWED, EXCHANGES, check_supported
+from megatron.dynamic_cp.attention import torch_thd
+from megatron.trainer import model
+from megatron.trainer.arguments import parse_args
+from tests.distributed import parity, reference
+from tests.distributed.test_bf16 import LAYOUTS as BF16_LAYOUTS
+from tests.distributed.test_parity import LAYOUTS
+from tests.trainer.commandline import command_line
+
+TRAINER_WORDS = [
+    "",
+    "--bf16",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--pipeline-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "--recompute-activations",
+    "--recompute-granularity full",
+    "--normalization LayerNorm --qk-layernorm --rotary-interleaved --add-qkv-bias --norm-epsilon 1e-6",
+    "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",
+]
+
+
+def plain_config(**fields):
+    values = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+    return TransformerConfig(**values | {"calculate_per_token_loss": True} | fields)
+
+
+@pytest.mark.parametrize("words", TRAINER_WORDS)
+def test_what_the_trainer_builds_is_supported(words):
+    config = model.transformer_config(parse_args(command_line(words), 4), torch.device("cpu"))
+    check_supported(config)
+    config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = abs  # as build_optimizer does
+    check_supported(config)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), *BF16_LAYOUTS.values()], ids=[*LAYOUTS, *BF16_LAYOUTS])
+def test_what_the_parity_suite_compares_is_supported(monkeypatch, layout):
+    class Built(Exception):
+        pass
+
+    build = reference.transformer_config
+
+    def capture(variant, **overrides):
+        raise Built(build(variant, **overrides))
+
+    monkeypatch.setattr(reference, "transformer_config", capture)
+    with pytest.raises(Built) as caught:
+        parity.build_chunks(layout, reference.VARIANTS[layout.variant])
+    (config,) = caught.value.args
+    assert isinstance(config, TransformerConfig)
+    check_supported(config)
+
+
+# What our modules would ignore, or compute in a way that nobody compared: field, value, other fields that it needs.
+DANGEROUS = [
+    ("layernorm_zero_centered_gamma", True, {}),
+    ("apply_residual_connection_post_layernorm", True, {}),
+    ("fp32_residual_connection", True, {}),
+    ("softmax_scale", 0.5, {}),
+    ("softmax_type", "learnable", {}),
+    ("attention_softmax_in_fp32", False, {}),
+    ("window_size", (128, 0), {}),
+    ("attention_dropout", 0.1, {}),
+    ("apply_rope_fusion", True, {}),
+    ("bias_activation_fusion", True, {"activation_func": torch.nn.functional.gelu}),
+    ("bias_dropout_fusion", True, {}),
+    ("glu_linear_offset", 1.0, {"gated_linear_unit": True}),
+    ("activation_func_clamp_value", 7.0, {"gated_linear_unit": True}),
+    ("recompute_modules", ["mlp"], {"recompute_granularity": "selective"}),
+    ("num_layers_in_first_pipeline_stage", 1, {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}),
+    ("microbatch_group_size_per_vp_stage", 4, {}),
+    ("calculate_per_token_loss", False, {}),
+    ("cross_entropy_loss_fusion", True, {}),
+    ("context_parallel_size", 2, {}),
+    ("cp_comm_type", "a2a", {}),
+    ("use_te_rng_tracker", True, {}),
+    ("deallocate_pipeline_outputs", True, {}),
+    ("pipeline_dtype", torch.float16, {}),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "needed"), DANGEROUS, ids=[row[0] for row in DANGEROUS])
+def test_any_other_setting_is_refused_by_name_and_value(field, value, needed):
+    config = plain_config(**needed)
+    check_supported(config)
+    assert getattr(config, field) != value
+    setattr(config, field, value)  # not by the constructor: what is refused there depends on what is installed
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        check_supported(config)
+    message = str(caught.value)
+    assert f"TransformerConfig.{field}" in message
+    # The table's messages name the flag instead of the value.
+    assert message.startswith("--") or str(value) in message
+
+
+def test_a_refusal_names_value_and_default():
+    with pytest.raises(UnsupportedFeatureError, match=r"softmax_scale is 0\.5, only None is supported"):
+        check_supported(plain_config(softmax_scale=0.5))
+
+
+def test_allowed_fields_exist():
+    assert set(TransformerConfig.__dataclass_fields__) >= ALLOWED
+
+
+def test_the_exchanges_are_those_of_the_attention_and_have_a_price():
+    assert tuple(torch_thd._EXCHANGES) == EXCHANGES
+    assert set(EXCHANGES) <= set(PRICED_CP_COMM_TYPES)
