@@ -187,6 +187,14 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
 def _log_choices(run: Run, hardware_name: str) -> None:
     """Say what was chosen automatically or follows from several flags."""
     args = run.args
+    if args.train_samples_left_out:
+        logger.info(
+            "--train-samples is rounded down to %d, %d iterations of %d samples: %d are left out",
+            args.train_samples,
+            args.train_iters,
+            args.global_batch_size,
+            args.train_samples_left_out,
+        )
     for stream in (run.splits.train, run.splits.valid, run.splits.test):
         if stream is not None:
             logger.info("data, %s", stream.describe())

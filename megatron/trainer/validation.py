@@ -26,9 +26,14 @@ def complete_and_check(args: argparse.Namespace) -> None:
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size max_seqlen_per_dp_cp_rank "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "min_dynamic_cp_size max_dynamic_cp_size distributed_timeout_minutes lr vocab_size recompute_num_layers "
-        "lr_decay_iters lr_decay_samples max_position_embeddings",
+        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base",
     )
-    _not_negative(args, "eval_iters min_lr weight_decay clip_grad hidden_dropout lr_warmup_init")
+    _not_negative(
+        args,
+        "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
+        "lr_wsd_decay_samples exit_duration_in_mins",
+    )
+    _fraction(args, "hidden_dropout adam_beta1 adam_beta2")
     if args.micro_batch_size != 1:
         raise InvalidInputError(
             f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
@@ -54,8 +59,17 @@ def _positive(args: argparse.Namespace, names: str) -> None:
 def _not_negative(args: argparse.Namespace, names: str) -> None:
     for name in names.split():
         value = getattr(args, name)
-        if not value >= 0:
+        if value is not None and not value >= 0:
             raise InvalidInputError(f"{_flag(name)} is {value}, it must be at least 0", name=name, value=value)
+
+
+def _fraction(args: argparse.Namespace, names: str) -> None:
+    for name in names.split():
+        value = getattr(args, name)
+        if not 0 <= value < 1:
+            raise InvalidInputError(
+                f"{_flag(name)} is {value}, it must be at least 0 and less than 1", name=name, value=value
+            )
 
 
 def _flag(name: str) -> str:
@@ -98,6 +112,12 @@ def _complete_model(args: argparse.Namespace) -> None:
         "every KV head serves the same number of query heads",
     )
     if args.ffn_hidden_size is None:
+        if args.swiglu and args.hidden_size < 24:
+            raise InvalidInputError(
+                f"--hidden-size {args.hidden_size} is too small for the default of --ffn-hidden-size with --swiglu, "
+                "8/3 of it in multiples of 64: give --ffn-hidden-size, or a --hidden-size of at least 24",
+                hidden_size=args.hidden_size,
+            )
         args.ffn_hidden_size = args.hidden_size * 8 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
@@ -110,6 +130,14 @@ def _complete_model(args: argparse.Namespace) -> None:
         )
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
+    width = int(args.kv_channels * args.rotary_percent)
+    if args.position_embedding_type == "rope" and (width < 2 or width % 2):
+        raise InvalidInputError(
+            f"RoPE rotates {width} of {args.kv_channels} channels of a head (--kv-channels * --rotary-percent "
+            f"{args.rotary_percent}), it needs an even number of at least 2: change one of them",
+            rotary_width=width,
+            kv_channels=args.kv_channels,
+        )
 
 
 def _check_model_parallel(args: argparse.Namespace) -> None:
@@ -212,14 +240,17 @@ def _complete_schedule(args: argparse.Namespace) -> None:
                 train_samples=args.train_samples,
                 global_batch_size=args.global_batch_size,
             )
-    args.train_samples = args.train_iters * args.global_batch_size
+    whole_batches = args.train_iters * args.global_batch_size
+    args.train_samples_left_out = (
+        0 if args.train_samples is None else args.train_samples - whole_batches
+    )  # run.py says it
+    args.train_samples = whole_batches
 
     args.lr_decay_samples = _samples(args, "lr_decay", default=args.train_samples)
     if args.lr_warmup_fraction is not None:
         if args.lr_warmup_iters is not None or args.lr_warmup_samples is not None:
             raise InvalidInputError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples")
-        if not 0 <= args.lr_warmup_fraction < 1:
-            raise InvalidInputError(f"--lr-warmup-fraction is {args.lr_warmup_fraction}, it must be in [0, 1)")
+        _fraction(args, "lr_warmup_fraction")
         args.lr_warmup_samples = int(args.lr_warmup_fraction * args.lr_decay_samples)
     else:
         args.lr_warmup_samples = _samples(args, "lr_warmup", default=0)
@@ -249,6 +280,13 @@ def _check_schedule(args: argparse.Namespace) -> None:
         )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_samples is None:
         raise InvalidInputError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_samples > args.lr_decay_samples:
+        raise InvalidInputError(
+            f"the WSD decay takes {args.lr_wsd_decay_samples} samples, the whole decay {args.lr_decay_samples}: "
+            "lower --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+            lr_wsd_decay_samples=args.lr_wsd_decay_samples,
+            lr_decay_samples=args.lr_decay_samples,
+        )
     if not max(args.min_lr, args.lr_warmup_init) <= args.lr:
         raise InvalidInputError(
             f"--lr {args.lr} is below --min-lr {args.min_lr} or --lr-warmup-init {args.lr_warmup_init}: raise it"
@@ -267,7 +305,22 @@ def _complete_recompute(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
+        _check_recompute_layers(args)
     elif args.recompute_method is not None or args.recompute_num_layers is not None:
         raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise InvalidInputError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+
+def _check_recompute_layers(args: argparse.Namespace) -> None:
+    per_chunk = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
+    number = args.recompute_num_layers
+    if number > per_chunk:
+        raise InvalidInputError(
+            f"--recompute-num-layers {number} is more than the {per_chunk} layers of a model chunk: "
+            f"give at most {per_chunk}",
+            recompute_num_layers=number,
+            layers_per_chunk=per_chunk,
+        )
+    if args.recompute_method == "uniform":
+        _divides(number, per_chunk, "the layers of a model chunk,", "--recompute-num-layers", "change one of them")

@@ -48,6 +48,31 @@ WRONG_PAIRS = [
     ("--overlap-param-gather", 4, ("--use-distributed-optimizer",)),
     ("--lr-decay-style WSD", 4, ("--lr-wsd-decay-iters",)),
     ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", 4, ("exclude",)),
+    ("--hidden-dropout 1", 4, ("--hidden-dropout is 1.0", "less than 1")),
+    ("--hidden-dropout -0.1", 4, ("--hidden-dropout is -0.1", "at least 0")),
+    ("--adam-beta1 1", 4, ("--adam-beta1 is 1.0", "less than 1")),
+    ("--adam-beta2 -1", 4, ("--adam-beta2 is -1.0", "at least 0")),
+    ("--adam-beta2 nan", 4, ("--adam-beta2 is nan", "less than 1")),
+    ("--kv-channels 15", 4, ("15 of 15 channels", "even", "change one")),
+    ("--rotary-percent 0.2", 4, ("3 of 16 channels", "0.2", "even", "change one")),
+    ("--rotary-percent 0.05", 4, ("0 of 16 channels", "0.05", "at least 2", "change one")),
+    ("--rotary-base 0", 4, ("--rotary-base is 0", "greater than 0")),
+    ("--lr-warmup-iters -1", 4, ("--lr-warmup-iters is -1", "at least 0")),
+    ("--lr-warmup-samples -1", 4, ("--lr-warmup-samples is -1", "at least 0")),
+    ("--lr-warmup-fraction 1", 4, ("--lr-warmup-fraction", "excludes")),
+    ("--lr-decay-iters -1", 4, ("--lr-decay-iters is -1", "greater than 0")),
+    ("--lr-wsd-decay-iters -1", 4, ("--lr-wsd-decay-iters is -1", "at least 0")),
+    ("--lr-wsd-decay-samples -1", 4, ("--lr-wsd-decay-samples is -1", "at least 0")),
+    ("--exit-duration-in-mins -1", 4, ("--exit-duration-in-mins is -1.0", "at least 0")),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 9", 4, ("108", "96", "lower --lr-wsd-decay-iters")),
+    ("--recompute-granularity full --recompute-num-layers 5", 4, ("5", "4 layers of a model chunk", "at most 4")),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+        ("--recompute-num-layers 2", "1 layers of a model chunk", "at most 1"),
+    ),
+    ("--recompute-granularity full --recompute-num-layers 3", 4, ("4", "--recompute-num-layers 3", "change one")),
     ("--dynamic", 4, ("unrecognized", "--dynamic")),
     ("--cp-comm-type a2a", 4, ("--cp-comm-type", "a2a", "p2p")),
     ("--position-embedding-type relative", 4, ("--position-embedding-type", "relative")),
@@ -62,6 +87,22 @@ def test_wrong_flags_are_explained(extra, world_size, parts):
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_a_model_too_small_for_the_default_width_of_swiglu_is_refused():
+    words = command_line("--hidden-size 16")
+    index = words.index("--ffn-hidden-size")
+    del words[index : index + 2]
+    with pytest.raises(InvalidInputError, match=r"--hidden-size 16 .* --swiglu.*give --ffn-hidden-size.*at least 24"):
+        parse_args(words, 4)
+    assert parse_args([*words, "--hidden-size", "24"], 4).ffn_hidden_size == 64
+
+
+def test_limits_themselves_are_accepted():
+    parse_args(command_line("--hidden-dropout 0.99 --adam-beta1 0 --exit-duration-in-mins 0 --rotary-percent 0.125"), 4)
+    parse_args(command_line("--lr-decay-style WSD --lr-wsd-decay-iters 8"), 4)
+    parse_args(command_line("--recompute-granularity full --recompute-num-layers 4"), 4)
+    parse_args(command_line("--kv-channels 15 --position-embedding-type none"), 4)
 
 
 def test_sequences_longer_than_the_largest_group_are_refused():
@@ -123,7 +164,10 @@ def test_train_samples_are_whole_batches():
     words = command_line("--train-samples 100")
     index = words.index("--train-iters")
     del words[index : index + 2]
-    assert parse_args(words, 4).train_iters == 8
+    args = parse_args(words, 4)
+    assert (args.train_iters, args.train_samples, args.train_samples_left_out) == (8, 96, 4)
+    assert parse_args([*words, "--train-samples", "96"], 4).train_samples_left_out == 0
+    assert parse_args(command_line(), 4).train_samples_left_out == 0
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])

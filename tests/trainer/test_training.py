@@ -166,6 +166,13 @@ def test_finetuning_starts_anew_from_the_weights(tmp_path, uninterrupted):
     assert losses(tuned)[0] < expected[0]
 
 
+def test_samples_that_fill_no_batch_are_left_out_visibly(monkeypatch, capfd):
+    monkeypatch.setattr("tests.trainer.commandline.TRAINING", "--global-batch-size 12 --lr 1e-3 --seed 7")
+    assert list(train(2, DYNAMIC.replace("48", "64"), "--train-samples 29")) == [1, 2]
+    said = "--train-samples is rounded down to 24, 2 iterations of 12 samples: 5 are left out"
+    assert capfd.readouterr().out.count(said) == 1
+
+
 def _train_until_signalled(words: list[str]) -> dict[int, StepRecord]:
     """Train on this rank; rank 1 gets SIGUSR1 during the passes of iteration 3."""
     real, calls = training.run_schedule, []
