@@ -15,6 +15,8 @@ from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.source import count
 
+NUM_PROBED_SAMPLES = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleTokens:
@@ -43,6 +45,7 @@ class SampleStream:
         self.name = name
         self._pools = tuple(pools)
         self._blend = Blend(weights)
+        self._fingerprint: str | None = None
 
     @property
     def num_samples(self) -> int:
@@ -80,12 +83,28 @@ class SampleStream:
         )
 
     def fingerprint(self) -> str:
-        """Return a hash (hex) of what decides the stream: every sample's length, the shuffle's seeds, the shares."""
-        digest = hashlib.sha256(repr([self._blend.shares.tolist(), [pool.seed for pool in self._pools]]).encode())
-        for pool in self._pools:
-            for part in pool.parts:
+        """Return a hash (hex) of what decides the stream; where the data lies is no part of it.
+
+        That is every sample's length, the shuffle's seeds, the shares, and as a probe of the contents the tokens of up
+        to 8 evenly spaced samples (at least one of every source) and the last end of document of every source: other
+        data of equal lengths are noticed when a probe meets them.
+
+        Raises:
+            DataError: a document that is not what its index says.
+        """
+        if self._fingerprint is None:
+            parts = [part for pool in self._pools for part in pool.parts if part.num_samples]
+            digest = hashlib.sha256(repr([self._blend.shares.tolist(), [pool.seed for pool in self._pools]]).encode())
+            for part in parts:
                 digest.update(part.num_predicted.tobytes() + part.documents.tobytes())
-        return digest.hexdigest()
+                num_probes = min(part.num_samples, max(1, NUM_PROBED_SAMPLES // len(parts)))
+                for number in np.linspace(0, part.num_samples - 1, num_probes).round().astype(np.int64).tolist():
+                    digest.update(part.read(number).astype(np.int64).tobytes())
+                last_document = int(part.documents[-1])
+                length = int(part.source.lengths[last_document])
+                digest.update(part.source.read(last_document, length - 1, length).astype(np.int64).tobytes())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def describe(self) -> str:
         """Return one line: documents, samples, tokens, and what was left out or cut."""
