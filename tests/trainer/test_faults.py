@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.trainer import checkpoint_files
 from tests.trainer.commandline import command_line
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,10 @@ LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters 1000"
 # With two cores shared among jobs, importing torch on two ranks may take most of it.
 ERROR_LIMIT_S = 60.0
-KILLED_LIMIT_S = 45.0  # torchrun gives the others 30 s after SIGTERM; gloo notices the closed connection at once
+# torchrun kills the others 30 s after SIGTERM. They must not need that: gloo notices the closed connection at once, and
+# a rank that waits for rank 0's word gives up after exits.GIVE_UP_S.
+KILLED_LIMIT_S = 25.0
+SIGNALLED_LIMIT_S = 45.0
 
 
 def _start(*words: str, ranks: int = 2) -> subprocess.Popen:
@@ -75,6 +79,7 @@ def _losses(output: str) -> dict[int, str]:
         ("--tensor-model-parallel-size 4", "world size 2 is not a multiple of TP * PP = 4 * 1"),
         ("--num-experts 8", "--num-experts"),
         ("--data-path /nowhere/at/all", "/nowhere/at/all"),
+        ("--tensorboard-dir /dev/null/runs", "--tensorboard-dir /dev/null/runs cannot be written"),
     ],
 )
 def test_wrong_input_ends_the_job_with_one_message(words, part):
@@ -88,11 +93,12 @@ def test_wrong_input_ends_the_job_with_one_message(words, part):
     assert " failed:" not in output.partition(said[0])[0]
 
 
-def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(tmp_path, rank):
     words = f"{DYNAMIC} --save {tmp_path} --load {tmp_path} --save-interval 2"
     job = _start(words, "--train-iters 500")
     before = _read_until(job, r"saved .*iter_0000004")
-    os.kill(_workers(job)[1], signal.SIGKILL)
+    os.kill(_workers(job)[rank], signal.SIGKILL)
     killed = time.monotonic()
     rest = _finish(job, KILLED_LIMIT_S)
     assert time.monotonic() - killed < KILLED_LIMIT_S
@@ -115,10 +121,28 @@ def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_saves_and_ends_all_with_exit_code_0(tmp_path, number):
     job = _start(f"{DYNAMIC} --save {tmp_path} --train-iters 500")
-    _read_until(job, r"iteration +2/")
+    before = _read_until(job, r"iteration +2/")
     os.kill(_workers(job)[1], number)
-    output = _finish(job, KILLED_LIMIT_S)
+    output = _finish(job, SIGNALLED_LIMIT_S)
     assert job.returncode == 0, output
     last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert 2 <= last < 500
     assert f"leaving after iteration {last}" in output
+    assert max(map(int, _losses("".join(before) + output))) == last
+
+
+def test_a_signal_to_launcher_and_ranks_saves(tmp_path):
+    """A scheduler signals every process of a job, and torchrun passes its own SIGTERM on: ranks get two.
+
+    The ranks save and leave with 0, but torchrun's exit code is 1 whenever it was signalled itself.
+    """
+    job = _start(f"{DYNAMIC} --save {tmp_path} --train-iters 500")
+    _read_until(job, r"iteration +2/")
+    for pid in [*_workers(job), job.pid]:
+        os.kill(pid, signal.SIGTERM)
+    output = _finish(job, SIGNALLED_LIMIT_S)
+    assert job.returncode == 1, output
+    last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert 2 <= last < 500
+    assert f"leaving after iteration {last} (SIGTERM)" in output
+    assert checkpoint_files.verify(checkpoint_files.latest(str(tmp_path)))["iteration"] == last
