@@ -163,7 +163,8 @@ def _data(args: argparse.Namespace, device: torch.device) -> tuple[DataConfig, i
     """Return the data, which every rank indexes for itself and all must see alike."""
     config = data_config(args)
     splits = run_on_all_ranks(lambda: build_splits(config), device)
-    check_same_digest(splits.train.fingerprint(), "the training data of --data-path", device)
+    fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
+    check_same_digest(fingerprint, "the training data of --data-path", device)
     if args.eval_iters > 0 and splits.valid is None:
         raise DataError(
             f"--eval-iters is {args.eval_iters}, but --split {args.split} leaves no validation data: "
@@ -173,7 +174,7 @@ def _data(args: argparse.Namespace, device: torch.device) -> tuple[DataConfig, i
 
 
 def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
-    """Return what two runs must share to see the same samples. Not the path: data may move, its contents count."""
+    """Return what two runs must share to see the same samples: lengths, order, probes of the contents; not the path."""
     return {
         "seed": config.seed,
         "split": config.split,
