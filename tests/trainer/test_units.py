@@ -158,6 +158,15 @@ def test_the_first_signal_is_remembered_and_repeated_ones_are_ignored(number):
     assert [signal.getsignal(each) for each in exits.EXIT_SIGNALS] == before
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background and had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("first", exits.EXIT_SIGNALS)
 def test_a_sigint_after_the_first_signal_ends_at_once(first):
     with exits.exit_signals() as signals:
