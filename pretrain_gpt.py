@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 pretrain_gpt.py --help
 
-Everything is imported below the guard: saving a checkpoint starts helper processes that import this file again.
+Everything is imported below the guard: processes that multiprocessing starts import this file again.
 """
 
 if __name__ == "__main__":
