@@ -121,16 +121,14 @@ def _candidates(samples: Sequence[Sample], cost_model: CostModel, policy: str) -
     if policy == "dynamic":
         allowed = [cp for cp in allowed_cp_sizes(topology, options) if capacity_tokens(cp, topology, options) > 0]
         longest = max(sample.seqlen for sample in samples)
-        # Larger groups than the longest sample needs waste lanes where samples abound and pay where they are few.
-        needed = next(cp for cp in allowed if longest <= capacity_tokens(cp, topology, options))
+        feasible = [cp for cp in allowed if longest <= capacity_tokens(cp, topology, options)]
         counts = _num_microbatches_sweep(_DYNAMIC_SWEEP, min_microbatches(samples, cost_model, allowed[0]), topology)
-        for cap in sorted({needed, allowed[-1]}):
+        # Larger groups than the longest sample needs waste lanes where samples abound and pay where they are few.
+        for cap in sorted({feasible[0], allowed[-1]}):
             for count in sorted(counts):
                 rows = pack(samples, cost_model, count, [cp for cp in allowed if cp <= cap])
                 name = f"dynamic cp<={cap} m={len(rows)}"
                 yield Candidate(name, pyramid(rows, cost_model) if topology.pp_size > 1 else rows)
-        longest = max(sample.seqlen for sample in samples)
-        feasible = [cp for cp in allowed if longest <= capacity_tokens(cp, topology, options)]
         cp_size = options.static_cp_size if options.static_cp_size in feasible else feasible[0]
     else:
         cp_size = static_cp_size(samples, topology, options)

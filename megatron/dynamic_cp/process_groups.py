@@ -7,7 +7,6 @@ blocks of 4 at lane 0 only. (megatron-core's own builder has no size 1 and fails
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.exchange import ExchangeError, RingShift
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.verify import collective_device
-
-logger = logging.getLogger(__name__)
 
 
 def lane_blocks(lane: int, num_lanes: int, min_size: int = 1, max_size: int | None = None) -> list[tuple[int, int]]:

@@ -101,10 +101,10 @@ def run_on_rank_zero(compute: Callable[[], T]) -> T:
 def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = None) -> T:
     """Return this rank's `compute()`; the DynamicCPError of the lowest rank that has one is raised on all. Collective.
 
+    Any other exception is a bug: the rank raises it as it is, the others learn its text.
+
     Args:
         device: where the collective's one number lives; default: what the job's backend needs.
-
-    Any other exception is a bug: the rank raises it as it is, the others learn its text.
     """
     error = bug = value = None
     try:
