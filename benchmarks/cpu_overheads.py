@@ -15,12 +15,10 @@ import subprocess
 import sys
 import time
 
+from dynamic_vs_static import MODEL, run_ranks
+
 NUM_RANKS, SEQLEN = 4, 16
 LAYERS = (1, 5)
-MODEL = (
-    "--hidden-size 192 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
-    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 1e-3"
-)
 
 
 def main() -> None:
@@ -29,9 +27,8 @@ def main() -> None:
         return
     ms = {}
     for layers in LAYERS:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-        done = subprocess.run([*launcher, sys.argv[0], str(layers)], check=True, timeout=300, stdout=subprocess.PIPE)
-        ms[layers] = json.loads(done.stdout.splitlines()[-1])
+        printed = run_ranks(NUM_RANKS, [sys.argv[0], str(layers)], timeout_s=300, stdout=subprocess.PIPE)
+        ms[layers] = json.loads(printed.splitlines()[-1])
     few, many = LAYERS
     per_layer = {cp: (ms[many][cp] - ms[few][cp]) / (many - few) for cp in ms[few]}
     result = {

@@ -45,7 +45,7 @@ DATA = {
     ],
 }
 MODEL = (
-    "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+    "--hidden-size 192 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 1e-3"
 )
 
@@ -64,13 +64,18 @@ def main() -> None:
     rows = []
     for data in options.data:
         for num_ranks in options.ranks:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-            command = [*launcher, *sys.argv, "--data", data]
-            subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            run_ranks(num_ranks, [*sys.argv, "--data", data], timeout_s=900)
             rows += json.loads(options.output.read_text())["rows"]
     about = {"date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.processor() or 'CPU'}"}
     options.output.write_text(json.dumps({"about": about, "options": vars(options) | {"output": None}, "rows": rows}))
     print(table(rows))
+
+
+def run_ranks(num_ranks: int, command: list[str], timeout_s: float, stdout: int | None = None) -> bytes | None:
+    """Run a script with its words on `num_ranks` ranks, one thread each; return what it printed if `stdout` is PIPE."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, *command], check=True, timeout=timeout_s, env=environment, stdout=stdout).stdout
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -87,7 +92,7 @@ def measure(options: argparse.Namespace) -> None:
 
     num_ranks = int(os.environ["WORLD_SIZE"])
     (data_name,) = options.data
-    flags = f"{MODEL} --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0"
+    flags = f"{MODEL} --num-layers 4 --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0"
     args = parse_args([*flags.split(), *DATA[data_name]])
     run = set_up(args)
     wrappers = {}
