@@ -1,29 +1,34 @@
-"""Seconds of one bucket on one pipeline stage: linear layers, attention, exposed exchange, fixed overheads.
+"""Seconds of one bucket on one pipeline stage: linear layers, attention, exposed exchange, edges, fixed overheads.
 
 The price of a bucket is NOT the sum of its samples' prices: the exchange of the whole bucket hides behind the attention
 of the whole bucket. For a fixed CP size it is convex, piecewise linear and increasing in (tokens, tokens squared).
 
-    linear    = LIN * (tokens / cp + T0)                              T0: a short pack does not fill the device
-    attention = ATT * (tokens_squared / cp + C0 * tokens)             C0: short chunks lose efficiency
-    step      = tokens / cp * KV + LAT                                one exchange step (cp > 1)
-    exposed   = (cp - 1) * max(0, step - attention / cp)              p2p ring
-              = (cp - 1) * step                                       all_gather: hides behind nothing
-    forward   = overhead + linear + attention + exposed
-    backward  = overhead + linear, attention, exposed at their backward ratios + what recomputation repeats
+    linear    = LIN * (tokens / cp + T0)              T0: a short pack does not fill the device
+    tensor    = TPC * tokens / cp                     collectives of tensor and sequence parallelism
+    attention, exposed                                `exchanges.py`
+    forward   = overhead + linear + tensor + attention + exposed
+    backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
+                exposed)
 
-Structure matters most: planning by tokens squared alone costs 1.2 to 8.8 times the step time and ignoring the exchange
-1.03 to 1.8 times, while a 20 % error in one coefficient costs at most 4 %.
+`prices.PriceTable` holds the sums of these as numbers, for compiled loops; this module makes the table and is the only
+one that knows what its numbers mean. Structure matters most: planning by tokens squared alone costs 1.2 to 8.8 times
+the step time and ignoring the exchange 1.03 to 1.8 times, a 20 % error in one coefficient at most 4 %.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import lcm
+from typing import NamedTuple, cast
 
+import numpy as np
+
+from dynamic_cp import prices
+from dynamic_cp.edges import edges_s_per_token, gradient_reduction_s, tensor_s_per_token
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
-
-PRICED_CP_COMM_TYPES = ("p2p", "all_gather")
+from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES, AttentionPrices, Convex, Linear, merged
+from dynamic_cp.links import links_of
+from dynamic_cp.padding import padded_seqlens, sample_multiple
+from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
 
 def nanoseconds(seconds: float) -> int:
@@ -37,56 +42,62 @@ class BucketCost(NamedTuple):
     Attributes:
         forward_s, backward_s: compute and exposed exchange; backward_s includes recomputation.
         p2p_s: delay of one hop to the next pipeline stage (0 without pipelining).
+        embedding_forward_s, embedding_backward_s: what the first virtual stage pays in addition.
+        head_forward_s, head_backward_s: what the last virtual stage pays in addition, loss included.
     """
 
     forward_s: float
     backward_s: float
     p2p_s: float
+    embedding_forward_s: float = 0.0
+    embedding_backward_s: float = 0.0
+    head_forward_s: float = 0.0
+    head_backward_s: float = 0.0
 
 
 class CostModel:
     """Prices buckets of one model on one kind of device.
 
+    Attributes:
+        table: all prices as arrays.
+        exchanges: row of `table.terms` -> exchange.
+        gradient_reduction_s: end-of-step reduction of gradients and gathering of parameters, an upper bound (they may
+            overlap); it does not depend on the plan.
+
     Args:
-        model: shape of the GPT.
+        model: shape of the transformer.
         hardware: coefficients, each with its source in `dynamic_cp/data/hardware/`.
         topology: tensor, pipeline and lane layout.
-        options: exchange type, recomputation and bytes of an element.
+        options: exchanges, recomputation, bytes of an element, limits.
 
     Raises:
-        UnsupportedFeatureError: for an exchange that has no price yet.
+        UnsupportedFeatureError: an exchange that has no price yet, or none that any allowed CP size can use.
 
-    Limits: embedding, LM head, loss, optimizer and gradient reduction are not priced; all stages are alike
-    (num_layers / pp_size layers); TP collectives count only through the linear efficiency; no link contention; the
-    zigzag split of a sample over its group is taken as perfectly even.
+    Limits: the optimizer step is not priced; all stages have num_layers / pp_size layers; no link contention.
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
         self.topology = topology
         self.options = options
-        self._check_cp_comm_type(options.cp_comm_type)
-        tp_size = topology.tp_size
-        layers = model.num_layers / topology.pp_size
-        self._linear_s_per_token = layers * 2 * model.linear_weights_per_layer / hardware.linear_flops_per_s / tp_size
-        # A causal forward has 2 * query_size flops per squared token: half of QK^T and PV together.
-        self._attention_s_per_token2 = layers * 2 * model.query_size / hardware.attention_flops_per_s / tp_size
-        # With fewer KV heads than TP ranks every rank keeps a whole head.
-        kv_channels_of_rank = max(model.kv_size / tp_size, model.kv_channels)
-        kv_bytes_per_token = layers * 2 * kv_channels_of_rank * options.bytes_per_element
-        self._step_s_per_token_in_node = kv_bytes_per_token / hardware.bandwidth_in_node_bytes_per_s
-        self._step_s_per_token_across = kv_bytes_per_token / hardware.bandwidth_across_nodes_bytes_per_s
-        self._step_latency_s = layers * hardware.exchange_latency_s_per_layer
-        self._forward_overhead_s = layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage
-        self._backward_overhead_s = (
-            layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage
-        )
-        # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
-        p2p_split = tp_size if topology.sequence_parallel else 1
-        p2p_bytes_per_token = model.hidden_size * options.bytes_per_element / p2p_split
-        self._p2p_s_per_token = (
-            p2p_bytes_per_token / hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0
-        )
+        for exchange in options.cp_comm_types:
+            _check_priced(exchange)
         self._hardware = hardware
+        self._attention = AttentionPrices(model, hardware, topology, options)
+        layers = model.num_layers / topology.pp_size
+        self._linear_s_per_token = (
+            layers * 2 * model.linear_weights_per_layer / hardware.linear_flops_per_s / topology.tp_size
+        )
+        self._tensor_s_per_token = layers * tensor_s_per_token(model, hardware, topology, options)
+        self._overheads_s = (
+            layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
+            layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
+        )
+        self.gradient_reduction_s = gradient_reduction_s(model, hardware, topology, options)
+        self.exchanges: tuple[CpCommType, ...] = ()
+        self.table = self._make_table(model)
+        # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
+        self._terms = [(both[0], both[1]) for both in self.table.terms]
+        self._edges = tuple(self.table.edges_s_per_token.tolist())
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
         """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence."""
@@ -101,18 +112,12 @@ class CostModel:
             cp_comm_type=bucket.cp_comm_type,
         )
 
-    def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
-        """Return forward + backward of one stage in whole nanoseconds, for comparisons."""
-        forward_s, backward_s, _ = self.cost(cp_size, first_lane, tokens, tokens_squared)
-        return nanoseconds(forward_s + backward_s)
-
     def cost(
         self,
         cp_size: int,
         first_lane: int,
         tokens: float,
         tokens_squared: float,
-        *,
         cp_comm_type: str | None = None,
     ) -> BucketCost:
         """Return the seconds of a bucket from its sums.
@@ -122,47 +127,152 @@ class CostModel:
             first_lane: its first lane; decides which link the exchange uses.
             tokens: sum of the (padded) lengths.
             tokens_squared: sum of the squares of the (padded) lengths.
-            cp_comm_type: exchange; None = the one of the options.
-        """
-        hardware = self._hardware
-        rank_tokens = tokens / cp_size
-        linear_s = self._linear_s_per_token * (rank_tokens + hardware.linear_extra_tokens)
-        attention_s = self._attention_s_per_token2 * (
-            tokens_squared / cp_size + hardware.attention_extra_tokens * tokens
-        )
-        exposed_forward_s = exposed_backward_s = 0.0
-        if cp_size > 1:
-            if cp_comm_type is not None and cp_comm_type != self.options.cp_comm_type:
-                self._check_cp_comm_type(cp_comm_type)
-            across = self.topology.spans_nodes(first_lane, cp_size)
-            step_s_per_token = self._step_s_per_token_across if across else self._step_s_per_token_in_node
-            step_s = rank_tokens * step_s_per_token + self._step_latency_s
-            hiding_s = attention_s / cp_size if (cp_comm_type or self.options.cp_comm_type) == "p2p" else 0.0
-            exposed_forward_s = (cp_size - 1) * max(0.0, step_s - hiding_s)
-            exposed_backward_s = (cp_size - 1) * max(
-                0.0,
-                hardware.exchange_backward_over_forward * step_s - hardware.attention_backward_over_forward * hiding_s,
-            )
-        forward_s = self._forward_overhead_s + linear_s + attention_s + exposed_forward_s
-        if self.options.recompute == "full":
-            repeated_s = forward_s - hardware.recompute_overhead_credit * self._forward_overhead_s
-        elif self.options.recompute == "selective":
-            repeated_s = attention_s + exposed_forward_s
-        else:
-            repeated_s = 0.0
-        backward_s = (
-            self._backward_overhead_s
-            + hardware.linear_backward_over_forward * linear_s
-            + hardware.attention_backward_over_forward * attention_s
-            + exposed_backward_s
-            + repeated_s
-        )
-        return BucketCost(forward_s, backward_s, rank_tokens * self._p2p_s_per_token)
+            cp_comm_type: exchange; None = the fastest of the options.
 
-    @staticmethod
-    def _check_cp_comm_type(cp_comm_type: str) -> None:
-        if cp_comm_type not in PRICED_CP_COMM_TYPES:
+        Raises:
+            UnsupportedFeatureError: an exchange without a price, or one that this CP size cannot use.
+        """
+        forward, backward = self._both_terms(cp_size, first_lane, tokens, tokens_squared, cp_comm_type)
+        tokens, tokens_squared = float(tokens), float(tokens_squared)
+        rank_tokens = tokens / cp_size
+        embedding_forward, embedding_backward, head_forward, head_backward = self._edges
+        return BucketCost(
+            prices.seconds(forward, tokens, tokens_squared),
+            prices.seconds(backward, tokens, tokens_squared),
+            rank_tokens * self.table.hop_s_per_token,
+            rank_tokens * embedding_forward,
+            rank_tokens * embedding_backward,
+            rank_tokens * head_forward,
+            rank_tokens * head_backward,
+        )
+
+    def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
+        """Return forward + backward on the slowest stage in whole nanoseconds, as `prices.duration_ns`."""
+        forward, backward = self._both_terms(cp_size, first_lane, tokens, tokens_squared, None)
+        tokens, tokens_squared = float(tokens), float(tokens_squared)
+        both_s = prices.seconds(forward, tokens, tokens_squared) + prices.seconds(backward, tokens, tokens_squared)
+        return nanoseconds(both_s + self.table.slowest_s_per_token * tokens / cp_size)
+
+    def best_cp_comm_type(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> CpCommType:
+        """Return the fastest exchange of the options; "p2p" for cp_size 1, which exchanges nothing."""
+        return self.exchanges[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
+
+    def _both_terms(
+        self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float, cp_comm_type: str | None
+    ) -> tuple[prices.Floats, prices.Floats]:
+        """Return the [NUM_TERMS] of forward and backward."""
+        if cp_comm_type is None or cp_size == 1:
+            return self._terms[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
+        k, link = self._place(cp_size, first_lane)
+        first, end = int(self.table.first_option[k, link]), int(self.table.end_option[k, link])
+        for row in range(first, end):
+            if self.exchanges[row] == cp_comm_type:
+                return self._terms[row]
+        _check_priced(cp_comm_type)
+        self._check_possible((cp_comm_type,), cp_size)
+        both = np.array(self._terms_of(cp_comm_type, cp_size, link))
+        return both[0], both[1]
+
+    def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
+        k, link = self._place(cp_size, first_lane)
+        first = int(self.table.first_option[k, link])
+        num_options = int(self.table.end_option[k, link]) - first
+        if num_options == 0:
+            self._check_possible(self.options.cp_comm_types, cp_size)
+        return (
+            first
+            if num_options == 1
+            else int(prices.best_option(self.table, k, link, float(tokens), float(tokens_squared)))
+        )
+
+    def _place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
+        k = cp_size.bit_length() - 1
+        return k, int(self.table.links[k, first_lane >> k])
+
+    def _make_table(self, model: ModelShape) -> prices.PriceTable:
+        topology, options, hardware = self.topology, self.options, self._hardware
+        num_sizes = topology.num_lanes.bit_length()
+        first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
+        links = links_of(topology)
+        terms: list[tuple[list[float], list[float]]] = []
+        exchanges: list[CpCommType] = []
+        for k in range(num_sizes):
+            possible = [one for one in options.cp_comm_types if self._attention.is_possible(one, 1 << k)]
+            for link in links.used[k]:
+                # A link that no group of this size has gets the rows of the one that they have.
+                first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
+                for exchange in possible if k else ("p2p",):
+                    terms.append(self._terms_of(exchange, 1 << k, link))
+                    exchanges.append(cast(CpCommType, exchange))
+                end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
+        self.exchanges = tuple(exchanges)
+        largest = options.max_cp_size or topology.max_cp_size
+        units = [lcm(sample_multiple(1 << k) >> k, topology.rank_token_multiple) for k in range(num_sizes)]
+        held = [
+            (options.max_tokens_per_rank // unit * unit) << k if options.min_cp_size <= 1 << k <= largest else 0
+            for k, unit in enumerate(units)
+        ]
+        capacities = [tokens if end[k, 0] > first[k, 0] else 0 for k, tokens in enumerate(held)]
+        if any(held) and not any(capacities):
+            self._check_possible(options.cp_comm_types, 1 << next(k for k, tokens in enumerate(held) if tokens))
+        edges = np.array(edges_s_per_token(model, hardware, topology, options))
+        embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
+        # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
+        hop_bytes = model.hidden_size * options.bytes_per_element / topology.rank_token_multiple
+        return prices.PriceTable(
+            terms=np.array(terms),
+            first_option=first,
+            end_option=end,
+            links=links.of_group,
+            multiples=np.array([sample_multiple(1 << k) for k in range(num_sizes)], np.int64),
+            capacities=np.array(capacities, np.int64),
+            rank_token_multiple=topology.rank_token_multiple,
+            hop_s_per_token=hop_bytes / hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0,
+            edges_s_per_token=edges,
+            slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
+        )
+
+    def _terms_of(self, exchange: str, cp_size: int, link: int) -> tuple[list[float], list[float]]:
+        hardware = self._hardware
+        bandwidth = (hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s)[link]
+        attention, attention_back = self._attention.price(exchange, cp_size, bandwidth)
+        overhead_s, overhead_back_s = self._overheads_s
+        floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
+        linear = Linear(floor_s, self._linear_s_per_token / cp_size)
+        tensor = Linear(0.0, self._tensor_s_per_token / cp_size)
+        forward = Linear(overhead_s).plus(linear).plus(tensor).plus(attention.linear)
+        backward = Linear(overhead_back_s).plus(linear, hardware.linear_backward_over_forward).plus(tensor)
+        backward = backward.plus(attention_back.linear)
+        kinks = attention_back.kinks
+        if self.options.recompute == "full":
+            backward = backward.plus(forward).plus(Linear(-hardware.recompute_overhead_credit * overhead_s))
+            kinks += attention.kinks
+        elif self.options.recompute == "selective":
+            backward = backward.plus(attention.linear)
+            kinks += attention.kinks
+        return _row(Convex(forward, attention.kinks)), _row(Convex(backward, merged(kinks)))
+
+    def _check_possible(self, exchanges: tuple[str, ...], cp_size: int) -> None:
+        if not any(self._attention.is_possible(exchange, cp_size) for exchange in exchanges):
             raise UnsupportedFeatureError(
-                f"--cp-comm-type {cp_comm_type} has no price yet: use one of {', '.join(PRICED_CP_COMM_TYPES)}",
-                cp_comm_type=cp_comm_type,
+                f"--cp-comm-type {' '.join(exchanges)} cannot serve a group of {cp_size} lanes: "
+                f"{self._attention.a2a_rule()}; use p2p or auto",
+                cp_comm_types=exchanges,
+                cp_size=cp_size,
             )
+
+
+def _row(convex: Convex) -> list[float]:
+    """Return the NUM_TERMS numbers of `convex`."""
+    numbers = list(convex.linear)
+    for weight, inner in convex.kinks:
+        numbers += (weight, inner.constant, inner.per_token, -inner.per_token2)
+    return numbers + [0.0] * (prices.NUM_TERMS - len(numbers))
+
+
+def _check_priced(cp_comm_type: str) -> None:
+    if cp_comm_type not in PRICED_CP_COMM_TYPES:
+        raise UnsupportedFeatureError(
+            f"--cp-comm-type {cp_comm_type} has no price yet: use one of {', '.join(PRICED_CP_COMM_TYPES)}",
+            cp_comm_type=cp_comm_type,
+        )

@@ -8,9 +8,10 @@ stage and holds `tp_size` ranks. Values are frozen and hold no live handles; wha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from dynamic_cp.errors import InvalidInputError
@@ -20,6 +21,9 @@ CP_COMM_TYPES: tuple[str, ...] = get_args(CpCommType)
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
+
+SearchEffort = Literal["fast", "thorough"]
+SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
 
 
 def is_power_of_two(value: int) -> bool:
@@ -139,13 +143,17 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers of a dense GPT that decide its cost.
+    """The numbers of a dense transformer that decide its cost.
 
     Attributes:
         ffn_hidden_size: width of the MLP's inner layer (one branch of it if gated).
         num_query_groups: KV heads (= num_attention_heads for multi-head attention).
         kv_channels: width of one head.
         gated_linear_unit: SwiGLU-like MLP (three matrices) instead of two.
+        causal_attention: a token attends to those before it; False = to all (DiT), twice the attention FLOPs.
+        share_embeddings_and_output_weights: the LM head is the embedding table once more.
+        other_weights_per_layer: weights of further matrices that every token meets once per layer (the query and output
+            projection of a DiT's cross-attention).
     """
 
     num_layers: int
@@ -156,9 +164,13 @@ class ModelShape:
     kv_channels: int
     vocab_size: int
     gated_linear_unit: bool = False
+    causal_attention: bool = True
+    share_embeddings_and_output_weights: bool = False
+    other_weights_per_layer: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
+        _require_at_least(0, other_weights_per_layer=self.other_weights_per_layer)
         _require_at_least(
             1,
             num_layers=self.num_layers,
@@ -192,7 +204,24 @@ class ModelShape:
         """Weights of the matrices of one transformer layer (QKV, output projection, MLP), without biases and norms."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         mlp_matrices = 3 if self.gated_linear_unit else 2
-        return attention + mlp_matrices * self.hidden_size * self.ffn_hidden_size
+        return attention + mlp_matrices * self.hidden_size * self.ffn_hidden_size + self.other_weights_per_layer
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Weights of the embedding table, and of the LM head where it is a table of its own."""
+        tables = 1 if self.share_embeddings_and_output_weights else 2
+        return tables * self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all matrices and norms (one scale per channel, two norms a layer and a last one); no biases."""
+        layer = self.linear_weights_per_layer + 2 * self.hidden_size
+        return self.num_layers * layer + self.hidden_size + self.vocabulary_weights
+
+    @property
+    def attention_flops_per_token2(self) -> int:
+        """Forward FLOPs of one layer's attention per squared token of a sequence: scores and values, half if causal."""
+        return (2 if self.causal_attention else 4) * self.query_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +327,24 @@ class Plan:
 class Hardware:
     """Coefficients of the cost model, read from `dynamic_cp/data/hardware/*.json` (each number has its source there).
 
-    Formulas: `dynamic_cp.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the datasheet's.
+    Formulas: `dynamic_cp.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the datasheet's. A
+    coefficient whose default is 0 belongs to an optional term: at 0 the term is not priced.
+
+    Attributes:
+        linear_flops_per_s, linear_extra_tokens: rate of the GEMMs; a short pack pays for that many tokens more.
+        attention_flops_per_s, attention_extra_tokens: causal forward kernel on L tokens; its rate is
+            attention_flops_per_s * L / (L + attention_extra_tokens).
+        attention_full_*: the same for a tile without a mask; 0 = as causal.
+        attention_backward_*, attention_full_backward_*: the same for backward, which has 2.5 times the FLOPs; 0 = as
+            long as attention_backward_over_forward says.
+        head_flops_per_s: rate of the LM head.
+        memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
+        collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
+            reduction.
+        ring_step_overhead_s_per_layer: kernels and merging of one more ring step, not hidden; twice that backward.
+        hbm_bytes: memory of the device; 0 = unknown.
+        hbm_reserved_bytes: what context, libraries and fragmentation take of it.
+        communicator_bytes_per_group: buffers of one process group.
     """
 
     name: str
@@ -314,10 +360,23 @@ class Hardware:
     overhead_s_per_bucket_stage: float
     linear_extra_tokens: float = 0.0
     attention_extra_tokens: float = 0.0
+    attention_full_flops_per_s: float = 0.0
+    attention_full_extra_tokens: float = 0.0
+    attention_backward_flops_per_s: float = 0.0
+    attention_backward_extra_tokens: float = 0.0
+    attention_full_backward_flops_per_s: float = 0.0
+    attention_full_backward_extra_tokens: float = 0.0
     linear_backward_over_forward: float = 2.0
     attention_backward_over_forward: float = 2.5
     exchange_backward_over_forward: float = 2.0
     recompute_overhead_credit: float = 0.5
+    head_flops_per_s: float = 0.0
+    memory_bandwidth_bytes_per_s: float = 0.0
+    collective_bandwidth_in_node_bytes_per_s: float = 0.0
+    ring_step_overhead_s_per_layer: float = 0.0
+    hbm_bytes: float = 0.0
+    hbm_reserved_bytes: float = 0.0
+    communicator_bytes_per_group: float = 0.0
     source: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -333,6 +392,12 @@ class Hardware:
                 raise InvalidInputError(
                     f"hardware {self.name!r}: {name} is {getattr(self, name)}, it must be > 0", name=name
                 )
+        for entry in fields(self):
+            if entry.type == "float" and not 0 <= getattr(self, entry.name) < math.inf:
+                raise InvalidInputError(
+                    f"hardware {self.name!r}: {entry.name} is {getattr(self, entry.name)}, it must be a number >= 0",
+                    name=entry.name,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,18 +408,20 @@ class PlanOptions:
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
         min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
         static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
-        cp_comm_type: exchange of every bucket with cp_size > 1.
+        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie.
         recompute: activation recomputation of the run.
         bytes_per_element: bytes of one activation (2 for bf16, 4 for fp32).
+        search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
     """
 
     max_tokens_per_rank: int
     min_cp_size: int = 1
     max_cp_size: int | None = None
     static_cp_size: int | None = None
-    cp_comm_type: CpCommType = "p2p"
+    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     recompute: Recompute = "none"
     bytes_per_element: int = 2
+    search: SearchEffort = "fast"
 
     def __post_init__(self) -> None:
         _require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
@@ -366,6 +433,20 @@ class PlanOptions:
                 )
         if self.recompute not in RECOMPUTE_MODES:
             raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
+        if self.search not in SEARCH_EFFORTS:
+            raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
+        if not isinstance(self.cp_comm_types, tuple) or not self.cp_comm_types:
+            raise InvalidInputError(
+                f"cp_comm_types is {self.cp_comm_types!r}, a tuple with at least 1 exchange is needed: "
+                f"use some of {', '.join(CP_COMM_TYPES)}"
+            )
+        for index, exchange in enumerate(self.cp_comm_types):
+            if exchange not in CP_COMM_TYPES or exchange in self.cp_comm_types[:index]:
+                what = "unknown" if exchange not in CP_COMM_TYPES else "there twice"
+                raise InvalidInputError(
+                    f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(CP_COMM_TYPES)}, each once",
+                    cp_comm_type=exchange,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,7 +92,9 @@ def build_plan(rows: Sequence[Iterable[OpenBucket]], cost_model: CostModel, poli
                 first_lane=bucket.first_lane,
                 cp_size=bucket.cp_size,
                 samples=tuple(bucket.samples),
-                cp_comm_type=cost_model.options.cp_comm_type if bucket.cp_size > 1 else "p2p",
+                cp_comm_type=cost_model.best_cp_comm_type(
+                    bucket.cp_size, bucket.first_lane, bucket.tokens, bucket.tokens_squared
+                ),
             )
             for bucket in row
             if bucket.samples

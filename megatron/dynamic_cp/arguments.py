@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import CpCommType
 
 # The exchanges between the lanes of a CP group that the attention has today; the type of a plan names more.
-EXCHANGES = ("p2p", "all_gather")
+EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather")
 STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
 
 
@@ -59,7 +60,10 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         help="hardware of the cost model; default: cpu on CPU ranks, else h100",
     )
     group.add_argument(
-        "--cp-comm-type", choices=EXCHANGES, default="p2p", help="exchange of keys and values inside a CP group"
+        "--cp-comm-type",
+        choices=("auto", *EXCHANGES),
+        default="p2p",
+        help="exchange of keys and values inside a CP group; auto: the planner chooses for every bucket",
     )
     group.add_argument(
         "--distributed-backend",
@@ -68,6 +72,11 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for feature in UNSUPPORTED:
         parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
+
+
+def cp_comm_types(args: argparse.Namespace) -> tuple[CpCommType, ...]:
+    """Return the exchanges that the planner may choose from."""
+    return EXCHANGES if args.cp_comm_type == "auto" else (args.cp_comm_type,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

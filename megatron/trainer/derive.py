@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamic_cp.padding import padded_seqlens, round_up
 from dynamic_cp.types import ModelShape, PlanOptions, Recompute, Topology
-from megatron.dynamic_cp.arguments import STATIC_POLICIES
+from megatron.dynamic_cp.arguments import STATIC_POLICIES, cp_comm_types
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
@@ -49,7 +49,7 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         min_cp_size=args.min_dynamic_cp_size,
         max_cp_size=args.max_dynamic_cp_size,
         static_cp_size=args.context_parallel_size,
-        cp_comm_type=args.cp_comm_type,
+        cp_comm_types=cp_comm_types(args),
         recompute=recompute,
         bytes_per_element=2 if args.bf16 else 4,
     )

@@ -55,7 +55,7 @@ def cases(draw) -> Case:
         max_tokens_per_rank=draw(st.integers(2 * topology.rank_token_multiple, 200)),
         min_cp_size=min_cp_size,
         max_cp_size=draw(st.sampled_from([None, *(size for size in sizes if size >= min_cp_size)])),
-        cp_comm_type=draw(st.sampled_from(["p2p", "all_gather"])),
+        cp_comm_types=draw(st.sampled_from([("p2p",), ("all_gather",), ("p2p", "all_gather", "a2a")])),
         bytes_per_element=4,
     )
     longest = max(capacity_tokens(cp, topology, options) for cp in allowed_cp_sizes(topology, options))
@@ -152,7 +152,7 @@ def test_plans_survive_json_and_text(case):
 @SOME
 def test_the_prediction_is_the_simulated_time(case):
     planned = case.plan()
-    options = {name: getattr(case.options, name) for name in ("max_tokens_per_rank", "cp_comm_type")}
+    options = {name: getattr(case.options, name) for name in ("max_tokens_per_rank", "cp_comm_types")}
     timeline = simulate(planned.plan, tiny_cost_model(case.topology, **options))
     assert timeline.makespan_s == planned.predicted_s
     assert timeline.lane_busy_s == planned.predicted_busy_s
@@ -164,7 +164,7 @@ def test_the_prediction_is_the_simulated_time(case):
 @given(cases())
 @SOME
 def test_a_longer_sample_costs_more_in_every_bucket(case):
-    model = tiny_cost_model(case.topology, cp_comm_type=case.options.cp_comm_type)
+    model = tiny_cost_model(case.topology, cp_comm_types=case.options.cp_comm_types)
     for cp_size in allowed_cp_sizes(case.topology, case.options):
         durations = [model.duration_ns(cp_size, 0, n, n * n) for n in range(2 * cp_size, 100 * cp_size, 2 * cp_size)]
         assert durations == sorted(durations)

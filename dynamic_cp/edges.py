@@ -1,0 +1,77 @@
+"""What a step pays besides its layers: embedding, LM head and loss, TP collectives, the gradient reduction.
+
+All are optional: a hardware file without their coefficient leaves them at 0.
+"""
+
+from __future__ import annotations
+
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
+
+LOSS_FORWARD_BYTES_PER_LOGIT = 22
+"""Counted passes of the vocabulary-parallel cross entropy in fp32: read bf16, write fp32 (6), read for the maximum (4),
+read and write exponentials (8), read for the sum (4). An estimate; the fused kernel needs about half."""
+LOSS_BACKWARD_BYTES_PER_LOGIT = 14
+"""Read and write the fp32 gradient (8), cast it to bf16 (6). An estimate."""
+GRADIENT_BYTES = 4
+"""Gradients are reduced in fp32, as Megatron-Core does by default with bf16 training."""
+
+
+def edges_s_per_token(
+    model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions
+) -> tuple[float, float, float, float]:
+    """Return seconds per token of a rank: embedding forward and backward, head with loss forward and backward."""
+    row_bytes = model.hidden_size * options.bytes_per_element
+    collective_s = _collective_s(row_bytes, hardware, topology)
+    # Read a row and write it; add a row of gradients to the table in fp32 (read, add, write).
+    embedding_s = _memory_s(2 * row_bytes, hardware) + collective_s
+    embedding_back_s = _memory_s(row_bytes + 2 * GRADIENT_BYTES * model.hidden_size, hardware) + collective_s / 2
+    logits = model.vocab_size / topology.tp_size
+    gemm_s = 2 * model.hidden_size * logits / hardware.head_flops_per_s if hardware.head_flops_per_s else 0.0
+    head_s = gemm_s + _memory_s(LOSS_FORWARD_BYTES_PER_LOGIT * logits, hardware) + collective_s / 2
+    head_back_s = (
+        hardware.linear_backward_over_forward * gemm_s
+        + _memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
+        + collective_s
+    )
+    return embedding_s, embedding_back_s, head_s, head_back_s
+
+
+def tensor_s_per_token(model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> float:
+    """Return the seconds of one layer's TP collectives per token of a rank, the same forward and backward.
+
+    Forward needs two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters: the same bytes.
+    Backward mirrors them; the all-gathers of sequence parallelism that it repeats run behind GEMMs.
+    """
+    return 2 * _collective_s(model.hidden_size * options.bytes_per_element, hardware, topology)
+
+
+def gradient_reduction_s(model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> float:
+    """Return the seconds of reducing the gradients of a rank over all lanes and gathering its parameters.
+
+    An upper bound: nothing of it overlaps with backward, and the rank is of the stage with the most parameters. A
+    ring over nodes uses the NICs of all lanes of a node.
+    """
+    bandwidth = hardware.collective_bandwidth_in_node_bytes_per_s
+    if not bandwidth or topology.num_lanes == 1:
+        return 0.0
+    if topology.spans_nodes(0, topology.num_lanes):
+        bandwidth = min(bandwidth, topology.lanes_per_node * hardware.bandwidth_across_nodes_bytes_per_s)
+    tables = model.vocabulary_weights if topology.pp_size == 1 else model.vocab_size * model.hidden_size
+    weights = (model.num_layers / topology.pp_size * model.linear_weights_per_layer + tables) / topology.tp_size
+    moved = weights * (GRADIENT_BYTES + options.bytes_per_element) * (topology.num_lanes - 1) / topology.num_lanes
+    return moved / bandwidth
+
+
+def _collective_s(bytes_per_token: float, hardware: Hardware, topology: Topology) -> float:
+    """Return the seconds of one all-reduce over the TP ranks, per token."""
+    bandwidth, tp_size = hardware.collective_bandwidth_in_node_bytes_per_s, topology.tp_size
+    if not bandwidth or tp_size == 1:
+        return 0.0
+    if tp_size > topology.ranks_per_node:
+        bandwidth = hardware.bandwidth_across_nodes_bytes_per_s
+    return 2 * bytes_per_token * (tp_size - 1) / tp_size / bandwidth
+
+
+def _memory_s(moved_bytes: float, hardware: Hardware) -> float:
+    bandwidth = hardware.memory_bandwidth_bytes_per_s
+    return moved_bytes / bandwidth if bandwidth else 0.0

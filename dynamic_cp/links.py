@@ -1,0 +1,45 @@
+"""Which link the exchange of every aligned group of lanes uses."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.prices import ACROSS_NODES, IN_NODE, Ints
+from dynamic_cp.types import Topology
+
+
+class Links(NamedTuple):
+    """The links of all aligned groups; `k` is log2 of the CP size.
+
+    Attributes:
+        of_group: [k, first lane >> k] -> ACROSS_NODES where the group spans nodes on any stage, else IN_NODE.
+        used: k -> the links that groups of that size have.
+    """
+
+    of_group: Ints
+    used: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=64)
+def links_of(topology: Topology) -> Links:
+    """Return `topology.spans_nodes` of every aligned group at once."""
+    num_lanes, tp_size = topology.num_lanes, topology.tp_size
+    stage_ranks = num_lanes * tp_size
+    num_stages = topology.pp_size if stage_ranks % topology.ranks_per_node else 1
+    lanes = np.arange(num_lanes, dtype=np.int64) * tp_size
+    starts = lanes + stage_ranks * np.arange(num_stages, dtype=np.int64)[:, None]
+    first_node, last_node = starts // topology.ranks_per_node, (starts + tp_size - 1) // topology.ranks_per_node
+    links = np.zeros((num_lanes.bit_length(), num_lanes), np.int64)
+    used: list[tuple[int, ...]] = [(IN_NODE,)]
+    for k in range(1, num_lanes.bit_length()):
+        blocks = num_lanes >> k
+        firsts = first_node[:, : blocks << k : 1 << k]
+        lasts = last_node[:, (1 << k) - 1 : blocks << k : 1 << k]
+        links[k, :blocks] = (firsts != lasts).any(axis=0)
+        num_across = int(links[k, :blocks].sum())
+        used.append(((IN_NODE,) if num_across < blocks else ()) + ((ACROSS_NODES,) if num_across else ()))
+    links.flags.writeable = False
+    return Links(links, tuple(used))
