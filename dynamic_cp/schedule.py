@@ -7,16 +7,23 @@ pp_size, num_microbatches and vp_size only, so it is the same for all lanes of a
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from dynamic_cp.errors import InvalidInputError
+
+Kind = Literal["F", "B"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Operation(NamedTuple):
     """Forward ("F") or backward ("B") of one micro-batch on one model chunk of a stage."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     micro_batch: int
     chunk: int = 0
 
@@ -74,3 +81,34 @@ def stage_operations(stage: int, pp_size: int, num_microbatches: int, vp_size: i
         *(operation for pair in steady for operation in pair),
         *backwards[total - num_warmup :],
     )
+
+
+def peak_in_flight_tokens(rank_tokens: npt.NDArray[np.int64], pp_size: int, vp_size: int = 1) -> npt.NDArray[np.int64]:
+    """Return [stage, lane] -> the most tokens of a rank whose activations are alive at once.
+
+    A micro-batch counts from the start of its forward to the end of its backward, once for each model chunk that is
+    between the two; a chunk holds 1 / vp_size of the stage's layers. The order of operations alone decides this, not
+    how long they take.
+
+    Args:
+        rank_tokens: [micro-batch, lane] -> padded tokens of a rank.
+        pp_size, vp_size: stages and model chunks of a stage.
+
+    Example: 3 micro-batches of 10 tokens on 2 stages: 20 on stage 0, 10 on stage 1.
+    """
+    num_microbatches = len(rank_tokens)
+    return np.stack(
+        [
+            most_alive_tokens(stage_operations(stage, pp_size, num_microbatches, vp_size), rank_tokens)
+            for stage in range(pp_size)
+        ]
+    )
+
+
+def most_alive_tokens(operations: Sequence[Operation], rank_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return [lane] -> the most tokens between forward and backward on lanes that run `operations` in this order."""
+    signs = np.array([1 if operation.kind == "F" else -1 for operation in operations], np.int64)
+    micro_batches = [operation.micro_batch for operation in operations]
+    alive: npt.NDArray[np.int64] = np.cumsum(signs[:, None] * rank_tokens[micro_batches], axis=0)
+    peak: npt.NDArray[np.int64] = alive.max(axis=0)
+    return peak

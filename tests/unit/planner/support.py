@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from dynamic_cp.cost_model import BucketCost, CostModel
@@ -36,6 +37,22 @@ TINY_HARDWARE = Hardware(
     linear_extra_tokens=4,
     attention_extra_tokens=8,
 )
+
+CURVED_HARDWARE = replace(
+    TINY_HARDWARE,
+    name="curved",
+    attention_full_flops_per_s=1.5e10,
+    attention_full_extra_tokens=3,
+    attention_backward_flops_per_s=0.8e10,
+    attention_backward_extra_tokens=9,
+    attention_full_backward_flops_per_s=1.2e10,
+    attention_full_backward_extra_tokens=5,
+    head_flops_per_s=4e10,
+    memory_bandwidth_bytes_per_s=1e10,
+    collective_bandwidth_in_node_bytes_per_s=2e8,
+    ring_step_overhead_s_per_layer=1e-6,
+)
+"""As TINY_HARDWARE, with every optional term."""
 
 
 def samples_of(seqlens: Iterable[int]) -> tuple[Sample, ...]:
@@ -95,10 +112,11 @@ class UnpaddedCostModel(CostModel):
 
 
 class GivenCosts:
-    """A cost model that looks up (micro-batch, first lane) -> cost; sample ids carry the micro-batch."""
+    """A cost model that looks up the id of a bucket's first sample -> cost."""
 
-    def __init__(self, costs: dict[int, BucketCost]) -> None:
+    def __init__(self, costs: dict[int, BucketCost], gradient_reduction_s: float = 0.0) -> None:
         self.costs = costs
+        self.gradient_reduction_s = gradient_reduction_s
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
         return self.costs[bucket.samples[0].sample_id]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from dynamic_cp.deadlock import resolve
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.schedule import Operation, stage_operations
+from dynamic_cp.longest_path import common_operations
+from dynamic_cp.schedule import KINDS, Operation, peak_in_flight_tokens, stage_operations
 
 
 def text(*arguments: int) -> str:
@@ -37,6 +40,50 @@ def test_operations_parse_back():
 def test_interleaving_needs_a_multiple():
     with pytest.raises(InvalidInputError, match=r"5 micro-batches.*pp_size 4"):
         stage_operations(0, 4, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("pp", "m", "vp"), [(1, 3, 1), (2, 1, 1), (4, 7, 1), (8, 23, 1), (2, 4, 2), (4, 8, 3), (8, 16, 5)]
+)
+def test_the_common_order_is_every_list_in_an_order_that_can_run(pp, m, vp):
+    rows = [tuple(row) for row in common_operations(pp, m, vp).tolist()]
+    for stage in range(pp):
+        here = tuple(Operation(KINDS[kind], i, chunk) for at, i, chunk, kind in rows if at == stage)
+        assert here == stage_operations(stage, pp, m, vp)
+    position = {row: index for index, row in enumerate(rows)}
+    num_inputs = 0
+    for (stage, i, chunk, kind), index in position.items():
+        virtual = chunk * pp + stage + (1 if kind else -1)
+        if 0 <= virtual < pp * vp:
+            assert position[virtual % pp, i, virtual // pp, kind] < index
+            num_inputs += 1
+    assert num_inputs == 2 * m * (pp * vp - 1)
+    lists = {(stage, 0): stage_operations(stage, pp, m, vp) for stage in range(pp)}
+    assert len(resolve(lists, [[range(1)]] * m, pp, vp)) == len(rows)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_in_flight_tokens_of_1f1b(m):
+    """Stage s of 4 holds the micro-batches that the stages after it have not sent back, and the one it is at."""
+    peak = peak_in_flight_tokens(np.full((m, 2), 10), 4)
+    assert peak.tolist() == [[10 * min(m, 4 - stage)] * 2 for stage in range(4)]
+    assert peak_in_flight_tokens(np.full((m, 2), 10), 1).tolist() == [[10, 10]]
+
+
+def test_in_flight_tokens_of_unequal_micro_batches():
+    """Stage 0 runs F0 F1 B0 F2 B1 B2: 10, 40, 30, 50 tokens on lane 0; lane 1 peaks earlier."""
+    tokens = np.array([[10, 60], [30, 5], [20, 6]])
+    assert peak_in_flight_tokens(tokens, 2).tolist() == [[50, 65], [30, 60]]
+
+
+def test_in_flight_tokens_of_interleaving_count_every_chunk():
+    """Stage 0 of 2 warms up with 4 chunks and holds 5, stage 1 warms up with 2 and holds 3."""
+    assert peak_in_flight_tokens(np.full((4, 1), 10), 2, 2).tolist() == [[50], [30]]
+    # Stage 0 runs 0F0 0F1 1F0 1F1 | 0F2 1B0 0F3 1B1 1F2 0B0 ..: the four chunks of 0 and 1, then 2 as well
+    tokens = np.array([[1], [2], [40], [80]])
+    # 1+2+1+2 = 6, +40 = 46, -1 = 45, +80 = 125, -2 = 123, +40 = 163, -1 = 162, +80 = 242
+    assert peak_in_flight_tokens(tokens, 2, 2)[0].tolist() == [242]
+    assert text(0, 2, 4, 2).startswith("0F0 0F1 1F0 1F1 0F2 1B0 0F3 1B1 1F2 0B0 1F3 0B1")
 
 
 def test_equals_megatron_core():

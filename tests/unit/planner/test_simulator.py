@@ -2,83 +2,30 @@
 
 from __future__ import annotations
 
-import heapq
 import random
+from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from dynamic_cp.cost_model import BucketCost
 from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.longest_path import common_operations, end_times
 from dynamic_cp.schedule import Operation, stage_operations
-from dynamic_cp.simulator import makespan_ns, simulate
-from dynamic_cp.types import Topology
+from dynamic_cp.simulator import grid_of, makespan_ns, simulate
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from tests.unit.planner.event_simulator import play
 from tests.unit.planner.support import GivenCosts, plan_of
 
-
-def event_driven_makespan_ns(plan, costs, lists) -> int:
-    """Return the makespan from a heap of completions, written from the rules only; -1 when it gets stuck."""
-    pp, vp = plan.topology.pp_size, plan.topology.vp_size
-    at = dict.fromkeys(lists, 0)
-    busy = dict.fromkeys(lists, False)
-    arrival: dict[
-        tuple, int
-    ] = {}  # (kind, micro-batch, virtual stage, first lane) -> when its output can be used there
-    events: list[tuple[int, int, int, Operation, int]] = []
-    wake_ups: set[int] = set()
-    now = finished = 0
-
-    def start_what_can_start():
-        for (stage, lane), todo in lists.items():
-            if busy[stage, lane] or at[stage, lane] == len(todo):
-                continue
-            op = todo[at[stage, lane]]
-            bucket = plan.micro_batches[op.micro_batch].bucket_of_lane(lane)
-            if any(
-                busy[stage, other]
-                or at[stage, other] == len(lists[stage, other])
-                or lists[stage, other][at[stage, other]] != op
-                for other in bucket.lanes
-            ):
-                continue
-            virtual = op.chunk * pp + stage
-            cost = costs[bucket.samples[0].sample_id]
-            hop = round(cost.p2p_s * 1e9)
-            key = None
-            if op.kind == "F" and virtual > 0:
-                key, hop_ns = ("F", op.micro_batch, virtual - 1, bucket.first_lane), hop
-            elif op.kind == "B" and virtual < pp * vp - 1:
-                key, hop_ns = ("B", op.micro_batch, virtual + 1, bucket.first_lane), hop
-            elif op.kind == "B":
-                key, hop_ns = ("F", op.micro_batch, virtual, bucket.first_lane), 0
-            if key is not None and (key not in arrival or arrival[key] + hop_ns > now):
-                if key in arrival and arrival[key] + hop_ns not in wake_ups:
-                    wake_ups.add(arrival[key] + hop_ns)
-                    heapq.heappush(events, (arrival[key] + hop_ns, -1, -1, op, -1))  # look again then
-                continue
-            seconds = cost.forward_s if op.kind == "F" else cost.backward_s
-            for other in bucket.lanes:
-                busy[stage, other] = True
-            heapq.heappush(events, (now + round(seconds / vp * 1e9), stage, bucket.first_lane, op, bucket.cp_size))
-
-    start_what_can_start()
-    while events:
-        now, stage, first_lane, op, cp_size = heapq.heappop(events)
-        if stage >= 0:
-            finished = now
-            arrival[op.kind, op.micro_batch, op.chunk * pp + stage, first_lane] = now
-            for lane in range(first_lane, first_lane + cp_size):
-                busy[stage, lane] = False
-                at[stage, lane] += 1
-        start_what_can_start()
-    return finished if all(at[place] == len(todo) for place, todo in lists.items()) else -1
+MS = 1_000_000
 
 
 def random_case(rng: random.Random):
     pp = rng.choice([1, 2, 3, 4])
     vp = rng.choice([1, 2, 3]) if pp > 1 else 1
-    lanes = rng.choice([1, 2, 3, 4, 6, 8])
-    m = pp * rng.randint(1, 3) if vp > 1 else rng.randint(1, 7)
+    lanes = rng.choice([1, 2, 3, 4, 5, 6, 8])
+    m = pp * rng.randint(1, 2) if vp > 1 else rng.randint(1, 6)
     grid = []
     for _ in range(m):
         row, lane = [], 0
@@ -88,8 +35,21 @@ def random_case(rng: random.Random):
             lane += cp
         grid.append(row)
     plan = plan_of(grid, Topology(num_lanes=lanes, pp_size=pp, vp_size=vp))
+    with_edges = rng.random() < 0.7
+
+    def milliseconds(low, high, present=True):
+        return rng.randint(low, high) * 1e-3 * present
+
     costs = {
-        sample.sample_id: BucketCost(rng.randint(1, 9) * 1e-3, rng.randint(1, 19) * 1e-3, rng.randint(0, 3) * 1e-3)
+        sample.sample_id: BucketCost(
+            forward_s=milliseconds(1, 9),
+            backward_s=milliseconds(1, 19),
+            p2p_s=milliseconds(0, 3),
+            embedding_forward_s=milliseconds(0, 3, with_edges),
+            embedding_backward_s=milliseconds(0, 2, with_edges),
+            head_forward_s=milliseconds(0, 4, with_edges),
+            head_backward_s=milliseconds(0, 6, with_edges),
+        )
         for sample in plan.samples
     }
     return plan, costs
@@ -104,19 +64,70 @@ def megatron_lists(plan):
     }
 
 
+def by_place(array):
+    """[stage, lane] -> Counter, for comparison with what the event-driven simulation booked."""
+    return Counter({(stage, lane): int(value) for (stage, lane), value in np.ndenumerate(array) if value})
+
+
+def work_ns(plan, costs):
+    """Nanoseconds of all operations on all ranks' places, from the prices alone."""
+    pp, vp = plan.topology.pp_size, plan.topology.vp_size
+    total = 0
+    for bucket in plan.buckets:
+        cost = costs[bucket.samples[0].sample_id]
+        chunks = round(cost.forward_s / vp * 1e9) + round(cost.backward_s / vp * 1e9)
+        edges = sum(round(edge_s * 1e9) for edge_s in cost[3:])
+        total += bucket.cp_size * (pp * vp * chunks + edges)
+    return total
+
+
 def test_equals_an_independent_event_driven_simulation():
     rng = random.Random(0)
-    interleaved = coupled = 0
-    for _ in range(120):
+    seen = Counter()
+    for _ in range(600):
         plan, costs = random_case(rng)
+        model = GivenCosts(costs)
+        timeline, lists = simulate(plan, model), megatron_lists(plan)
+        expected = play(plan, costs, lists)
+        assert expected.finished
+        assert timeline.makespan_ns == expected.makespan_ns == makespan_ns(plan, model)
+        split = timeline.split
+        for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
+            assert by_place(getattr(split, name)) == +getattr(expected, name), name
+            seen[name] += bool(getattr(expected, name))
+        total = split.busy_ns + split.pipeline_bubble_ns + split.cp_wait_ns + split.dp_wait_ns
+        assert (total == timeline.makespan_ns).all()
+        assert split.busy_ns.sum() == work_ns(plan, costs)
+        seen["interleaved"] += plan.topology.vp_size > 1
+        seen["coupled"] += any(bucket.cp_size > 1 for bucket in plan.buckets)
+        seen["mixed cp"] += any(len({b.cp_size for b in row.buckets}) > 1 for row in plan.micro_batches)
+        seen["odd lanes"] += plan.topology.num_lanes % 2
+        seen["edges"] += any(cost.head_forward_s > 0 for cost in costs.values())
+        seen["hops"] += plan.topology.pp_size > 1 and any(cost.p2p_s > 0 for cost in costs.values())
+    assert min(seen.values()) > 100, seen
+    assert len(seen) == 10
+
+
+def test_given_lists_equal_the_kernel_where_they_are_megatrons():
+    rng = random.Random(2)
+    for _ in range(100):
+        plan, costs = random_case(rng)
+        ours, given = simulate(plan, GivenCosts(costs)), simulate(plan, GivenCosts(costs), megatron_lists(plan))
+        assert (ours.ends_ns == given.ends_ns).all()
+        assert (ours.peak_in_flight_tokens == given.peak_in_flight_tokens).all()
+
+
+def test_the_kernel_without_compilation_gives_the_same_times():
+    interpreted = getattr(end_times, "py_func", end_times)
+    rng = random.Random(3)
+    for _ in range(20):
+        plan, costs = random_case(rng)
+        topology, grid = plan.topology, grid_of(plan, GivenCosts(costs))
+        operations = common_operations(topology.pp_size, plan.num_microbatches, topology.vp_size)
+        ends = np.zeros((len(operations), topology.num_lanes), np.int64)
         timeline = simulate(plan, GivenCosts(costs))
-        assert timeline.makespan_ns == event_driven_makespan_ns(plan, costs, megatron_lists(plan))
-        assert timeline.makespan_ns == makespan_ns(plan, GivenCosts(costs))
-        assert simulate(plan, GivenCosts(costs), megatron_lists(plan)).makespan_ns == timeline.makespan_ns
-        interleaved += plan.topology.vp_size > 1
-        coupled += any(bucket.cp_size > 1 for bucket in plan.buckets)
-    assert interleaved > 20
-    assert coupled > 60
+        assert interpreted(operations, topology.pp_size, topology.vp_size, grid, ends) == timeline.makespan_ns
+        assert (ends == timeline.ends_ns).all()
 
 
 @pytest.mark.parametrize(("pp", "vp", "m"), [(1, 1, 5), (2, 1, 3), (4, 1, 9), (8, 1, 8), (2, 2, 4), (4, 3, 8)])
@@ -127,9 +138,74 @@ def test_uniform_micro_batches_have_the_closed_form(pp, vp, m):
     assert timeline.makespan_s == pytest.approx((m * vp + pp - 1) / vp * 18e-3, rel=1e-9)
     assert timeline.lane_busy_s == pytest.approx([m * 18e-3] * 3)
     assert timeline.bubble_fraction == pytest.approx((pp - 1) / (m * vp + pp - 1))
+    assert timeline.split.pipeline_bubble_fraction == timeline.bubble_fraction
+    assert timeline.split.busy_fraction == pytest.approx(1 - timeline.bubble_fraction)
 
 
-def test_spans_are_the_whole_schedule_without_overlap():
+@pytest.mark.parametrize(("pp", "m"), [(1, 4), (2, 1), (2, 5), (4, 2), (4, 9)])
+def test_edges_and_hops_have_the_closed_form_where_the_head_is_the_bottleneck(pp, m):
+    """The last stage never waits once it has started: it is filled through all stages and drained through them."""
+    plan = plan_of([[(0, 1)]] * m, Topology(num_lanes=1, pp_size=pp))
+    cost = BucketCost(5e-3, 11e-3, 1e-3 if pp > 1 else 0.0, 1e-3, 2e-3, 7e-3, 13e-3)
+    timeline = simulate(plan, GivenCosts(dict.fromkeys(range(m), cost)))
+    last_stage, edge = m * (16 + 20) * MS, (1 + 2) * MS
+    through = (pp - 1) * (16 + 2) * MS
+    assert timeline.makespan_ns == last_stage + through + edge * (m if pp == 1 else 1)
+
+
+def test_interleaving_pays_the_edges_once_and_every_hop():
+    """One wave of 2 micro-batches through 2 stages x 2 chunks; edges are not divided by the number of chunks."""
+    plan = plan_of([[(0, 1)]] * 2, Topology(num_lanes=1, pp_size=2, vp_size=2))
+    plain = simulate(plan, GivenCosts(dict.fromkeys(range(2), BucketCost(2e-3, 4e-3, 1e-3))))
+    edges = simulate(plan, GivenCosts(dict.fromkeys(range(2), BucketCost(2e-3, 4e-3, 1e-3, 3e-3, 5e-3, 7e-3, 9e-3))))
+    # A chunk takes 1 forward and 2 backward, a hop 1: 0F0 runs 0-1 on stage 0 and 2-3 on stage 1, 1F0 4-5 and 6-7.
+    ends = {(s.stage, str(s.operation)): s.end_ns // MS for s in plain.spans}
+    assert [ends[0, "0F0"], ends[1, "0F0"], ends[0, "1F0"], ends[1, "1F0"]] == [1, 3, 5, 7]
+    assert [ends[1, "1B0"], ends[0, "1B0"], ends[1, "0B0"], ends[0, "0B0"]] == [9, 12, 15, 18]
+    # Only the edges lengthen an operation, and each exactly its own.
+    assert len(edges.spans) == 16
+    lengths = {(s.stage, str(s.operation)): (s.end_ns - s.start_ns) // MS for s in edges.spans}
+    for (stage, name), length in lengths.items():
+        extra = {"00F": 3, "00B": 5, "11F": 7, "11B": 9}.get(f"{stage}{name[:2]}", 0)
+        assert length == (1 if "F" in name else 2) + extra
+
+
+def test_without_pipelining_and_groups_a_lane_takes_the_sum_of_its_buckets():
+    rng = random.Random(5)
+    plan = plan_of([[(lane, 1) for lane in range(5)]] * 7, Topology(num_lanes=5))
+    costs = {i: BucketCost(rng.randint(1, 9) * 1e-3, rng.randint(1, 9) * 1e-3, 0.0) for i in range(35)}
+    of_lane = [sum(round((c.forward_s + c.backward_s) * 1e9) for c in list(costs.values())[k::5]) for k in range(5)]
+    timeline = simulate(plan, GivenCosts(costs, gradient_reduction_s=0.25))
+    assert timeline.makespan_ns == max(of_lane)
+    assert timeline.split.dp_wait_ns.tolist() == [[max(of_lane) - ns for ns in of_lane]]
+    assert timeline.iteration_s == pytest.approx(max(of_lane) / 1e9 + 0.25)
+
+
+def test_the_split_of_a_small_pipeline():
+    """Stage 0: F 0-1, B 5-7. Stage 1: F 1.5-2.5, B 2.5-4.5, then stage 0 drains until 7."""
+    plan = plan_of([[(0, 1)]], Topology(num_lanes=1, pp_size=2))
+    split = simulate(plan, GivenCosts({0: BucketCost(1e-3, 2e-3, 0.5e-3)})).split
+    assert (split.busy_ns / MS).tolist() == [[3], [3]]
+    assert (split.pipeline_bubble_ns / MS).tolist() == [[4], [4]]
+    assert not split.cp_wait_ns.any()
+    assert not split.dp_wait_ns.any()
+
+
+def test_the_split_of_coupled_lanes():
+    """Lane 1 is done with its first micro-batch at 2 and waits until lane 0 is at 10; lane 2 is alone and done at 6."""
+    plan = plan_of([[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 1)]], Topology(num_lanes=3))
+    costs = {i: BucketCost(t * 1e-3, t * 1e-3, 0.0) for i, t in enumerate((5, 1, 2, 3, 1))}
+    split = simulate(plan, GivenCosts(costs)).split
+    assert (split.busy_ns / MS).tolist() == [[16, 8, 6]]
+    assert (split.cp_wait_ns / MS).tolist() == [[0, 8, 0]]
+    assert (split.dp_wait_ns / MS).tolist() == [[0, 0, 10]]
+    assert not split.pipeline_bubble_ns.any()
+    assert split.cp_wait_fraction == pytest.approx(8 / 48)
+    assert split.dp_wait_fraction == pytest.approx(10 / 48)
+    assert split.bubble_fraction == pytest.approx(18 / 48)
+
+
+def test_spans_and_events_are_the_whole_schedule_without_overlap():
     plan, costs = random_case(random.Random(7))
     timeline = simulate(plan, GivenCosts(costs))
     seen: dict[tuple[int, int], list] = {}
@@ -139,7 +215,15 @@ def test_spans_are_the_whole_schedule_without_overlap():
     assert {place: tuple(span.operation for span in spans) for place, spans in seen.items()} == megatron_lists(plan)
     for spans in seen.values():
         for before, after in pairwise(spans):
-            assert before.start_s < before.end_s <= after.start_s + 1e-12
+            assert before.start_ns < before.end_ns <= after.start_ns
+    events = timeline.events
+    assert {place: len(spans) for place, spans in seen.items()} == Counter((e.stage, e.lane) for e in events)
+    assert sum(event.duration_us for event in events) * 1e3 == pytest.approx(work_ns(plan, costs))
+    assert max(event.start_us + event.duration_us for event in events) * 1e3 == pytest.approx(timeline.makespan_ns)
+    first = events[0]
+    assert (first.name, first.stage, first.start_us) == ("0F0", 0, 0.0)
+    bucket = plan.micro_batches[0].bucket_of_lane(first.lane)
+    assert first.args == {"micro_batch": 0, "chunk": 0, "cp_size": bucket.cp_size, "samples": 1, "tokens": 1}
 
 
 def test_groups_couple_their_lanes():
@@ -154,6 +238,27 @@ def test_groups_couple_their_lanes():
     assert ends[1, 2, "F"] == pytest.approx(3e-3)
 
 
+def test_in_flight_tokens_are_padded_and_of_one_rank():
+    """5 tokens on 2 lanes are padded to 8, 4 a rank; stage 0 holds both micro-batches, stage 1 one at a time."""
+
+    def bucket(lane, cp, sample_id, seqlen):
+        return Bucket(first_lane=lane, cp_size=cp, samples=(Sample(sample_id=sample_id, seqlen=seqlen),))
+
+    rows = [(bucket(0, 2, 0, 5), bucket(2, 1, 1, 9)), (bucket(0, 1, 2, 7), bucket(1, 1, 3, 2), bucket(2, 1, 4, 1))]
+    plan = Plan(
+        topology=Topology(num_lanes=3, pp_size=2),
+        max_tokens_per_rank=100,
+        micro_batches=tuple(MicroBatch(buckets=row) for row in rows),
+    )
+    model = GivenCosts(dict.fromkeys(range(5), BucketCost(1e-3, 1e-3, 0.0)))
+    assert simulate(plan, model).peak_in_flight_tokens.tolist() == [[11, 6, 10], [7, 4, 9]]
+    lists = megatron_lists(plan)
+    for stage in (0, 1):  # lane 2, alone, turns the order round on both stages: the same peaks
+        lists[stage, 2] = tuple(Operation(op.kind, 1 - op.micro_batch) for op in lists[stage, 2])
+    lists[0, 0] = lists[0, 1] = stage_operations(1, 2, 2)  # lanes 0 and 1 keep one micro-batch at a time
+    assert simulate(plan, model, lists).peak_in_flight_tokens.tolist() == [[7, 4, 10], [7, 4, 9]]
+
+
 def test_one_swap_on_one_lane_deadlocks_and_names_the_stuck_actions():
     plan = plan_of([[(0, 2), (2, 1)], [(0, 2), (2, 1)]], Topology(num_lanes=3))
     lists = megatron_lists(plan)
@@ -164,7 +269,7 @@ def test_one_swap_on_one_lane_deadlocks_and_names_the_stuck_actions():
     assert caught.value.stuck == {(0, 0): Operation("F", 0), (0, 1): Operation("F", 1)}
     assert "stage 0 lane 0 at 0F0 waits for lane 1, which is at 0F1" in str(caught.value)
     assert "stage 0 lane 1 at 0F1 waits for lane 0, which is at 0F0" in str(caught.value)
-    assert event_driven_makespan_ns(plan, costs, lists) == -1
+    assert not play(plan, costs, lists).finished
 
 
 def test_lanes_without_a_common_group_may_differ_in_order():
@@ -172,7 +277,7 @@ def test_lanes_without_a_common_group_may_differ_in_order():
     lists = megatron_lists(plan)
     lists[0, 1] = tuple(Operation(op.kind, 1 - op.micro_batch) for op in lists[0, 1])
     costs = {index: BucketCost((index + 1) * 1e-3, 1e-3, 0.0) for index in range(4)}
-    assert simulate(plan, GivenCosts(costs), lists).makespan_ns == event_driven_makespan_ns(plan, costs, lists)
+    assert simulate(plan, GivenCosts(costs), lists).makespan_ns == play(plan, costs, lists).makespan_ns
 
 
 def test_a_backward_before_its_forward_is_named():
@@ -182,10 +287,34 @@ def test_a_backward_before_its_forward_is_named():
         simulate(plan, GivenCosts({0: BucketCost(1e-3, 1e-3, 0.0)}), lists)
 
 
-def test_random_swaps_agree_with_the_event_driven_simulation_about_deadlock():
+def test_lists_that_are_not_the_whole_work_are_refused():
+    plan = plan_of([[(0, 1), (1, 1)]] * 2, Topology(num_lanes=2))
+    model = GivenCosts(dict.fromkeys(range(4), BucketCost(1e-3, 1e-3, 0.0)))
+    lists = megatron_lists(plan)
+    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 1 runs 0B1 0 times, it must be 1"):
+        simulate(plan, model, {**lists, (0, 1): lists[0, 1][:-1]})
+    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 1 runs 0F0 2 times, it must be 1"):
+        simulate(plan, model, {**lists, (0, 1): (*lists[0, 1], Operation("F", 0))})
+    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 0 runs 1F0 1 times, it must be 0"):
+        simulate(plan, model, {**lists, (0, 0): (*lists[0, 0], Operation("F", 0, 1))})
+    with pytest.raises(IllegalPlanError, match=r"1 \(stage, lane\) places, 2 are needed; stage 0 lane 1 is left out"):
+        simulate(plan, model, {(0, 0): lists[0, 0]})
+    with pytest.raises(IllegalPlanError, match=r"stage 1 lane 0 is not in the plan"):
+        simulate(plan, model, {**lists, (1, 0): lists[0, 0]})
+
+
+def test_a_plan_that_does_not_tile_its_lanes_is_refused_before_the_kernel():
+    for row in ([(0, 1)], [(0, 2), (2, 1)], [(1, 1), (0, 1)], [(0, 1), (0, 1)]):
+        plan = plan_of([[(0, 2)], row], Topology(num_lanes=2))
+        model = GivenCosts(dict.fromkeys(range(4), BucketCost(1e-3, 1e-3, 0.0)))
+        with pytest.raises(IllegalPlanError, match="micro-batch 1 covers"):
+            makespan_ns(plan, model)
+
+
+def test_random_swaps_agree_with_the_event_driven_simulation():
     rng = random.Random(1)
-    deadlocks = 0
-    for _ in range(60):
+    deadlocks = finished = 0
+    for _ in range(150):
         plan, costs = random_case(rng)
         lists = megatron_lists(plan)
         place = rng.choice(sorted(lists))
@@ -193,11 +322,16 @@ def test_random_swaps_agree_with_the_event_driven_simulation_about_deadlock():
         index = rng.randrange(len(operations) - 1)
         operations[index], operations[index + 1] = operations[index + 1], operations[index]
         lists[place] = tuple(operations)
-        expected = event_driven_makespan_ns(plan, costs, lists)
-        if expected < 0:
+        expected = play(plan, costs, lists)
+        if not expected.finished:
             deadlocks += 1
             with pytest.raises(IllegalPlanError, match="deadlock"):
                 simulate(plan, GivenCosts(costs), lists)
-        else:
-            assert simulate(plan, GivenCosts(costs), lists).makespan_ns == expected
-    assert 10 < deadlocks < 60
+            continue
+        finished += 1
+        timeline = simulate(plan, GivenCosts(costs), lists)
+        assert timeline.makespan_ns == expected.makespan_ns
+        for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
+            assert by_place(getattr(timeline.split, name)) == +getattr(expected, name), name
+    assert deadlocks > 30
+    assert finished > 20

@@ -1,0 +1,131 @@
+"""Finds an order in which given lists of operations can run, or names what deadlocks.
+
+Lists may differ from lane to lane. An operation of a bucket starts when it is next on all lanes of the bucket and its
+input is there; nothing else joins lanes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.schedule import KINDS, Operation
+
+LaneOperations = Mapping[tuple[int, int], Sequence[Operation]]
+"""(stage, lane) -> what it runs, in order."""
+
+
+class Step(NamedTuple):
+    """One operation of one stage on one bucket (its index in the micro-batch)."""
+
+    stage: int
+    operation: Operation
+    bucket_index: int
+
+
+def needed_operation(stage: int, operation: Operation, pp_size: int, vp_size: int) -> tuple[int, Operation] | None:
+    """Return (stage, operation) whose output `operation` needs on `stage`; None for the first forward.
+
+    Virtual stage g = chunk * pp_size + stage: F needs F at g - 1, B needs B at g + 1, B at the last g needs its own F.
+    """
+    virtual_stage = operation.chunk * pp_size + stage
+    if operation.kind == "B" and virtual_stage == pp_size * vp_size - 1:
+        return stage, operation._replace(kind="F")
+    source = virtual_stage + (1 if operation.kind == "B" else -1)
+    return (source % pp_size, operation._replace(chunk=source // pp_size)) if source >= 0 else None
+
+
+def resolve(
+    operations: LaneOperations, groups: Sequence[Sequence[range]], pp_size: int, vp_size: int
+) -> tuple[Step, ...]:
+    """Return all operations in an order in which they can run.
+
+    Args:
+        operations: what each (stage, lane) runs, in order; each runs every operation of the stage once.
+        groups: [micro-batch][bucket] -> lanes of the bucket.
+        pp_size, vp_size: stages and model chunks of a stage.
+
+    Raises:
+        IllegalPlanError: a list lacks an operation or has one that nobody asked for, or the lists deadlock; then
+            `stuck` maps (stage, lane) to the operation it cannot start.
+    """
+    _check_complete(operations, groups, pp_size, vp_size)
+    bucket_of_lane = [{lane: index for index, lanes in enumerate(row) for lane in lanes} for row in groups]
+    position = dict.fromkeys(operations, 0)
+    done: set[tuple[int, Operation, int]] = set()  # stage, operation, bucket
+    steps: list[Step] = []
+
+    def next_operation(place: tuple[int, int]) -> Operation | None:
+        return operations[place][position[place]] if position[place] < len(operations[place]) else None
+
+    def obstacle(stage: int, lane: int, operation: Operation) -> str | None:
+        """Return what keeps `operation` from starting; None when it can."""
+        index = bucket_of_lane[operation.micro_batch][lane]
+        needed = needed_operation(stage, operation, pp_size, vp_size)
+        if needed is not None and (*needed, index) not in done:
+            return f"{needed[1]} on stage {needed[0]}"
+        for member in groups[operation.micro_batch][index]:
+            if next_operation((stage, member)) != operation:
+                return f"lane {member}, which is at {next_operation((stage, member))}"
+        return None
+
+    # Only the lanes next to a change can become ready: those of the same group, and of the neighbour stages.
+    pending = list(operations)
+    while pending:
+        stage, lane = pending.pop()
+        operation = next_operation((stage, lane))
+        if operation is None or obstacle(stage, lane, operation) is not None:
+            continue
+        index = bucket_of_lane[operation.micro_batch][lane]
+        members = groups[operation.micro_batch][index]
+        done.add((stage, operation, index))
+        steps.append(Step(stage, operation, index))
+        for member in members:
+            position[stage, member] += 1
+        neighbours = {stage, (stage + 1) % pp_size, (stage - 1) % pp_size}
+        pending += [(other, member) for other in sorted(neighbours) for member in members]
+
+    stuck = {place: operation for place in operations if (operation := next_operation(place)) is not None}
+    if stuck:
+        lines = [
+            f"  stage {stage} lane {lane} at {operation} waits for {obstacle(stage, lane, operation)}"
+            for (stage, lane), operation in sorted(stuck.items())
+        ]
+        raise IllegalPlanError(
+            f"the operations deadlock: {len(stuck)} of {len(operations)} (stage, lane) places are stuck; "
+            "run shared groups in one order on all their lanes\n" + "\n".join(lines),
+            stuck=stuck,
+        )
+    return tuple(steps)
+
+
+def _check_complete(operations: LaneOperations, groups: Sequence[Sequence[range]], pp_size: int, vp_size: int) -> None:
+    lanes = {lane for row in groups for group in row for lane in group}
+    places = {(stage, lane) for stage in range(pp_size) for lane in lanes}
+    if places != operations.keys():
+        stage, lane = min(places ^ operations.keys())
+        raise IllegalPlanError(
+            f"operations are given for {len(operations)} (stage, lane) places, {len(places)} are needed; stage {stage} "
+            f"lane {lane} is {'left out' if (stage, lane) in places else 'not in the plan'}: give one list per place",
+            stage=stage,
+            lane=lane,
+        )
+    wanted = Counter(
+        Operation(kind, micro_batch, chunk)
+        for kind in KINDS
+        for micro_batch in range(len(groups))
+        for chunk in range(vp_size)
+    )
+    for (stage, lane), todo in operations.items():
+        found = Counter(todo)
+        if found != wanted:
+            operation = min((wanted - found) + (found - wanted))
+            raise IllegalPlanError(
+                f"stage {stage} lane {lane} runs {operation} {found[operation]} times, it must be "
+                f"{wanted[operation]}: list every operation of the stage once",
+                stage=stage,
+                lane=lane,
+                operation=operation,
+            )
