@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import Bucket, ModelShape, PlanOptions, Topology
-from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
+from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
+from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 
 def test_a_group_across_nodes_costs_more_than_one_inside():
@@ -43,7 +45,9 @@ def test_all_gather_hides_nothing():
     step_s = 2048 * kv_bytes / TINY_HARDWARE.bandwidth_in_node_bytes_per_s + TINY_MODEL.num_layers * 1e-5
     assert gather.forward_s - ring.forward_s == pytest.approx(step_s)
     assert gather.backward_s - ring.backward_s == pytest.approx(2 * step_s)
-    assert ring == tiny_cost_model(topology, cp_comm_types=("all_gather",)).cost(2, 0, 4096, 4096**2, cp_comm_type="p2p")
+    assert ring == tiny_cost_model(topology, cp_comm_types=("all_gather",)).cost(
+        2, 0, 4096, 4096**2, cp_comm_type="p2p"
+    )
 
 
 def test_an_exchange_without_a_price_is_refused():
@@ -106,3 +110,214 @@ def test_structure_follows_the_model():
         for shape in shapes
     ]
     assert prices[1] == pytest.approx(2 * prices[0])
+
+
+# A model and a hardware whose prices can be computed in one's head: 1 layer, 8 heads of width 1.
+# 16 FLOPs per squared token; causal kernel 1 s per squared token, L_half 2; full tiles half of that, L_half 0.
+UNIT_MODEL = ModelShape(
+    num_layers=1,
+    hidden_size=1,
+    ffn_hidden_size=1,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=1,
+    vocab_size=10,
+)
+UNIT_HARDWARE = Hardware(
+    name="unit",
+    peak_flops_per_s=68,
+    linear_flops_per_s=68,  # 34 weights: 1 s per token
+    attention_flops_per_s=16,
+    attention_extra_tokens=2,
+    attention_full_flops_per_s=32,
+    attention_full_extra_tokens=0,
+    attention_backward_flops_per_s=40,  # 2.5 times the FLOPs: 1 s per squared token
+    attention_backward_extra_tokens=4,
+    attention_full_backward_flops_per_s=80,
+    attention_full_backward_extra_tokens=2,
+    bandwidth_in_node_bytes_per_s=4,  # 32 bytes of keys and values per token: 8 s
+    bandwidth_across_nodes_bytes_per_s=2,
+    p2p_bandwidth_bytes_per_s=1,
+    exchange_latency_s_per_layer=0.5,
+    forward_overhead_s_per_layer=0,
+    backward_overhead_s_per_layer=0,
+    overhead_s_per_bucket_stage=0,
+)
+FOUR_LANES = Topology(num_lanes=4)
+
+
+def unit_cost(model=UNIT_MODEL, hardware=UNIT_HARDWARE, topology=FOUR_LANES, tokens=16, **options):
+    priced = CostModel(model, hardware, topology, PlanOptions(max_tokens_per_rank=256, **options))
+    return priced.cost(4, 0, tokens, tokens**2)
+
+
+def test_the_ring_step_by_step():
+    """One sample of 16 tokens on 4 ranks, L = 4: step 0 takes 16 + 2*4 = 24 s, the others 16/2 = 8 s, a transfer
+    4*8 + 0.5 = 32.5 s, so 8.5 + 2 * 24.5 = 57.5 s of transfers show. Backward: 16 + 4*4 = 32, (16 + 2*4) / 2 = 12, 65 s
+    and 33 + 2 * 53 = 139 s."""
+    cost = unit_cost()
+    assert cost.forward_s == pytest.approx(4 + (24 + 3 * 8) + 57.5)
+    assert cost.backward_s == pytest.approx(2 * 4 + (32 + 3 * 12) + 139)
+
+
+def test_recomputation_repeats_the_exposed_exchange():
+    without = unit_cost()
+    assert unit_cost(recompute="full").backward_s == pytest.approx(without.backward_s + without.forward_s)
+    assert unit_cost(recompute="selective").backward_s == pytest.approx(without.backward_s + without.forward_s - 4)
+    overhead = replace(UNIT_HARDWARE, forward_overhead_s_per_layer=3, overhead_s_per_bucket_stage=1)
+    # Three of the four seconds are not repeated.
+    overhead = replace(overhead, recompute_overhead_credit=0.75)
+    assert unit_cost(hardware=overhead, recompute="full").backward_s == pytest.approx(
+        1 + without.backward_s + without.forward_s + 1
+    )
+
+
+def test_a_ring_step_may_have_an_overhead_of_its_own():
+    plain, slow = unit_cost(), unit_cost(hardware=replace(UNIT_HARDWARE, ring_step_overhead_s_per_layer=10))
+    assert slow.forward_s - plain.forward_s == pytest.approx(3 * 10)
+    assert slow.backward_s - plain.backward_s == pytest.approx(3 * 2 * 10)
+
+
+def test_all_gather_by_hand():
+    cost = unit_cost(cp_comm_types=("all_gather",))
+    assert cost.forward_s == pytest.approx(4 + 48 + 3 * 32.5)
+    assert cost.backward_s == pytest.approx(8 + 68 + 3 * 65)
+
+
+def test_a2a_by_hand():
+    """Queries, keys, values, outputs: 64 bytes per token, 3/4 of them move, 4 tokens a rank: 192 bytes, 48 s and four
+    latencies. A quarter of the heads on all 16 tokens: (256 + 2*16) / 4 = 72 s, backward (256 + 4*16) / 4 = 80 s."""
+    cost = unit_cost(cp_comm_types=("a2a",))
+    assert cost.forward_s == pytest.approx(4 + 72 + 48 + 2)
+    assert cost.backward_s == pytest.approx(8 + 80 + 48 + 2)
+
+
+def test_attention_without_a_mask_has_twice_the_flops_and_only_full_tiles():
+    """Every step takes 2 * 8 = 16 s and hides as much of 32.5 s."""
+    cost = unit_cost(model=replace(UNIT_MODEL, causal_attention=False))
+    assert cost.forward_s == pytest.approx(4 + 4 * 16 + 3 * 16.5)
+    alone = CostModel(
+        replace(UNIT_MODEL, causal_attention=False), UNIT_HARDWARE, FOUR_LANES, PlanOptions(max_tokens_per_rank=256)
+    )
+    assert alone.cost(1, 0, 16, 256).forward_s == pytest.approx(16 + 2 * 256 / 2)
+
+
+def test_equal_curves_are_the_frozen_form():
+    """(cp - 1) * max(0, transfer - attention / cp): one kink, not two."""
+    hardware = replace(UNIT_HARDWARE, attention_full_flops_per_s=0)
+    model = CostModel(UNIT_MODEL, hardware, FOUR_LANES, PlanOptions(max_tokens_per_rank=256))
+    row = model.table.terms[model.table.first_option[2, 0], 0]
+    assert row[3] == 3
+    assert row[7] == 0
+    cost = model.cost(4, 0, 16, 256)
+    attention_s = 256 / 4 + 2 * 16
+    assert cost.forward_s == pytest.approx(4 + attention_s + 3 * (32.5 - attention_s / 4))
+
+
+def test_the_fastest_exchange_is_taken_for_every_bucket():
+    both = ("p2p", "a2a")
+    short, long = unit_cost(cp_comm_types=both), unit_cost(cp_comm_types=both, tokens=64)
+    assert short == unit_cost(cp_comm_types=("a2a",)) != unit_cost()
+    assert long == unit_cost(tokens=64) != unit_cost(cp_comm_types=("a2a",), tokens=64)
+    model = CostModel(UNIT_MODEL, UNIT_HARDWARE, FOUR_LANES, PlanOptions(max_tokens_per_rank=256, cp_comm_types=both))
+    assert model.best_cp_comm_type(4, 0, 16, 256) == "a2a"
+    assert model.best_cp_comm_type(4, 0, 64, 4096) == "p2p"
+    assert model.best_cp_comm_type(1, 0, 64, 4096) == "p2p"
+    # A bucket says itself which one it uses.
+    bucket = Bucket(first_lane=0, cp_size=4, samples=samples_of([16]), cp_comm_type="p2p")
+    assert model.bucket_cost(bucket) == unit_cost()
+
+
+def test_a2a_needs_whole_heads():
+    """4 query heads and 2 KV heads serve 2 lanes; on 2 TP ranks each has 1 KV head and serves none."""
+    lanes = Topology(num_lanes=8)
+    assert tiny_cost_model(lanes, cp_comm_types=("a2a",)).table.capacities.tolist() == [256, 512, 0, 0]
+    assert tiny_cost_model(lanes, cp_comm_types=("a2a", "p2p")).table.capacities.tolist() == [256, 512, 1024, 2048]
+    split = tiny_cost_model(Topology(num_lanes=4, tp_size=2), cp_comm_types=("a2a",))
+    assert split.table.capacities.tolist() == [256, 0, 0]
+    with pytest.raises(UnsupportedFeatureError, match="group of 4 lanes.*are 4 and 2; use p2p or auto"):
+        tiny_cost_model(lanes, cp_comm_types=("a2a",), min_cp_size=4)
+    with pytest.raises(UnsupportedFeatureError, match="group of 4 lanes"):
+        tiny_cost_model(lanes).cost(4, 0, 64, 64, "a2a")
+    with pytest.raises(UnsupportedFeatureError, match="group of 8 lanes"):
+        tiny_cost_model(lanes, cp_comm_types=("a2a",)).cost(8, 0, 64, 64)
+
+
+def test_terms_without_a_coefficient_cost_nothing():
+    model = tiny_cost_model(Topology(num_lanes=4, tp_size=2, pp_size=2))
+    assert model.cost(2, 0, 512, 512)[3:] == (0, 0, 0, 0)
+    assert model.table.slowest_s_per_token == 0
+    assert model.gradient_reduction_s == 0
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_embedding_and_head_by_hand(pp_size):
+    """Width 1, 10 words, 2 bytes: the embedding moves 4 bytes forward and 2 + 8 backward, the head has 20 FLOPs and 220
+    bytes of loss forward, 40 and 140 backward."""
+    hardware = replace(UNIT_HARDWARE, head_flops_per_s=5, memory_bandwidth_bytes_per_s=2)
+    topology = Topology(num_lanes=4, pp_size=pp_size)
+    cost = unit_cost(hardware=hardware, topology=topology)
+    assert cost.embedding_forward_s == pytest.approx(4 * 4 / 2)
+    assert cost.embedding_backward_s == pytest.approx(4 * 10 / 2)
+    assert cost.head_forward_s == pytest.approx(4 * (20 / 5 + 220 / 2))
+    assert cost.head_backward_s == pytest.approx(4 * (40 / 5 + 140 / 2))
+    table = CostModel(UNIT_MODEL, hardware, topology, PlanOptions(max_tokens_per_rank=256)).table
+    assert table.slowest_s_per_token == pytest.approx(114 + 78 + (7 if pp_size == 1 else 0))
+
+
+def test_tensor_parallel_collectives_by_hand():
+    """Two TP ranks exchange half of 2 * 2 bytes per token in each of 2 all-reduces: 4 bytes a layer and direction."""
+    hardware = replace(UNIT_HARDWARE, collective_bandwidth_in_node_bytes_per_s=0.5)
+    topology = Topology(num_lanes=4, tp_size=2)
+    plain, split = unit_cost(topology=topology), unit_cost(hardware=hardware, topology=topology)
+    assert split.forward_s - plain.forward_s == pytest.approx(4 * 4 / 0.5)
+    assert split.backward_s - plain.backward_s == pytest.approx(4 * 4 / 0.5)
+    # Embedding, head: one all-reduce of 2 bytes each, or half of one.
+    edges = (split.embedding_forward_s, split.embedding_backward_s, split.head_forward_s, split.head_backward_s)
+    assert edges == pytest.approx((16, 8, 8, 16))
+    across = replace(hardware, collective_bandwidth_in_node_bytes_per_s=4)
+    over_nodes = Topology(num_lanes=4, tp_size=2, ranks_per_node=1)  # 2 bytes per s of the NIC
+    fast, slow = (
+        CostModel(UNIT_MODEL, across, topology, PlanOptions(max_tokens_per_rank=256)).cost(1, 0, 4, 0).forward_s
+        for topology in (topology, over_nodes)
+    )
+    assert slow - fast == pytest.approx(4 * 4 / 2 - 4 * 4 / 4)
+
+
+def test_gradient_reduction_by_hand():
+    """34 weights and 2 tables of 10: 4 bytes of gradient and 2 of weight each, 3/4 of them move."""
+    hardware = replace(UNIT_HARDWARE, collective_bandwidth_in_node_bytes_per_s=9)
+    options = PlanOptions(max_tokens_per_rank=256)
+
+    def reduction_s(model=UNIT_MODEL, **sizes):
+        return CostModel(model, hardware, Topology(**sizes), options).gradient_reduction_s
+
+    assert reduction_s(num_lanes=4) == pytest.approx(54 * 6 * 0.75 / 9)
+    assert reduction_s(replace(UNIT_MODEL, share_embeddings_and_output_weights=True), num_lanes=4) == pytest.approx(
+        44 * 6 * 0.75 / 9
+    )
+    assert reduction_s(num_lanes=4, pp_size=2, tp_size=2) == pytest.approx((17 + 10) / 2 * 6 * 0.75 / 9)
+    assert reduction_s(num_lanes=1) == 0
+    # Two lanes a node: two NICs of 2 bytes per s; with 8 a node the bandwidth inside is less than that of all NICs.
+    assert reduction_s(num_lanes=4, ranks_per_node=2) == pytest.approx(54 * 6 * 0.75 / 4)
+    assert reduction_s(num_lanes=16) == pytest.approx(54 * 6 * (15 / 16) / 9)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_prices_increase_and_are_convex(recompute):
+    model = CostModel(
+        TINY_MODEL,
+        CURVED_HARDWARE,
+        Topology(num_lanes=8, ranks_per_node=4),
+        PlanOptions(max_tokens_per_rank=256, recompute=recompute, cp_comm_types=("p2p",)),
+    )
+    for cp_size in (1, 2, 4, 8):
+        for length in (16, 160, 1600, 16000):
+            for other in (16, 320, 6400):
+                one, two = (length, length**2), (other, other**2)
+                both = tuple(first + second for first, second in zip(one, two, strict=True))
+                middle = tuple(value / 2 for value in both)
+                for direction in (0, 1):
+                    price = [model.cost(cp_size, 0, *sums)[direction] for sums in (one, two, both, middle)]
+                    assert max(price[:2]) < price[2]
+                    assert price[3] <= (price[0] + price[1]) / 2 * (1 + 1e-12)

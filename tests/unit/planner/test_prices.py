@@ -1,0 +1,128 @@
+"""The kernels' prices: by hand, and to the bit those of the cost model."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dynamic_cp import prices
+from dynamic_cp.cost_model import CostModel, nanoseconds
+from dynamic_cp.links import links_of
+from dynamic_cp.types import PlanOptions, Topology
+from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
+
+EXCHANGES = ("p2p", "all_gather", "a2a")
+
+
+def terms_of(*numbers: float) -> prices.Floats:
+    return np.array([*numbers, *[0.0] * (prices.NUM_TERMS - len(numbers))])
+
+
+def python_of(function):
+    """The same function as the interpreter runs it."""
+    return getattr(function, "py_func", function)
+
+
+def test_seconds_by_hand():
+    terms = terms_of(1, 2, 3, 2, 1, 1, 1, 3, 10, 0, 1)
+    # 1 + 2*5 + 3*8 = 35; the first kink is max(0, 1 + 5 - 8) = 0, the second 3 * max(0, 10 - 8) = 6.
+    assert prices.seconds(terms, 5.0, 8.0) == 41
+    assert prices.seconds(terms, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
+
+
+def test_a_weight_of_zero_ends_the_kinks():
+    assert prices.seconds(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 1.0, 1.0) == 1
+
+
+@pytest.mark.parametrize("hardware", [TINY_HARDWARE, CURVED_HARDWARE], ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
+    rng = random.Random(recompute)
+    topology = Topology(num_lanes=12, pp_size=2, ranks_per_node=6)
+    options = PlanOptions(max_tokens_per_rank=512, recompute=recompute, cp_comm_types=EXCHANGES)
+    model = CostModel(TINY_MODEL, hardware, topology, options)
+    seen = set()
+    for _ in range(300):
+        k = rng.randrange(4)
+        cp_size = 1 << k
+        first_lane = rng.randrange(12 >> k) << k
+        lengths = [rng.randrange(1, 4000) * 2 * cp_size for _ in range(rng.randrange(1, 5))]
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        link = int(model.table.links[k, first_lane >> k])
+        option = int(prices.best_option(model.table, k, link, float(tokens), float(squares)))
+        for exchange in (None, *EXCHANGES):
+            if exchange == "a2a" and cp_size > 2:
+                continue  # 2 KV heads
+            cost = model.cost(cp_size, first_lane, tokens, squares, exchange)
+            rows = range(model.table.first_option[k, link], model.table.end_option[k, link])
+            row = option if exchange is None or k == 0 else next(r for r in rows if model.exchanges[r] == exchange)
+            for direction, seconds_of_model in enumerate((cost.forward_s, cost.backward_s)):
+                terms = model.table.terms[row, direction]
+                assert prices.seconds(terms, float(tokens), float(squares)) == seconds_of_model
+                assert python_of(prices.seconds)(terms, float(tokens), float(squares)) == seconds_of_model
+            seen.add((k, link, exchange))
+        best = model.cost(cp_size, first_lane, tokens, squares)
+        duration_ns = model.duration_ns(cp_size, first_lane, tokens, squares)
+        assert duration_ns == prices.duration_ns(model.table, k, link, float(tokens), float(squares))
+        assert duration_ns == python_of(prices.duration_ns)(model.table, k, link, float(tokens), float(squares))
+        slowest_s = max(
+            best.embedding_forward_s + best.embedding_backward_s, best.head_forward_s + best.head_backward_s
+        )
+        assert abs(duration_ns - nanoseconds(best.forward_s + best.backward_s + slowest_s)) <= 1
+        assert model.best_cp_comm_type(cp_size, first_lane, tokens, squares) == model.exchanges[option]
+    # 4 choices at CP sizes 1 and 2, 3 at sizes 4 (both links) and 8.
+    assert len(seen) == 4 + 4 + 2 * 3 + 3
+
+
+def test_the_fastest_option_wins_and_the_first_of_equals():
+    table = tiny_cost_model(Topology(num_lanes=2), cp_comm_types=("all_gather", "p2p")).table
+    first = table.first_option[1, 0]
+    assert table.end_option[1, 0] - first == 2
+    # Long samples hide the ring's exchange; nothing hides without attention, where both cost the same.
+    assert prices.best_option(table, 1, 0, 4096.0, 4096.0**2) == first + 1
+    flat = table._replace(terms=np.repeat(table.terms[first : first + 1], len(table.terms), axis=0))
+    assert prices.best_option(flat, 1, 0, 4096.0, 4096.0**2) == first
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "tp_size", "pp_size", "ranks_per_node"),
+    [
+        (1, 1, 1, 8),
+        (64, 1, 1, 8),
+        (12, 1, 2, 8),
+        (12, 3, 3, 8),
+        (7, 2, 4, 5),
+        (33, 1, 3, 6),
+        (16, 16, 2, 8),
+        (5, 1, 1, 1),
+    ],
+)
+def test_links_are_those_of_the_topology(num_lanes, tp_size, pp_size, ranks_per_node):
+    topology = Topology(num_lanes=num_lanes, tp_size=tp_size, pp_size=pp_size, ranks_per_node=ranks_per_node)
+    links = links_of(topology)
+    counted = 0
+    for k in range(num_lanes.bit_length()):
+        expected = [int(topology.spans_nodes(block << k, 1 << k)) for block in range(num_lanes >> k)]
+        assert links.of_group[k, : num_lanes >> k].tolist() == expected
+        assert links.used[k] == tuple(sorted(set(expected)))
+        counted += len(expected)
+    assert counted >= num_lanes
+
+
+def test_a_link_that_no_group_has_prices_as_the_other():
+    table = tiny_cost_model(Topology(num_lanes=16, ranks_per_node=8)).table
+    assert [table.first_option[k, 0] == table.first_option[k, 1] for k in range(5)] == [True] * 5
+    split = tiny_cost_model(Topology(num_lanes=12, ranks_per_node=6)).table
+    assert [split.first_option[k, 0] == split.first_option[k, 1] for k in range(4)] == [True, True, False, True]
+
+
+def test_limits_of_the_table_by_hand():
+    topology = Topology(num_lanes=12, tp_size=3, sequence_parallel=True)
+    table = tiny_cost_model(topology, max_tokens_per_rank=100, min_cp_size=2, max_cp_size=4).table
+    assert table.multiples.tolist() == [1, 4, 8, 16]
+    # Tokens of a rank are even and a multiple of 3: 96 of 100. CP sizes 1 and 8 are not allowed.
+    assert table.capacities.tolist() == [0, 192, 384, 0]
+    assert tiny_cost_model(topology, max_tokens_per_rank=100).table.capacities.tolist() == [99, 192, 384, 768]
+    assert table.rank_token_multiple == 3
