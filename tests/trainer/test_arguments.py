@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.arguments import UNSUPPORTED, check_supported
+from megatron.dynamic_cp.arguments import EXCHANGES, UNSUPPORTED, check_supported
 from megatron.trainer import derive
 from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
 from tests.trainer.commandline import command_line
@@ -113,6 +113,16 @@ def test_sequences_longer_than_the_largest_group_are_refused():
     parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank 32"), 4)
     with pytest.raises(InfeasibleSampleError):
         parse_args(command_line("--context-parallel-size 2 --max-seqlen-per-dp-cp-rank 32"), 4)
+
+
+def test_auto_lets_the_planner_choose_among_all_exchanges():
+    chosen = {
+        choice: derive.plan_options(parse_args(command_line(f"--cp-comm-type {choice}"), 4)).cp_comm_types
+        for choice in ("auto", *EXCHANGES)
+    }
+    assert chosen == {"auto": EXCHANGES} | {exchange: (exchange,) for exchange in EXCHANGES}
+    assert len(EXCHANGES) >= 2
+    assert derive.plan_options(parse_args(command_line(""), 4)).cp_comm_types == ("p2p",)
 
 
 @pytest.mark.parametrize("feature", UNSUPPORTED, ids=lambda feature: feature.flag)

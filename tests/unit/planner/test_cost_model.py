@@ -235,7 +235,7 @@ def test_a2a_needs_whole_heads():
     assert tiny_cost_model(lanes, cp_comm_types=("a2a", "p2p")).table.capacities.tolist() == [256, 512, 1024, 2048]
     split = tiny_cost_model(Topology(num_lanes=4, tp_size=2), cp_comm_types=("a2a",))
     assert split.table.capacities.tolist() == [256, 0, 0]
-    with pytest.raises(UnsupportedFeatureError, match="group of 4 lanes.*are 4 and 2; use p2p or auto"):
+    with pytest.raises(UnsupportedFeatureError, match=r"group of 4 lanes.*are 4 and 2; use p2p or auto"):
         tiny_cost_model(lanes, cp_comm_types=("a2a",), min_cp_size=4)
     with pytest.raises(UnsupportedFeatureError, match="group of 4 lanes"):
         tiny_cost_model(lanes).cost(4, 0, 64, 64, "a2a")
