@@ -1,20 +1,27 @@
 """Writes tests/golden/*.txt: small plans and timelines as text, to be reviewed as a diff.
 
 python tools/regenerate_goldens.py
+
+tests/golden/*.txt: what the planner makes of given samples. tests/golden/timelines/*.txt: what the simulator makes of
+the given plan at the top of the file, at round prices, so that a reader can redo the times by hand.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.cost_model import BucketCost, CostModel
+from dynamic_cp.padding import rank_tokens
 from dynamic_cp.search import plan_global_batch
-from dynamic_cp.serialize import format_plan
+from dynamic_cp.serialize import format_plan, parse_plan
 from dynamic_cp.simulator import Timeline, simulate
-from dynamic_cp.types import PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, PlanOptions, Sample, Topology
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
+TIMELINES = FOLDER / "timelines"
 
 CASES = {
     # one long document, a few middle ones, many short ones; groups of 4 span nodes
@@ -38,6 +45,42 @@ def render(name: str) -> str:
     return f"{format_plan(planned.plan)}\n{planned.reason}\n\n{_timeline_text(timeline)}"
 
 
+class RoundPrices:
+    """1 us forward and 2 us backward per padded token of a rank; with pipelining a hop takes 100 us."""
+
+    TEXT = (
+        "prices: 1 us forward, 2 us backward per padded token of a rank and stage (divided by its chunks); hop 100 us; "
+        "embedding 10 + 20 us; head 200 + 400 us"
+    )
+    gradient_reduction_s = 0.0
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def bucket_cost(self, bucket: Bucket) -> BucketCost:
+        forward_s = rank_tokens(bucket, self.topology.rank_token_multiple) * 1e-6
+        hop_s = 100e-6 if self.topology.pp_size > 1 else 0.0
+        return BucketCost(forward_s, 2 * forward_s, hop_s, 10e-6, 20e-6, 200e-6, 400e-6)
+
+
+def render_timeline(text: str) -> str:
+    """Return the golden text of the plan in the first paragraph of `text`."""
+    plan = parse_plan(text.partition("\n\n")[0])
+    timeline = simulate(plan, RoundPrices(plan.topology))
+    return f"{format_plan(plan)}\n{RoundPrices.TEXT}\n\n{_timeline_text(timeline)}\n{_split_text(timeline)}"
+
+
+def _split_text(timeline: Timeline) -> str:
+    """Return one line per stage and lane: where its time went, in milliseconds, and its tokens in flight."""
+    split, peak = timeline.split, timeline.peak_in_flight_tokens
+    lines = ["busy + pipeline bubble + CP wait + DP wait in ms; most tokens in flight"]
+    parts = (split.busy_ns, split.pipeline_bubble_ns, split.cp_wait_ns, split.dp_wait_ns)
+    for stage, lane in np.ndindex(peak.shape):
+        shares = " + ".join(f"{part[stage, lane] / 1e6:.3f}" for part in parts)
+        lines.append(f"stage {stage} lane {lane}: {shares}; {peak[stage, lane]} tokens")
+    return "\n".join(lines) + "\n"
+
+
 def _timeline_text(timeline: Timeline) -> str:
     """Return one line per stage and lane: each operation with its end in milliseconds."""
     lines = [f"ends in ms (chunk F|B micro-batch), makespan {timeline.makespan_s * 1e3:.3f}"]
@@ -55,3 +98,6 @@ if __name__ == "__main__":
     for case in CASES:
         (FOLDER / f"{case}.txt").write_text(render(case))
         print(FOLDER / f"{case}.txt")
+    for path in sorted(TIMELINES.glob("*.txt")):
+        path.write_text(render_timeline(path.read_text()))
+        print(path)
