@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
+from dynamic_cp.megatron_index import MegatronIndex, read_megatron_index
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"MMIDIDX\0\0"
-# magic, version, code of the token type, number of sequences, number of document boundaries
-HEADER = struct.Struct("<9sQBQQ")
-BYTES_OF_TOKEN_TYPE = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 NUM_PROBED_DOCUMENTS = 1024
 
 
@@ -48,7 +44,8 @@ class IndexedDocuments:
         self._tokenizer = tokenizer
         self._dataset: Any = None
         self._bin_bytes = _size_bytes(self._prefix + ".bin", self._prefix + ".idx")
-        self._first_sequences, self._num_tokens = _read_index(self._prefix, self._bin_bytes)
+        index = _read_index(self._prefix, self._bin_bytes)
+        self._first_sequences, self._num_tokens = index.first_sequences, index.document_tokens
         self._appends_eod = not self._documents_end_with_eod()
         self.lengths = self._num_tokens + int(self._appends_eod)
 
@@ -125,70 +122,15 @@ def _size_bytes(path: str, other: str) -> int:
         return os.path.getsize(path)
 
 
-def _read_index(prefix: str, bin_bytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first sequence and the number of tokens of each document, int64 [documents].
-
-    Layout: header, int32 tokens per sequence, int64 byte offset per sequence, int64 number of sequences before each
-    document boundary (from 0 to all), and for multimodal data int8 mode per sequence.
-    """
-    path = prefix + ".idx"
-    remedy = "copy both files again or make them anew with preprocess_data.py"
-    idx_bytes = _size_bytes(path, prefix + ".bin")
-    with reading(path), open(path, "rb") as file:
-        header = file.read(HEADER.size)
-    if header[: len(MAGIC)] != MAGIC[: len(header)]:
+def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
+    """Return what the .idx says; the .bin beside it is long enough for it."""
+    _size_bytes(prefix + ".idx", prefix + ".bin")
+    index = read_megatron_index(prefix + ".idx")
+    if bin_bytes < index.bin_bytes:
         raise DataError(
-            f"{path} starts with {header[: len(MAGIC)]!r}, a Megatron index with {MAGIC!r}: give another path"
-        )
-    if len(header) < HEADER.size:
-        raise DataError(
-            f"{path} is truncated: {idx_bytes} bytes, its header alone has {HEADER.size}; {remedy}",
-            expected_bytes=HEADER.size,
-            found_bytes=idx_bytes,
-        )
-    _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
-    if version != 1:
-        raise DataError(f"{path} has version {version}, only 1 is known: {remedy}", version=version)
-    if code not in BYTES_OF_TOKEN_TYPE:
-        raise DataError(
-            f"{path} has token type {code}, integers are {', '.join(map(str, BYTES_OF_TOKEN_TYPE))}: {remedy}"
-        )
-    expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    if idx_bytes < expected_bytes:
-        raise DataError(
-            f"{path} is truncated: {idx_bytes} bytes, {count(num_sequences, 'sequence')} and "
-            f"{num_boundaries} document boundaries need {expected_bytes}; {remedy}",
-            expected_bytes=expected_bytes,
-            found_bytes=idx_bytes,
-        )
-    if idx_bytes not in (expected_bytes, expected_bytes + num_sequences):
-        raise DataError(
-            f"{path} has {idx_bytes} bytes, its header says {expected_bytes}: {remedy}",
-            expected_bytes=expected_bytes,
-            found_bytes=idx_bytes,
-        )
-    with reading(path):
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-    sizes_end = HEADER.size + 4 * num_sequences
-    offsets_end = sizes_end + 8 * num_sequences
-    num_tokens = content[HEADER.size : sizes_end].view(np.int32)
-    offsets_bytes = content[sizes_end:offsets_end].view(np.int64)
-    boundaries = np.array(content[offsets_end:expected_bytes]).view(np.int64)
-
-    if not num_boundaries or boundaries[0] != 0 or boundaries[-1] != num_sequences or (np.diff(boundaries) < 0).any():
-        raise DataError(
-            f"{path}: its {num_boundaries} document boundaries do not rise from 0 to its {num_sequences} sequences; "
-            f"{remedy}"
-        )
-    token_bytes = BYTES_OF_TOKEN_TYPE[code]
-    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_tokens, dtype=np.int64)])
-    if num_sequences and ((num_tokens < 0).any() or not np.array_equal(offsets_bytes, ends[:-1] * token_bytes)):
-        raise DataError(f"{path}: its {num_sequences} sequences do not lie one after the other in the .bin: {remedy}")
-    needed_bytes = int(ends[-1]) * token_bytes
-    if bin_bytes < needed_bytes:
-        raise DataError(
-            f"{prefix}.bin is truncated: {bin_bytes} bytes, its index says {needed_bytes}; {remedy}",
-            expected_bytes=needed_bytes,
+            f"{prefix}.bin is truncated: {bin_bytes} bytes, its index says {index.bin_bytes}; "
+            "copy both files again or make them anew with preprocess_data.py",
+            expected_bytes=index.bin_bytes,
             found_bytes=bin_bytes,
         )
-    return boundaries[:-1], np.diff(ends[boundaries])
+    return index

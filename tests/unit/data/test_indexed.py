@@ -12,8 +12,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from dynamic_cp.errors import DataError
+from dynamic_cp.megatron_index import HEADER
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.indexed import HEADER, IndexedDocuments
+from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
 from tests.unit.data.helpers import EOD, config, epoch_tokens
 

@@ -1,0 +1,115 @@
+"""Reads the .idx half of Megatron's indexed data sets: how long each sequence and each document is."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError
+
+MAGIC = b"MMIDIDX\0\0"
+# magic, version, code of the token type, number of sequences, number of document boundaries
+HEADER = struct.Struct("<9sQBQQ")
+BYTES_OF_TOKEN_TYPE = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+_REMEDY = "copy both files again or make them anew with preprocess_data.py"
+
+
+class MegatronIndex(NamedTuple):
+    """Lengths in tokens as stored: an end-of-document token counts only where the data holds one.
+
+    Attributes:
+        sequence_tokens: int32 [sequences], tokens of each sequence.
+        document_tokens: int64 [documents], tokens of each document; a document may hold several sequences, or none.
+        first_sequences: int64 [documents], number of the first sequence of each document.
+        bin_bytes: bytes that the .bin file must have at least.
+    """
+
+    sequence_tokens: NDArray[np.int32]
+    document_tokens: NDArray[np.int64]
+    first_sequences: NDArray[np.int64]
+    bin_bytes: int
+
+
+def read_megatron_index(path: str | Path) -> MegatronIndex:
+    """Return what an .idx file says. The .bin file is not opened and need not exist.
+
+    Layout: header, int32 tokens per sequence, int64 byte offset per sequence, int64 number of sequences before each
+    document boundary (from 0 to all), and for multimodal data int8 mode per sequence.
+
+    Raises:
+        DataError: the file cannot be read, is no index, is truncated or contradicts itself.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = file.read(HEADER.size)
+            idx_bytes = os.fstat(file.fileno()).st_size
+        num_sequences, num_boundaries, token_bytes = _parse_header(path, header, idx_bytes)
+        content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; check that it exists and that this user may read it",
+            path=path,
+        ) from error
+    sizes_end = HEADER.size + 4 * num_sequences
+    offsets_end = sizes_end + 8 * num_sequences
+    sequence_tokens = content[HEADER.size : sizes_end].view("<i4")
+    offsets_bytes = content[sizes_end:offsets_end].view("<i8")
+    boundaries = np.array(content[offsets_end : offsets_end + 8 * num_boundaries].view("<i8"))
+
+    # Compared, not subtracted: damaged boundaries may differ by more than int64 holds.
+    falls = (boundaries[1:] < boundaries[:-1]).any()
+    if not num_boundaries or boundaries[0] != 0 or boundaries[-1] != num_sequences or falls:
+        raise DataError(
+            f"{path}: its {num_boundaries} document boundaries do not rise from 0 to its {num_sequences} sequences; "
+            f"{_REMEDY}"
+        )
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sequence_tokens, dtype=np.int64)])
+    if (sequence_tokens < 0).any() or not np.array_equal(offsets_bytes, ends[:-1] * token_bytes):
+        raise DataError(f"{path}: its {num_sequences} sequences do not lie one after the other in the .bin: {_REMEDY}")
+    return MegatronIndex(
+        sequence_tokens=sequence_tokens,
+        document_tokens=np.diff(ends[boundaries]),
+        first_sequences=boundaries[:-1],
+        bin_bytes=int(ends[-1]) * token_bytes,
+    )
+
+
+def _parse_header(path: str | Path, header: bytes, idx_bytes: int) -> tuple[int, int, int]:
+    """Return (number of sequences, number of document boundaries, bytes per token)."""
+    if header[: len(MAGIC)] != MAGIC[: len(header)]:
+        raise DataError(
+            f"{path} starts with {header[: len(MAGIC)]!r}, a Megatron index with {MAGIC!r}: give another path"
+        )
+    if len(header) < HEADER.size:
+        raise DataError(
+            f"{path} is truncated: {idx_bytes} bytes, its header alone has {HEADER.size}; {_REMEDY}",
+            expected_bytes=HEADER.size,
+            found_bytes=idx_bytes,
+        )
+    _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+    if version != 1:
+        raise DataError(f"{path} has version {version}, only 1 is known: {_REMEDY}", version=version)
+    if code not in BYTES_OF_TOKEN_TYPE:
+        raise DataError(
+            f"{path} has token type {code}, integers are {', '.join(map(str, BYTES_OF_TOKEN_TYPE))}: {_REMEDY}"
+        )
+    expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    if idx_bytes < expected_bytes:
+        raise DataError(
+            f"{path} is truncated: {idx_bytes} bytes, the {num_sequences} sequences and {num_boundaries} document "
+            f"boundaries of its header need {expected_bytes}; {_REMEDY}",
+            expected_bytes=expected_bytes,
+            found_bytes=idx_bytes,
+        )
+    if idx_bytes not in (expected_bytes, expected_bytes + num_sequences):
+        raise DataError(
+            f"{path} has {idx_bytes} bytes, its header says {expected_bytes}: {_REMEDY}",
+            expected_bytes=expected_bytes,
+            found_bytes=idx_bytes,
+        )
+    return num_sequences, num_boundaries, BYTES_OF_TOKEN_TYPE[code]
