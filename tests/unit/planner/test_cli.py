@@ -6,12 +6,9 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from dynamic_cp import cli
-from dynamic_cp.errors import DataError
-from dynamic_cp.lengths import read_lengths
 from dynamic_cp.serialize import digest, loads, parse_plan, plan_from_dict
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
@@ -126,42 +123,3 @@ def test_the_installed_command_and_usage_errors(lengths):
         [*command, *plan_arguments(lengths, "--json", "-")], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(result.stdout)["predicted_s"] > 0
-
-
-def test_lengths_of_every_kind_of_file(tmp_path):
-    np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype=np.uint32))
-    (tmp_path / "a.txt").write_text(" ".join(map(str, LENGTHS)) + "\n")
-    (tmp_path / "a.csv").write_text("\n".join(map(str, LENGTHS)))
-    (tmp_path / "header.csv").write_text("tokens of a document\n" + "\n".join(map(str, LENGTHS)))
-    (tmp_path / "wide.csv").write_text("name,seqlen\n" + "\n".join(f"x,{length}" for length in LENGTHS) + "\n\n")
-    files = sorted(tmp_path.iterdir())
-    assert [list(read_lengths(path)) for path in files] == [LENGTHS] * 5
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.txt", b"", "holds 0 lengths"),
-        ("a.txt", b"3 x", "entry 2 is 'x'"),
-        ("a.txt", b"3 2.5", "entry 2 is '2.5'"),
-        ("a.txt", b"3 0", "entry 2 is 0"),
-        ("a.txt", b"\xff\xfe", "is no .txt file"),
-        ("a.npy", b"nonsense", "is no .npy file"),
-        ("a.npy", b"", "is no .npy file"),
-        ("a.csv", b"a,b\n1,2\n", "none of its 2 columns"),
-        ("a.csv", b"name,seqlen\nx\n", "fewer than 2 columns"),
-        ("a.csv", b"seqlen\n", "holds 0 lengths"),
-        ("a.json", b"[1]", "give a .npy, .txt, .csv file"),
-    ],
-)
-def test_bad_length_files(tmp_path, name, content, says):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=says):
-        read_lengths(tmp_path / name)
-
-
-def test_float_arrays_are_no_lengths(tmp_path):
-    for array in (np.array([1.5]), np.array([[1, 2]]), np.array([{}], dtype=object)):
-        np.save(tmp_path / "a.npy", array)
-        with pytest.raises(DataError, match=r"is no \.npy file"):
-            read_lengths(tmp_path / "a.npy")

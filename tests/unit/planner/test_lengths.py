@@ -1,0 +1,273 @@
+"""Lists of lengths from every kind of file, and that no file, however damaged, gives anything but a DataError."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.lengths import COLUMNS, MAX_LENGTH, read_length_array, read_lengths
+from dynamic_cp.megatron_index import HEADER, MAGIC, read_megatron_index
+
+LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
+KINDS = (".npy", ".txt", ".csv", ".jsonl", ".idx")
+
+
+def index_bytes(documents, *, token_type=4, token_bytes=4, modes=False):
+    """Return an .idx of documents that are lists of sequence lengths, written from the layout and not by our reader."""
+    sizes = [size for document in documents for size in document]
+    offsets = [token_bytes * sum(sizes[:number]) for number in range(len(sizes))]
+    boundaries = [sum(map(len, documents[:number])) for number in range(len(documents) + 1)]
+    return (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, token_type, len(sizes), len(boundaries))
+        + np.array(sizes, dtype="<i4").tobytes()
+        + np.array(offsets, dtype="<i8").tobytes()
+        + np.array(boundaries, dtype="<i8").tobytes()
+        + (b"\0" * len(sizes) if modes else b"")
+    )
+
+
+def test_lengths_of_every_kind_of_file(tmp_path):
+    rows = "\n".join(map(str, LENGTHS))
+    np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype=np.uint32))
+    np.save(tmp_path / "big_endian.NPY".lower(), np.array(LENGTHS, dtype=">i8"))
+    (tmp_path / "a.txt").write_text(" ".join(map(str, LENGTHS)) + "\n")
+    (tmp_path / "a.csv").write_text(rows)
+    (tmp_path / "header.csv").write_text("tokens of a document\n" + rows)
+    (tmp_path / "wide.csv").write_text("name,seqlen\n" + "\n".join(f"x,{length}" for length in LENGTHS) + "\n\n")
+    (tmp_path / "mark.csv").write_bytes(b"\xef\xbb\xbfSeqLen\r\n" + rows.replace("\n", "\r\n").encode())
+    (tmp_path / "a.jsonl").write_text(rows + "\n\n")
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": "x", "num_tokens": n}) for n in LENGTHS))
+    (tmp_path / "UPPER.TXT").write_text(rows)
+    (tmp_path / "a.idx").write_bytes(index_bytes([[length] for length in LENGTHS]))
+    files = sorted(tmp_path.iterdir())
+    assert [list(read_lengths(path)) for path in files] == [LENGTHS] * 11
+    assert {read_length_array(path).dtype for path in files} == {np.dtype(np.int64)}
+    assert all(type(length) is int for length in read_lengths(files[0]))
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_known_columns(tmp_path, column):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 3, column: 7}))
+    (tmp_path / "a.csv").write_text(f"id,{column}\n3,7\n")
+    assert read_lengths(tmp_path / "a.jsonl") == read_lengths(tmp_path / "a.csv") == (7,)
+
+
+@pytest.mark.parametrize("modes", [False, True])
+def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
+    path = tmp_path / "a.idx"
+    path.write_bytes(index_bytes([[3], [1, 2, 0, 1], [], [0], [50, 50]], modes=modes))
+    with caplog.at_level(logging.WARNING):
+        assert read_lengths(path) == (3, 4, 100)
+    assert "2 of 5 documents hold no tokens, left out" in caplog.text
+    assert read_length_array(path, index_unit="sequence").tolist() == [3, 1, 2, 1, 50, 50]
+    index = read_megatron_index(path)
+    assert index.document_tokens.tolist() == [3, 4, 0, 0, 100]
+    assert index.first_sequences.tolist() == [0, 1, 5, 5, 6]
+    assert index.bin_bytes == 4 * 107
+    with pytest.raises(InvalidInputError, match="use 'document' or 'sequence'"):
+        read_length_array(path, index_unit="token")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"", "holds 0 lengths"),
+        ("a.txt", b"3 x", "entry 2 is 'x'"),
+        ("a.txt", b"3 2.5", "entry 2 is '2.5'"),
+        ("a.txt", b"3 nan", "entry 2 is 'nan', an integer is needed"),
+        ("a.txt", b"3 0", "entry 2 is 0, a length is at least 1"),
+        ("a.txt", b"3 -4", "entry 2 is -4, a length is at least 1"),
+        ("a.txt", b"3 2147483648", "entry 2 is '2147483648', a length is at most 2147483647"),
+        ("a.txt", b"7" * 5000, "entry 1 is '777.*an integer is needed"),
+        ("a.txt", b"\xff\xfe", "is no .txt file"),
+        ("a.npy", b"nonsense", "is no .npy file"),
+        ("a.npy", b"", "is no .npy file"),
+        ("a.npy", b"\x93NUMPY\x01\x00\x04\x00{{{\n", "is no .npy file"),
+        ("a.csv", b"a,b\n1,2\n", "none of its 2 columns"),
+        ("a.csv", b"length,num_tokens\n1,2\n", "has the columns length and num_tokens: keep the one in tokens"),
+        ("a.csv", b"name,seqlen\nx\n", "fewer than 2 columns"),
+        ("a.csv", b"seqlen\n", "holds 0 lengths"),
+        ("a.csv", b"seqlen\n3\nnan", "entry 2 is 'nan'"),
+        ("a.csv", b"2.5\n3", "entry 1 is '2.5'"),
+        ("a.csv", b"name,seqlen\nx,3\ny,\n", "entry 2 is '', an integer is needed"),
+        ("a.jsonl", b"", "holds 0 lengths"),
+        ("a.jsonl", b"3\n{", "line 2 is not JSON"),
+        ("a.jsonl", b"3\n2.5", "line 2 is 2.5"),
+        ("a.jsonl", b"3\nNaN", "line 2 is nan"),
+        ("a.jsonl", b"3\ntrue", "line 2 is True"),
+        ("a.jsonl", b"3\n[4]", r"line 2 is \[4\]"),
+        ("a.jsonl", b"3\n\n0", "line 3 is 0, a length is at least 1"),
+        ("a.jsonl", b'{"seqlen": 5}\n{"seqlen": -5}', "line 2, key 'seqlen', is -5, a length is at least 1"),
+        ("a.jsonl", b'{"length": null}', "line 1, key 'length', is None"),
+        ("a.jsonl", b'3\n{"text": "words"}', r"line 2: none of its 1 keys \('text'\) is named seqlen.*tokenized first"),
+        ("a.jsonl", b'{"length": 4, "num_tokens": 1}', "line 1 has the keys length and num_tokens: keep"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", b"9" * 5000, "line 1 is not JSON"),
+        ("a.jsonl", b"-" + b"9" * 4000, "line 1 is a huge int|line 1 is -999.*at least 1"),
+        ("a.idx", b"nonsense!", "a Megatron index with"),
+        ("a.idx", b"", "is truncated: 0 bytes, its header alone has 34"),
+        ("a.idx", index_bytes([[3], [4]])[:-1], "is truncated: 81 bytes, .* need 82"),
+        ("a.idx", index_bytes([[3], [4]]) + b"x", "has 83 bytes, its header says 82"),
+        ("a.idx", index_bytes([[3], [-4], [5]]), "do not lie one after the other"),
+        ("a.idx", index_bytes([[3], [4]], token_type=7), "has token type 7"),
+        ("a.idx", index_bytes([[3], [4]], token_bytes=2), "do not lie one after the other"),
+        ("a.idx", index_bytes([]), "holds 0 lengths"),
+        ("a.idx", index_bytes([[], [0]]), "holds 0 lengths"),
+        ("a.idx", index_bytes([[5], [2**31 - 1, 1]]), "document 1 is 2147483648, a length is at most"),
+        ("a.json", b"[1]", "give a .npy, .txt, .csv, .jsonl, .idx file"),
+        ("a", b"1", "ends in ''"),
+    ],
+)
+def test_bad_length_files(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says) as caught:
+        read_lengths(tmp_path / name)
+    assert name in str(caught.value)
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.array([1.5]), r"is no \.npy file.*holds float64, integers are needed: save whole tokens with \.astype"),
+        (np.array([1, np.nan, 3]), "drop entry 2, which is nan"),
+        (np.array([True]), "holds bool"),
+        (np.array(["7"]), "holds <U1"),
+        (np.array([{}], dtype=object), r"is no \.npy file"),
+        (np.array([[1, 2]]), r"shape is \(1, 2\), one dimension"),
+        (np.array(7), r"shape is \(\), one dimension"),
+        (np.array([], dtype=np.int64), "holds 0 lengths"),
+        (np.array([5, -1, 0]), "entry 2 is -1"),
+        (np.array([5, 0], dtype=np.uint8), "entry 2 is 0"),
+        (np.array([5, 2**64 - 1], dtype=np.uint64), "entry 2 is 18446744073709551615, a length is at most"),
+    ],
+)
+def test_arrays_that_are_no_lengths(tmp_path, array, says):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match=says):
+        read_lengths(tmp_path / "a.npy")
+
+
+def test_a_truncated_array(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(1, 100))
+    content = (tmp_path / "a.npy").read_bytes()
+    for kept_bytes in (7, 20, 127, 128, 129, len(content) - 1):
+        (tmp_path / "a.npy").write_bytes(content[:kept_bytes])
+        with pytest.raises(DataError, match=r"is no \.npy file"):
+            read_lengths(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_files_and_folders(tmp_path, kind):
+    with pytest.raises(DataError, match=r"cannot read .*No such file"):
+        read_lengths(tmp_path / f"no{kind}")
+    (tmp_path / f"folder{kind}").mkdir()
+    with pytest.raises(DataError, match=r"cannot read .*folder"):
+        read_lengths(tmp_path / f"folder{kind}")
+
+
+def read_or_data_error(kind, content):
+    """Return whether bytes of a kind of file are lengths; anything but lengths or a DataError fails the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"a{kind}"
+        path.write_bytes(content)
+        try:
+            lengths = read_length_array(path)
+        except DataError:
+            return False
+    assert lengths.dtype == np.int64
+    assert lengths.size
+    assert lengths.min() >= 1
+    assert lengths.max() <= MAX_LENGTH
+    return True
+
+
+TEXT_ATOMS = st.sampled_from(
+    [*"0123456789-.,\"'{}[]:\n\r\t \0eE_+", "seqlen", "length", "NaN", "null", "true", "1e400", "\ufeff", "\u0663", "é"]
+)
+TEXTS = st.lists(TEXT_ATOMS, max_size=40).map(lambda parts: "".join(parts).encode())
+JSON_LINES = st.lists(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["seqlen", "x"]), inner),
+        max_leaves=5,
+    ).map(json.dumps),
+    max_size=5,
+).map(lambda lines: "\n".join(lines).encode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(content=st.binary(max_size=200) | TEXTS | JSON_LINES)
+def test_garbage_is_a_data_error(kind, content):
+    read_or_data_error(kind, content)
+
+
+def valid_contents():
+    """Return a sound file of each binary kind, to be damaged."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "a.npy", np.array(LENGTHS, dtype=np.int32))
+        array = (Path(folder) / "a.npy").read_bytes()
+    return {".npy": array, ".idx": index_bytes([[3], [1, 2], [], [7]])}
+
+
+VALID = valid_contents()
+
+
+@pytest.mark.parametrize("kind", VALID)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_a_data_error_or_lengths(kind, data):
+    content = bytearray(VALID[kind])
+    assert read_or_data_error(kind, bytes(content))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    read_or_data_error(
+        kind, bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    counts=st.tuples(st.integers(0, 4) | st.integers(0, 2**64 - 1), st.integers(0, 4) | st.integers(0, 2**64 - 1)),
+    body=st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**31 - 1, -(2**31)]), max_size=20),
+    token_type=st.integers(0, 9),
+)
+def test_an_index_with_any_counts_and_body(counts, body, token_type):
+    header = HEADER.pack(MAGIC, 1, token_type, *counts)
+    read_or_data_error(".idx", header + np.array(body, dtype="<i4").tobytes())
+
+
+def test_boundaries_whose_differences_overflow_are_damaged(tmp_path):
+    # 0, 2^63 - 1, -2^63, 1 rises by 2^63 - 1, 1 and, beyond what int64 holds, 1 again.
+    content = bytearray(index_bytes([[1], [], []]))
+    content[-24:-8] = struct.pack("<qq", 2**63 - 1, -(2**63))
+    (tmp_path / "a.idx").write_bytes(bytes(content))
+    with pytest.raises(DataError, match="do not rise"):
+        read_lengths(tmp_path / "a.idx")
+
+
+@pytest.mark.parametrize("kind", [".npy", ".idx"])
+def test_a_million_lengths_are_read_without_python_integers(tmp_path, kind):
+    lengths = np.random.default_rng(0).integers(1, 5000, 1_000_000)
+    if kind == ".npy":
+        np.save(tmp_path / "a.npy", lengths.astype(np.uint32))
+    else:
+        content = HEADER.pack(MAGIC, 1, 4, len(lengths), len(lengths) + 1) + lengths.astype("<i4").tobytes()
+        content += (4 * (np.cumsum(lengths) - lengths)).tobytes() + np.arange(len(lengths) + 1).tobytes()
+        (tmp_path / "a.idx").write_bytes(content)
+    started_s = time.process_time()
+    np.testing.assert_array_equal(read_length_array(tmp_path / f"a{kind}"), lengths)
+    assert time.process_time() - started_s < 2, "about 0.01 s of array operations; a loop takes seconds"
