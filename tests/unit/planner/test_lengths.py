@@ -251,9 +251,9 @@ def test_an_index_with_any_counts_and_body(counts, body, token_type):
 
 
 def test_boundaries_whose_differences_overflow_are_damaged(tmp_path):
-    # 0, 2^63 - 1, -2^63, 1 rises by 2^63 - 1, 1 and, beyond what int64 holds, 1 again.
+    # 0, 2^63 - 1, -2, 1: in int64 each difference comes out positive, 2^63 - 1, 2^63 - 1 and 3.
     content = bytearray(index_bytes([[1], [], []]))
-    content[-24:-8] = struct.pack("<qq", 2**63 - 1, -(2**63))
+    content[-24:-8] = struct.pack("<qq", 2**63 - 1, -2)
     (tmp_path / "a.idx").write_bytes(bytes(content))
     with pytest.raises(DataError, match="do not rise"):
         read_lengths(tmp_path / "a.idx")
