@@ -36,19 +36,22 @@ __all__ = [
 ]
 
 
-def simulate(plan: Plan, cost_model: CostModel, operations: LaneOperations | None = None) -> Timeline:
+def simulate(
+    plan: Plan, cost_model: CostModel, operations: LaneOperations | None = None, *, grid: Grid | None = None
+) -> Timeline:
     """Return the timeline of `plan`.
 
     Args:
         plan: a plan that passes `check_plan`.
         cost_model: prices of its buckets.
         operations: what each (stage, lane) runs; None = Megatron-Core's schedule, the same list on every lane.
+        grid: `grid_of(plan, cost_model)` where the caller has it; pricing takes longer than simulating.
 
     Raises:
         IllegalPlanError: `operations` are incomplete or deadlock; the message names the stuck actions.
     """
     topology = plan.topology
-    grid = grid_of(plan, cost_model)
+    grid = grid_of(plan, cost_model) if grid is None else grid
     common = common_operations(topology.pp_size, plan.num_microbatches, topology.vp_size)
     ends_ns = np.zeros((len(common), topology.num_lanes), np.int64)
     if operations is None:

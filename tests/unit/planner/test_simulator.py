@@ -112,7 +112,8 @@ def test_given_lists_equal_the_kernel_where_they_are_megatrons():
     rng = random.Random(2)
     for _ in range(100):
         plan, costs = random_case(rng)
-        ours, given = simulate(plan, GivenCosts(costs)), simulate(plan, GivenCosts(costs), megatron_lists(plan))
+        ours = simulate(plan, GivenCosts(costs))
+        given = simulate(plan, GivenCosts({}), megatron_lists(plan), grid=grid_of(plan, GivenCosts(costs)))
         assert (ours.ends_ns == given.ends_ns).all()
         assert (ours.peak_in_flight_tokens == given.peak_in_flight_tokens).all()
 
