@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from dynamic_cp import hugging_face
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Hardware, ModelShape
 
@@ -52,15 +53,25 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 def load_model(name_or_path: str | Path) -> ModelShape:
-    """Return the model of a bundled name or of a file like `dynamic_cp/data/models/llama-3-8b.json`.
+    """Return the model of a bundled name, of a file like `dynamic_cp/data/models/llama-3-8b.json` or of a Hugging Face
+    config.json.
 
     Raises:
         InvalidInputError: unknown name, unreadable file, or an entry that is missing or of the wrong type.
+        UnsupportedFeatureError: a Hugging Face model_type that is not known.
     """
     where, data = _read("models", name_or_path)
+    if hugging_face.is_config(data):
+        return hugging_face.model_shape(where, data)
     _check_keys(where, data, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
-    kinds = {"gated_linear_unit": bool, "source": str}
-    return ModelShape(**{name: _typed(where, data, name, kinds.get(name, int)) for name in data})
+    kinds = {"int": int, "bool": bool, "str": str}
+    return ModelShape(
+        **{
+            field.name: _typed(where, data, field.name, kinds[str(field.type)])
+            for field in fields(ModelShape)
+            if field.name in data
+        }
+    )
 
 
 def _names(kind: str) -> tuple[str, ...]:

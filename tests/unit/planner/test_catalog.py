@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 
 import pytest
 
 from dynamic_cp import catalog
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.types import Hardware
 from tests.unit.planner.support import CASES
 
 DATA = CASES.parents[1] / "dynamic_cp" / "data"
 
 
 def test_every_number_of_every_hardware_has_a_source():
-    assert {"h100", "a100-80gb", "cpu"} <= set(catalog.hardware_names())
+    assert set(catalog.hardware_names()) == {"a100-40gb", "a100-80gb", "cpu", "h100", "h200"}
+    coefficients = {field.name for field in fields(Hardware)} - {"name", "source"}
     for name in catalog.hardware_names():
         hardware = catalog.load_hardware(name)
         assert hardware.name == name
         numbers = json.loads((DATA / "hardware" / f"{name}.json").read_text()).keys() - {"name"}
-        assert set(hardware.source) == numbers
-        assert len(numbers) == 16, "a file states every coefficient, also those that have a default"
+        assert set(hardware.source) == numbers == coefficients, "a file states also those that have a default"
         assert hardware.linear_flops_per_s <= hardware.peak_flops_per_s
 
 
@@ -30,13 +32,102 @@ def test_models():
     assert llama.num_layers * llama.linear_weights_per_layer + 2 * llama.vocab_size * llama.hidden_size == 8_029_995_008
     llama = catalog.load_model("llama-2-13b")
     assert llama.linear_weights_per_layer == 317_194_240
+    assert llama.num_parameters == 13_015_864_320  # the model card's 13.0e9
     assert all(catalog.load_model(name).source for name in catalog.model_names())
 
 
+# Published numbers of parameters; biases of Qwen2.5 and the head norms of Qwen3 are not in ours.
+@pytest.mark.parametrize(
+    ("name", "parameters", "tolerance"),
+    [
+        ("llama-2-7b", 6_738_415_616, 0),
+        ("llama-2-13b", 13_015_864_320, 0),
+        ("llama-2-70b", 68_976_648_192, 0),
+        ("llama-3-8b", 8_030_261_248, 0),
+        ("llama-3-70b", 70_553_706_496, 0),
+        ("qwen2.5-7b", 7_615_616_512, 2e-5),
+        ("qwen2.5-32b", 32_763_876_352, 2e-5),
+        ("qwen3-8b", 8_190_735_360, 2e-5),
+    ],
+)
+def test_parameters_of_the_bundled_models(name, parameters, tolerance):
+    model = catalog.load_model(name)
+    assert model.num_parameters == pytest.approx(parameters, rel=tolerance, abs=0)
+    assert model.causal_attention
+
+
+def test_the_video_model_attends_without_a_mask():
+    model = catalog.load_model("wan2.1-t2v-14b")
+    assert not model.causal_attention
+    # 40 layers of 351 million weights (14.0e9); the projections of the 512 text tokens are not counted: 2 of 14 h^2.
+    assert model.linear_weights_per_layer == 4 * 5120**2 + 2 * 5120**2 + 2 * 5120 * 13824
+    assert len(catalog.model_names()) == 9
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+}
+
+
+def config_file(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in (LLAMA_CONFIG | changes).items() if value != "gone"}))
+    return path
+
+
+def test_a_hugging_face_config(tmp_path):
+    model = catalog.load_model(config_file(tmp_path))
+    assert replace(model, source="") == replace(catalog.load_model("llama-3-8b"), source="")
+    assert "model_type llama" in model.source
+    assert catalog.load_model(config_file(tmp_path, num_key_value_heads="gone")).num_query_groups == 32
+    assert catalog.load_model(config_file(tmp_path, head_dim=96)).kv_channels == 96
+    assert catalog.load_model(config_file(tmp_path, tie_word_embeddings=True)).share_embeddings_and_output_weights
+    qwen = config_file(tmp_path, model_type="qwen2", sliding_window=131072, use_sliding_window=False)
+    assert catalog.load_model(qwen).kv_channels == 128
+    assert catalog.load_model(config_file(tmp_path, model_type="mistral", sliding_window=None)).num_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gone"}, "model_type is None"),
+        ({"hidden_size": "gone"}, "lacks hidden_size"),
+        ({"num_hidden_layers": "gone"}, "lacks num_hidden_layers"),
+        ({"intermediate_size": "gone"}, "lacks intermediate_size"),
+        ({"vocab_size": "gone"}, "lacks vocab_size"),
+        ({"model_type": "mistral", "num_key_value_heads": "gone"}, "lacks num_key_value_heads"),
+        ({"model_type": "qwen3"}, "lacks head_dim"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"num_attention_heads": 30}, "hidden_size 4096 is not a multiple of num_attention_heads 30: give head_dim"),
+        ({"num_attention_heads": 0}, "give head_dim"),
+        ({"vocab_size": 1.5}, "vocab_size is 1.5, it must be a whole number"),
+        ({"vocab_size": True}, "vocab_size is True, it must be a whole number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"num_key_value_heads": 5}, "is not a multiple of num_query_groups 5"),
+    ],
+)
+def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
+    with pytest.raises(DynamicCPError, match=says):
+        catalog.load_model(config_file(tmp_path, **changes))
+
+
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(InvalidInputError, match="'h1000' is none of the bundled hardware: use a100-80gb, cpu, h100"):
+    with pytest.raises(
+        InvalidInputError, match="'h1000' is none of the bundled hardware: use a100-40gb, a100-80gb, cpu, h100, h200"
+    ):
         catalog.load_hardware("h1000")
-    with pytest.raises(InvalidInputError, match="llama-2-13b, llama-3-8b"):
+    with pytest.raises(InvalidInputError, match="llama-2-13b, llama-2-70b, llama-2-7b, llama-3-70b, llama-3-8b"):
         catalog.load_model("gpt")
 
 
