@@ -32,6 +32,10 @@ class InfeasibleSampleError(DynamicCPError):
     """A sample that no allowed context-parallel size can hold within the token limit."""
 
 
+class MemoryLimitError(DynamicCPError):
+    """A plan or a token limit that needs more memory than the device has."""
+
+
 class IllegalPlanError(DynamicCPError):
     """A plan that breaks a rule of `dynamic_cp.validate.check_plan`."""
 

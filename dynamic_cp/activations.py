@@ -1,0 +1,68 @@
+"""Bytes of activations per token: what a layer keeps for backward, and what one micro-batch needs while it runs.
+
+Counting of one layer, b bytes an element, flash attention, no dropout (Korthikanti et al. 2022, arXiv 2205.05198,
+section 4, whose 34 * hidden_size bytes hold 2 for dropout masks and 4 for two norm inputs; grouped KV heads and gated
+MLPs counted by their true widths):
+
+    the inputs of both norms, of the QKV and of the first MLP matrix        4 * hidden_size * b, not split by TP alone
+    queries, keys, values; the attention's output                           (2 * query + 2 * kv) / TP * b
+    inputs and output of the activation function (2 or 3 inner widths)      2 or 3 * ffn / TP * b
+    the attention's log-sum-exp in fp32                                     4 * heads / TP
+
+Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, and needs one
+layer in full while it runs backward; selective recomputation drops the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamic_cp.types import ModelShape, PlanOptions, Topology
+
+_FP32_BYTES = 4
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes per token of a rank, but for `ring_per_bucket_token`.
+
+    Attributes:
+        per_layer: kept from forward to backward by every layer of a chunk.
+        working: held by the layer that runs: gradients of its MLP, with full recomputation all of its activations.
+        head: final norm, logits, their fp32 softmax and gradient.
+        hops: activations and gradients that are sent and received, with pipelining.
+        ring_per_bucket_token: keys and values of the whole bucket, which the ring and all-gather keep for one layer,
+            per token of the bucket.
+        a2a: queries, keys, values and outputs in their other layout, per token of a rank.
+    """
+
+    per_layer: float
+    working: float
+    head: float
+    hops: float
+    ring_per_bucket_token: float
+    a2a: float
+
+
+def activation_bytes(model: ModelShape, topology: Topology, options: PlanOptions) -> ActivationBytes:
+    """Return the bytes per token of `model`.
+
+    Limits: a TransformerEngine that keeps the partial outputs of all ring steps needs more; cross-attention of a DiT is
+    not counted.
+    """
+    element, tp_size = options.bytes_per_element, topology.tp_size
+    hidden = model.hidden_size * element / topology.rank_token_multiple  # TP splits it only with sequence parallelism
+    query = model.query_size * element / tp_size
+    # With fewer KV heads than TP ranks every rank keeps a whole head.
+    keys_and_values = 2 * max(model.kv_size / tp_size, model.kv_channels) * element
+    mlp = (3 if model.gated_linear_unit else 2) * model.ffn_hidden_size * element / tp_size
+    log_sum_exp = _FP32_BYTES * model.num_attention_heads / tp_size
+    whole = 4 * hidden + 2 * query + keys_and_values + mlp + log_sum_exp
+    kept = {"none": whole, "selective": whole - log_sum_exp, "full": hidden}[options.recompute]
+    return ActivationBytes(
+        per_layer=kept,
+        working=mlp + 2 * hidden + (whole if options.recompute == "full" else 0.0),
+        head=2 * hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size,
+        hops=4 * hidden if topology.pp_size > 1 else 0.0,
+        ring_per_bucket_token=keys_and_values,
+        a2a=2 * query + keys_and_values,
+    )

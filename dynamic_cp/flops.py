@@ -1,0 +1,81 @@
+"""FLOPs of a global batch from the sums of S and S^2: true lengths for what was achieved, padded ones for what was run.
+
+A weight costs 2 FLOPs per token, attention of one layer 2 * query width * S^2 if causal (scores and values, half the
+square each) and twice that without a mask; backward is twice the forward. A plan's padding is work for the device but
+no achievement, so throughput counts true lengths and no recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.types import Hardware, ModelShape, Plan, Recompute
+
+
+class BatchFlops(NamedTuple):
+    """FLOPs of a global batch on all ranks together."""
+
+    forward: float
+    backward: float
+    recompute: float
+
+    @property
+    def model_flops(self) -> float:
+        """Forward and backward: what tflops and MFU count."""
+        return self.forward + self.backward
+
+    @property
+    def hardware_flops(self) -> float:
+        """What the devices compute, recomputation included."""
+        return self.forward + self.backward + self.recompute
+
+
+def batch_flops(
+    model: ModelShape, seqlen_sum: int, seqlen_squared_sum: int, recompute: Recompute = "none"
+) -> BatchFlops:
+    """Return the FLOPs of sequences with these sums of S and S^2.
+
+    Full recomputation repeats the forward pass of the layers, selective that of the attention, neither the head.
+
+    Source: Narayanan et al. (arXiv 2104.04473), appendix, with the causal half and grouped KV heads.
+    Limits: embedding, norms and activation functions are not counted, as usual.
+    """
+    layers = 2.0 * model.num_layers * model.linear_weights_per_layer * seqlen_sum
+    attention = float(model.num_layers * model.attention_flops_per_token2 * seqlen_squared_sum)
+    head = 2.0 * model.hidden_size * model.vocab_size * seqlen_sum
+    forward = layers + attention + head
+    repeated = {"none": 0.0, "selective": attention, "full": layers + attention}[recompute]
+    return BatchFlops(forward, 2 * forward, repeated)
+
+
+def length_sums(seqlens: Iterable[int]) -> tuple[int, int]:
+    """Return (sum of S, sum of S^2)."""
+    lengths = tuple(seqlens)
+    return sum(lengths), sum(length * length for length in lengths)
+
+
+def plan_flops(model: ModelShape, plan: Plan, recompute: Recompute = "none") -> tuple[BatchFlops, BatchFlops]:
+    """Return (true, padded) FLOPs of `plan`; the padded ones hold its empty places too."""
+    multiple = plan.topology.rank_token_multiple
+    padded = (
+        tokens
+        for bucket in plan.buckets
+        for tokens in padded_seqlens((sample.seqlen for sample in bucket.samples), bucket.cp_size, multiple)
+    )
+    true = (sample.seqlen for sample in plan.samples)
+    return batch_flops(model, *length_sums(true), recompute), batch_flops(model, *length_sums(padded), recompute)
+
+
+def tflops_per_rank(model_flops: float, iteration_s: float, world_size: int) -> float:
+    """Return the TFLOP/s of one rank."""
+    return model_flops / iteration_s / world_size / 1e12
+
+
+def mfu(model_flops: float, iteration_s: float, world_size: int, hardware: Hardware) -> float:
+    """Return the model FLOPs utilisation: the share of the devices' peak that the model's FLOPs used.
+
+    Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
+    """
+    return model_flops / iteration_s / world_size / hardware.peak_flops_per_s
