@@ -1,33 +1,25 @@
 """Seconds of one bucket on one pipeline stage: linear layers, attention, exposed exchange, edges, fixed overheads.
 
 The price of a bucket is NOT the sum of its samples' prices: the exchange of the whole bucket hides behind the attention
-of the whole bucket. For a fixed CP size it is convex, piecewise linear and increasing in (tokens, tokens squared).
+of the whole bucket. For a fixed CP size it is convex, piecewise linear and increasing in (tokens, tokens squared);
+`price_table.py` has the formulas, `exchanges.py` those of attention.
 
-    linear    = LIN * (tokens / cp + T0)              T0: a short pack does not fill the device
-    tensor    = TPC * tokens / cp                     collectives of tensor and sequence parallelism
-    attention, exposed                                `exchanges.py`
-    forward   = overhead + linear + tensor + attention + exposed
-    backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
-                exposed)
-
-`prices.PriceTable` holds the sums of these as numbers, for compiled loops; this module makes the table and is the only
-one that knows what its numbers mean. Structure matters most: planning by tokens squared alone costs 1.2 to 8.8 times
-the step time and ignoring the exchange 1.03 to 1.8 times, a 20 % error in one coefficient at most 4 %.
+Structure matters most: planning by tokens squared alone costs 1.2 to 8.8 times the step time and ignoring the exchange
+1.03 to 1.8 times, a 20 % error in one coefficient at most 4 %.
 """
 
 from __future__ import annotations
 
-from math import lcm
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp import prices
-from dynamic_cp.edges import edges_s_per_token, gradient_reduction_s, tensor_s_per_token
+from dynamic_cp.edges import gradient_reduction_s
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES, AttentionPrices, Convex, Linear, merged
-from dynamic_cp.links import links_of
-from dynamic_cp.padding import padded_seqlens, sample_multiple
+from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES, AttentionPrices
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.price_table import StagePrices, make_table, token_capacity
 from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
 
@@ -81,20 +73,14 @@ class CostModel:
         self.options = options
         for exchange in options.cp_comm_types:
             _check_priced(exchange)
-        self._hardware = hardware
         self._attention = AttentionPrices(model, hardware, topology, options)
-        layers = model.num_layers / topology.pp_size
-        self._linear_s_per_token = (
-            layers * 2 * model.linear_weights_per_layer / hardware.linear_flops_per_s / topology.tp_size
-        )
-        self._tensor_s_per_token = layers * tensor_s_per_token(model, hardware, topology, options)
-        self._overheads_s = (
-            layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
-            layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
-        )
+        self._stage = StagePrices(model, hardware, topology, options, self._attention)
         self.gradient_reduction_s = gradient_reduction_s(model, hardware, topology, options)
-        self.exchanges: tuple[CpCommType, ...] = ()
-        self.table = self._make_table(model)
+        self.table, self.exchanges = make_table(model, hardware, topology, options, self._stage)
+        if not self.table.capacities.any():
+            for cp_size in (1 << k for k in range(len(self.table.capacities))):
+                if token_capacity(cp_size, topology, options):
+                    self._check_possible(options.cp_comm_types, cp_size)
         # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
         self._terms = [(both[0], both[1]) for both in self.table.terms]
         self._edges = tuple(self.table.edges_s_per_token.tolist())
@@ -170,7 +156,7 @@ class CostModel:
                 return self._terms[row]
         _check_priced(cp_comm_type)
         self._check_possible((cp_comm_type,), cp_size)
-        both = np.array(self._terms_of(cp_comm_type, cp_size, link))
+        both = np.array(self._stage.terms(cp_comm_type, cp_size, link))
         return both[0], both[1]
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
@@ -179,78 +165,13 @@ class CostModel:
         num_options = int(self.table.end_option[k, link]) - first
         if num_options == 0:
             self._check_possible(self.options.cp_comm_types, cp_size)
-        return (
-            first
-            if num_options == 1
-            else int(prices.best_option(self.table, k, link, float(tokens), float(tokens_squared)))
-        )
+        if num_options == 1:
+            return first
+        return int(prices.best_option(self.table, k, link, float(tokens), float(tokens_squared)))
 
     def _place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
         k = cp_size.bit_length() - 1
         return k, int(self.table.links[k, first_lane >> k])
-
-    def _make_table(self, model: ModelShape) -> prices.PriceTable:
-        topology, options, hardware = self.topology, self.options, self._hardware
-        num_sizes = topology.num_lanes.bit_length()
-        first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
-        links = links_of(topology)
-        terms: list[tuple[list[float], list[float]]] = []
-        exchanges: list[CpCommType] = []
-        for k in range(num_sizes):
-            possible = [one for one in options.cp_comm_types if self._attention.is_possible(one, 1 << k)]
-            for link in links.used[k]:
-                # A link that no group of this size has gets the rows of the one that they have.
-                first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
-                for exchange in possible if k else ("p2p",):
-                    terms.append(self._terms_of(exchange, 1 << k, link))
-                    exchanges.append(cast(CpCommType, exchange))
-                end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
-        self.exchanges = tuple(exchanges)
-        largest = options.max_cp_size or topology.max_cp_size
-        units = [lcm(sample_multiple(1 << k) >> k, topology.rank_token_multiple) for k in range(num_sizes)]
-        held = [
-            (options.max_tokens_per_rank // unit * unit) << k if options.min_cp_size <= 1 << k <= largest else 0
-            for k, unit in enumerate(units)
-        ]
-        capacities = [tokens if end[k, 0] > first[k, 0] else 0 for k, tokens in enumerate(held)]
-        if any(held) and not any(capacities):
-            self._check_possible(options.cp_comm_types, 1 << next(k for k, tokens in enumerate(held) if tokens))
-        edges = np.array(edges_s_per_token(model, hardware, topology, options))
-        embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
-        # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
-        hop_bytes = model.hidden_size * options.bytes_per_element / topology.rank_token_multiple
-        return prices.PriceTable(
-            terms=np.array(terms),
-            first_option=first,
-            end_option=end,
-            links=links.of_group,
-            multiples=np.array([sample_multiple(1 << k) for k in range(num_sizes)], np.int64),
-            capacities=np.array(capacities, np.int64),
-            rank_token_multiple=topology.rank_token_multiple,
-            hop_s_per_token=hop_bytes / hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0,
-            edges_s_per_token=edges,
-            slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
-        )
-
-    def _terms_of(self, exchange: str, cp_size: int, link: int) -> tuple[list[float], list[float]]:
-        hardware = self._hardware
-        bandwidth = (hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s)[link]
-        attention, attention_back = self._attention.price(exchange, cp_size, bandwidth)
-        overhead_s, overhead_back_s = self._overheads_s
-        floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
-        linear = Linear(floor_s, self._linear_s_per_token / cp_size)
-        tensor = Linear(0.0, self._tensor_s_per_token / cp_size)
-        forward = Linear(overhead_s).plus(linear).plus(tensor).plus(attention.linear)
-        backward = Linear(overhead_back_s).plus(linear, hardware.linear_backward_over_forward).plus(tensor)
-        backward = backward.plus(attention_back.linear)
-        kinks = attention_back.kinks
-        if self.options.recompute == "full":
-            backward = backward.plus(forward).plus(Linear(-hardware.recompute_overhead_credit * overhead_s))
-            kinks += attention.kinks
-        elif self.options.recompute == "selective":
-            backward = backward.plus(attention.linear)
-            kinks += attention.kinks
-        return _row(Convex(forward, attention.kinks)), _row(Convex(backward, merged(kinks)))
 
     def _check_possible(self, exchanges: tuple[str, ...], cp_size: int) -> None:
         if not any(self._attention.is_possible(exchange, cp_size) for exchange in exchanges):
@@ -260,14 +181,6 @@ class CostModel:
                 cp_comm_types=exchanges,
                 cp_size=cp_size,
             )
-
-
-def _row(convex: Convex) -> list[float]:
-    """Return the NUM_TERMS numbers of `convex`."""
-    numbers = list(convex.linear)
-    for weight, inner in convex.kinks:
-        numbers += (weight, inner.constant, inner.per_token, -inner.per_token2)
-    return numbers + [0.0] * (prices.NUM_TERMS - len(numbers))
 
 
 def _check_priced(cp_comm_type: str) -> None:

@@ -1,0 +1,130 @@
+"""The price table of a cost model: what one bucket costs on one stage, as numbers for compiled loops.
+
+linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the device
+tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
+attention, exposed                            `exchanges.py`
+forward   = overhead + linear + tensor + attention + exposed
+backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
+            exposed)
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import cast
+
+import numpy as np
+
+from dynamic_cp import prices
+from dynamic_cp.edges import edges_s_per_token, tensor_s_per_token
+from dynamic_cp.exchanges import AttentionPrices, Convex, Linear, merged
+from dynamic_cp.links import links_of
+from dynamic_cp.padding import sample_multiple
+from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Topology
+
+
+class StagePrices:
+    """One pipeline stage's layers: the numbers of one row of the table."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        topology: Topology,
+        options: PlanOptions,
+        attention: AttentionPrices,
+    ) -> None:
+        self.attention = attention
+        self._hardware = hardware
+        self._recompute = options.recompute
+        layers = model.num_layers / topology.pp_size
+        self._linear_s_per_token = (
+            layers * 2 * model.linear_weights_per_layer / hardware.linear_flops_per_s / topology.tp_size
+        )
+        self._tensor_s_per_token = layers * tensor_s_per_token(model, hardware, topology, options)
+        self._overheads_s = (
+            layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
+            layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
+        )
+
+    def terms(self, exchange: str, cp_size: int, link: int) -> tuple[list[float], list[float]]:
+        """Return the NUM_TERMS numbers of forward and of backward."""
+        hardware = self._hardware
+        bandwidth = (hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s)[link]
+        attention, attention_back = self.attention.price(exchange, cp_size, bandwidth)
+        overhead_s, overhead_back_s = self._overheads_s
+        floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
+        linear = Linear(floor_s, self._linear_s_per_token / cp_size)
+        tensor = Linear(0.0, self._tensor_s_per_token / cp_size)
+        forward = Linear(overhead_s).plus(linear).plus(tensor).plus(attention.linear)
+        backward = Linear(overhead_back_s).plus(linear, hardware.linear_backward_over_forward).plus(tensor)
+        backward = backward.plus(attention_back.linear)
+        kinks = attention_back.kinks
+        if self._recompute == "full":
+            backward = backward.plus(forward).plus(Linear(-hardware.recompute_overhead_credit * overhead_s))
+            kinks += attention.kinks
+        elif self._recompute == "selective":
+            backward = backward.plus(attention.linear)
+            kinks += attention.kinks
+        return _row(Convex(forward, attention.kinks)), _row(Convex(backward, merged(kinks)))
+
+
+def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
+    """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size.
+
+    A rank holds a multiple of 2 tokens (two zigzag chunks) if cp_size > 1, and of the topology's rank_token_multiple.
+    """
+    largest = options.max_cp_size or topology.max_cp_size
+    if not options.min_cp_size <= cp_size <= largest:
+        return 0
+    unit = lcm(sample_multiple(cp_size) // cp_size, topology.rank_token_multiple)
+    return options.max_tokens_per_rank // unit * unit * cp_size
+
+
+def make_table(
+    model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, stage: StagePrices
+) -> tuple[prices.PriceTable, tuple[CpCommType, ...]]:
+    """Return the table and the exchange of each row of its terms.
+
+    A CP size that none of the exchanges can serve has no rows and capacity 0.
+    """
+    num_sizes = topology.num_lanes.bit_length()
+    first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
+    links = links_of(topology)
+    terms: list[tuple[list[float], list[float]]] = []
+    exchanges: list[CpCommType] = []
+    for k in range(num_sizes):
+        possible = [one for one in options.cp_comm_types if stage.attention.is_possible(one, 1 << k)]
+        for link in links.used[k]:
+            # A link that no group of this size has gets the rows of the one that they have.
+            first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
+            for exchange in possible if k else ("p2p",):
+                terms.append(stage.terms(exchange, 1 << k, link))
+                exchanges.append(cast(CpCommType, exchange))
+            end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
+    capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
+    edges = np.array(edges_s_per_token(model, hardware, topology, options))
+    embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
+    # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
+    hop_bytes = model.hidden_size * options.bytes_per_element / topology.rank_token_multiple
+    table = prices.PriceTable(
+        terms=np.array(terms),
+        first_option=first,
+        end_option=end,
+        links=links.of_group,
+        multiples=np.array([sample_multiple(1 << k) for k in range(num_sizes)], np.int64),
+        capacities=np.array(capacities, np.int64),
+        rank_token_multiple=topology.rank_token_multiple,
+        hop_s_per_token=hop_bytes / hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0,
+        edges_s_per_token=edges,
+        slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
+    )
+    return table, tuple(exchanges)
+
+
+def _row(convex: Convex) -> list[float]:
+    """Return the NUM_TERMS numbers of `convex`."""
+    numbers = list(convex.linear)
+    for weight, inner in convex.kinks:
+        numbers += (weight, inner.constant, inner.per_token, -inner.per_token2)
+    return numbers + [0.0] * (prices.NUM_TERMS - len(numbers))
