@@ -12,10 +12,11 @@ A sample of S tokens is worth S^2 / cp; no linear layers, no exchange. Row by ro
 Ours differs where the original fails: it knows the padding, leaves lanes empty that no group can double into (a number
 of lanes that is no power of two), and splits as many rows as it can where interleaving wants more.
 
-Times 2048 samples on 64 lanes in 0.4 ms and 32 768 on 4096 in 8 ms (one core), against 0.7 s and hours of the original.
+It takes 0.4 ms for 2048 samples on 64 lanes, the original 0.7 s, and 11 ms for 32 768 samples on 4096 lanes (one core).
 
 Source: Megatron-LM, branch dev, August 2026, scheduler `default_dynamic_cp`; written from a description of it.
-Without padding it reproduces the original's step times on all 49 frozen cases below 4096 lanes.
+Without padding it reproduces the original's step times, as shipped and tuned, in all 47
+frozen cases and seeds below 4096 lanes; with it they differ by up to 0.25 %.
 """
 
 from __future__ import annotations
