@@ -64,6 +64,9 @@ def test_padding_is_run_but_not_achieved():
     true, padded = plan_flops(MODEL, plan, "full")
     assert true == batch_flops(MODEL, 14, 25 + 81, "full")
     assert padded == batch_flops(MODEL, 20 + 2, 64 + 144 + 2, "full")
+    # With sequence parallelism over 4 ranks the 10 tokens of a lane become 12, the empty places 4.
+    wide = replace(plan, topology=Topology(num_lanes=2, tp_size=4, sequence_parallel=True))
+    assert plan_flops(MODEL, wide)[1] == batch_flops(MODEL, 24 + 8, 8**2 + 16**2 + 2 * 4**2)
 
 
 def test_throughput():
