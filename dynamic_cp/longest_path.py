@@ -65,7 +65,9 @@ def common_operations(pp_size: int, num_microbatches: int, vp_size: int) -> Ints
             rows.append((stage, operation.micro_batch, operation.chunk, kind))
             position[stage] += 1
             pending += [(stage + 1) % pp_size, (stage - 1) % pp_size]
-    return np.array(rows, np.int64)
+    operations = np.array(rows, np.int64).reshape(-1, 4)
+    operations.setflags(write=False)
+    return operations
 
 
 @compiled

@@ -5,7 +5,7 @@ A bucket of a given CP size, link and exchange costs, on one stage and in one di
     constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T - c_k * Q)
 
 with T = sum of its padded lengths and Q = sum of their squares. A kink is a step of the exchange that hides behind the
-attention of the whole bucket, so prices are not additive over samples; they are convex, piecewise linear and increasing.
+attention of the whole bucket, so prices are not additive over samples; they are convex, piecewise linear, increasing.
 `CostModel` fills the table; it is the only place that knows what the numbers mean.
 """
 
@@ -67,7 +67,7 @@ def seconds(terms: Floats, tokens: float, squares: float) -> float:
         exposed = terms[at + 1] + terms[at + 2] * tokens - terms[at + 3] * squares
         if exposed > 0.0:
             total += terms[at] * exposed
-    return total
+    return total  # type: ignore[no-any-return]
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Chooses the plan of a global batch: make candidates, simulate each, keep the fastest.
+"""Chooses the plan of a global batch: make candidates, simulate each exactly, keep the fastest.
 
 No packing wins everywhere, so the candidates are a small fixed portfolio and the simulator decides. The number of
 micro-batches is swept well beyond the least that the token limit allows: with a pipeline, too few cost 1.6 to 4.2
@@ -12,26 +12,38 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from dynamic_cp.baselines import min_microbatches, pack_balanced, pack_static, static_cp_size
+import numpy as np
+
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
-from dynamic_cp.packing import Row, allowed_cp_sizes, build_plan, capacity_tokens, pack, pyramid
+from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
+from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
+from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
+from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.packing.megatron_dev import pack_megatron_dev
+from dynamic_cp.packing.nested import pack_nested
+from dynamic_cp.packing.static import fewest_rows, pack_balanced, pack_next_fit, static_cp_size
+from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.padding import round_up
-from dynamic_cp.simulator import makespan_ns, simulate
+from dynamic_cp.prices import Ints
+from dynamic_cp.simulator import simulate
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 
-POLICIES = ("dynamic", "static", "balanced")
+POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
-_DYNAMIC_SWEEP = (1.0, 1.3, 1.7, 2.2)
+_NESTED_EXTRA_ROWS = 5
+_PIPELINE_NESTED_SWEEP = (1.0, 1.3, 1.7)
 _BALANCED_SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5, 3.0)
+_MEGATRON_DEV_LIMITS = (1, 2, 4)
 
 
 class Candidate(NamedTuple):
-    """A packing with a name for the user."""
+    """A packing, its makespan in nanoseconds and its name for the user."""
 
+    makespan_ns: int
     name: str
-    rows: Sequence[Row]
+    packing: Packing
 
 
 def plan_global_batch(
@@ -46,49 +58,35 @@ def plan_global_batch(
     """Return the fastest legal plan of `policy` by simulation; a pure function of its arguments.
 
     Args:
-        samples: one global batch; their order does not matter, sample_id is the order of the static policies.
+        samples: one global batch; their order does not matter, sample_id is the input order of the static policy.
         topology, model, hardware: what runs it.
-        options: limits; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the others.
-        policy: one of `POLICIES`. "dynamic" has the other two among its candidates, at static_cp_size if that
-            is allowed and holds the longest sample, else at the smallest CP size that does, and is never slower.
+        options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
+        policy: one of `POLICIES`. "dynamic" has the others among its candidates (the static ones at static_cp_size if
+            that is allowed and holds the longest sample, else at the smallest CP size that does) and is never slower.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
         InfeasibleSampleError: a sample that no allowed CP size can hold.
     """
-    ordered = sorted(samples, key=lambda sample: sample.sample_id)
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
-    if not ordered:
+    descending = sorted(samples, key=lambda sample: (-sample.seqlen, sample.sample_id))
+    if not descending:
         raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
-    for one, other in pairwise(ordered):
-        if one.sample_id == other.sample_id:
-            raise InvalidInputError(
-                f"sample_id {one.sample_id} is there twice, with {one.seqlen} and {other.seqlen} tokens: "
-                "number the samples of a global batch uniquely",
-                sample_id=one.sample_id,
-            )
-    cost_model = CostModel(model, hardware, topology, options)
-    if policy == "dynamic" or options.static_cp_size is None:
-        _check_capacity(max(ordered, key=lambda sample: sample.seqlen), topology, options)
-
-    ranking = []
-    seen = set()
-    for index, candidate in enumerate(_candidates(ordered, cost_model, policy)):
-        plan = build_plan(candidate.rows, cost_model, policy)
-        # Neighbouring counts and orders often pack alike.
-        if plan.micro_batches not in seen:
-            seen.add(plan.micro_batches)
-            ranking.append((makespan_ns(plan, cost_model), index, candidate.name, plan))
-    ranking.sort(key=lambda entry: entry[:2])
-    best = ranking[0][-1]
-    check_plan(best, ordered)
-    timeline = simulate(best, cost_model)
+    _check_ids(descending)
+    if policy not in ("static", "balanced") or options.static_cp_size is None:
+        _check_capacity(descending[0], topology, options)
+    search = _Search(descending, CostModel(model, hardware, topology, options))
+    ranking = sorted(search.candidates(policy), key=lambda one: one.makespan_ns)
+    best = ranking[0].packing
+    plan = build_plan(descending, best, search.cost_model, policy)
+    check_plan(plan, descending)
+    timeline = simulate(plan, search.cost_model, grid=grid_of_packing(search.seqlens, best, search.cost_model))
     return PlannedBatch(
-        plan=best,
-        predicted_s=timeline.makespan_s,
+        plan=plan,
+        predicted_s=timeline.iteration_s,
         predicted_busy_s=timeline.lane_busy_s,
-        reason=_reason([(name, duration_ns) for duration_ns, _, name, _ in ranking]),
+        reason=_reason(ranking),
     )
 
 
@@ -99,6 +97,139 @@ def check_feasible(max_seqlen: int, topology: Topology, options: PlanOptions) ->
         InfeasibleSampleError: with both numbers and the flags that help.
     """
     _check_capacity(Sample(sample_id=-1, seqlen=max_seqlen), topology, options)
+
+
+class _Search:
+    """The candidates of one global batch."""
+
+    def __init__(self, descending: Sequence[Sample], cost_model: CostModel) -> None:
+        self.longest, self.cost_model = descending[0], cost_model
+        self.seqlens: Ints = np.fromiter((sample.seqlen for sample in descending), np.int64, len(descending))
+        ids = np.fromiter((sample.sample_id for sample in descending), np.int64, len(descending))
+        self.input_order: Ints = np.argsort(ids)
+        self.durations: Durations = durations_of(cost_model.table, cost_model.topology.num_lanes)
+
+    def candidates(self, policy: str) -> Iterator[Candidate]:
+        """Yield at least one candidate."""
+        topology, options = self.cost_model.topology, self.cost_model.options
+        best_ns = None
+        if policy == "dynamic":
+            found = list(self._dynamic())
+            yield from found
+            best_ns = min((one.makespan_ns for one in found), default=None)
+        if policy in ("dynamic", "megatron-dev"):
+            yield from self._megatron_dev()
+        if policy == "megatron-dev":
+            return
+        cp_size = options.static_cp_size
+        if policy == "dynamic" and (cp_size is None or not self._may_be_static(cp_size)):
+            cp_size = next(cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp))
+        elif policy != "dynamic":
+            cp_size = static_cp_size(self.longest, topology, options)
+        assert cp_size is not None
+        k = cp_size.bit_length() - 1
+        if best_ns is not None and best_ns <= self._least_static_ns(k):
+            return
+        durations = self._static_durations(k)
+        next_fit = pack_next_fit(
+            self.seqlens, self.input_order, durations, k, topology.num_lanes, topology.num_microbatches_multiple
+        )
+        if policy != "balanced":
+            yield self._judged(f"static cp={cp_size} m={next_fit.num_rows}", next_fit)
+        if policy != "static":
+            yield from self._balanced(durations, k, next_fit)
+
+    def _dynamic(self) -> Iterator[Candidate]:
+        topology = self.cost_model.topology
+        base = int(np.flatnonzero(self.durations.capacities)[0])
+        fewest = fewest_rows(self.seqlens, self.durations, base, topology.num_lanes)
+        if topology.pp_size == 1:
+            counts = set(range(fewest, fewest + _NESTED_EXTRA_ROWS))
+        else:
+            counts = {ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP}
+            effort = EFFORTS[self.cost_model.options.search]
+            for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
+                yield Candidate(packed.makespan_ns, packed.name, packed.packing)
+        totals = float(self.seqlens.sum()), float((self.seqlens.astype(np.float64) ** 2).sum())
+        empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
+        work_ns = bucket_ns(self.durations, base, *totals) - empty_ns
+        for num_rows in sorted(counts):
+            quota_ns = work_ns / (topology.num_lanes >> base) + num_rows * empty_ns
+            packing = pack_nested(self.seqlens, self.durations, topology.num_lanes, num_rows, quota_ns)
+            if packing is not None:
+                yield from self._orders(f"nested m={num_rows}", packing, only_pyramid=True)
+
+    def _megatron_dev(self) -> Iterator[Candidate]:
+        topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
+        for divisor in _MEGATRON_DEV_LIMITS:
+            packing = pack_megatron_dev(
+                self.seqlens, self.cost_model.table, topology.num_lanes, max(1, limit // divisor),
+                topology.num_microbatches_multiple,
+            )  # fmt: skip
+            yield from self._orders(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
+
+    def _balanced(self, durations: Durations, k: int, next_fit: Packing) -> Iterator[Candidate]:
+        topology = self.cost_model.topology
+        fewest = fewest_rows(self.seqlens, durations, k, topology.num_lanes)
+        counts = {round_up(ceil(factor * fewest), topology.num_microbatches_multiple) for factor in _BALANCED_SWEEP}
+        none_fits = True
+        for num_rows in sorted(counts):
+            packing = pack_balanced(self.seqlens, durations, k, topology.num_lanes, num_rows)
+            if packing is not None:
+                none_fits = False
+                yield from self._orders(f"balanced cp={1 << k} m={num_rows}", packing)
+        if none_fits:
+            yield self._judged(f"balanced cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
+
+    def _orders(self, name: str, packing: Packing, *, only_pyramid: bool = False) -> Iterator[Candidate]:
+        """Yield `packing` with its rows as they are, reversed and as a pyramid: the order matters to a pipeline."""
+        topology = self.cost_model.topology
+        if topology.pp_size == 1:
+            yield self._judged(name, packing)
+            return
+        chunk_ns = grid_of_packing(self.seqlens, packing, self.cost_model).chunk_ns[:, : packing.num_rows]
+        orders = {"pyramid": pyramid(chunk_ns.sum(axis=0).max(axis=1))}
+        if not only_pyramid:
+            orders |= {"descending": np.arange(packing.num_rows), "ascending": np.arange(packing.num_rows)[::-1]}
+        for order_name, order in orders.items():
+            yield self._judged(f"{name} {order_name}", reordered(packing, order))
+
+    def _judged(self, name: str, packing: Packing) -> Candidate:
+        return Candidate(makespan_ns(self.seqlens, packing, self.cost_model), name, packing)
+
+    def _may_be_static(self, cp_size: int) -> bool:
+        """Return whether a static policy at `cp_size` is one that the dynamic policy could also choose."""
+        topology, options = self.cost_model.topology, self.cost_model.options
+        allowed = cp_size in allowed_cp_sizes(topology, options)
+        return allowed and self.longest.seqlen <= capacity_tokens(cp_size, topology, options)
+
+    def _static_durations(self, k: int) -> Durations:
+        """Return the durations with the capacity of CP size 2^k, which min_cp_size and max_cp_size do not bind."""
+        topology, options = self.cost_model.topology, self.cost_model.options
+        capacities = self.durations.capacities.copy()
+        capacities[k] = capacity_tokens(1 << k, topology, options)
+        return self.durations._replace(capacities=capacities)
+
+    def _least_static_ns(self, k: int) -> float:
+        """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its compute, spread evenly."""
+        terms = self.durations.terms[k, : self.durations.num_exchanges[k]]
+        seqlens = self.seqlens.astype(np.float64)
+        work_ns = (terms[:, 1] * seqlens.sum() + terms[:, 2] * (seqlens**2).sum()).min()
+        topology = self.cost_model.topology
+        empty_ns = terms[:, 0].min() * fewest_rows(self.seqlens, self._static_durations(k), k, topology.num_lanes)
+        # The slowest stage's edges are in the terms; every other stage does less. Rounding: 1 ns an operation.
+        return float(work_ns / (topology.num_lanes >> k) + empty_ns) * (1 - 1e-6)
+
+
+def _check_ids(descending: Sequence[Sample]) -> None:
+    ordered = sorted(descending, key=lambda sample: sample.sample_id)
+    for one, other in pairwise(ordered):
+        if one.sample_id == other.sample_id:
+            raise InvalidInputError(
+                f"sample_id {one.sample_id} is there twice, with {one.seqlen} and {other.seqlen} tokens: "
+                "number the samples of a global batch uniquely",
+                sample_id=one.sample_id,
+            )
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:
@@ -116,56 +247,10 @@ def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -
         )
 
 
-def _candidates(samples: Sequence[Sample], cost_model: CostModel, policy: str) -> Iterator[Candidate]:
-    topology, options = cost_model.topology, cost_model.options
-    if policy == "dynamic":
-        allowed = [cp for cp in allowed_cp_sizes(topology, options) if capacity_tokens(cp, topology, options) > 0]
-        longest = max(sample.seqlen for sample in samples)
-        feasible = [cp for cp in allowed if longest <= capacity_tokens(cp, topology, options)]
-        counts = _num_microbatches_sweep(_DYNAMIC_SWEEP, min_microbatches(samples, cost_model, allowed[0]), topology)
-        # Larger groups than the longest sample needs waste lanes where samples abound and pay where they are few.
-        for cap in sorted({feasible[0], allowed[-1]}):
-            for count in sorted(counts):
-                rows = pack(samples, cost_model, count, [cp for cp in allowed if cp <= cap])
-                name = f"dynamic cp<={cap} m={len(rows)}"
-                yield Candidate(name, pyramid(rows, cost_model) if topology.pp_size > 1 else rows)
-        cp_size = options.static_cp_size if options.static_cp_size in feasible else feasible[0]
-    else:
-        cp_size = static_cp_size(samples, topology, options)
-
-    next_fit = pack_static(samples, cost_model, cp_size)
-    if policy != "balanced":
-        yield Candidate(f"static cp={cp_size} m={len(next_fit)}", next_fit)
-    if policy != "static":
-        yield from _balanced_candidates(samples, cost_model, cp_size, next_fit)
-
-
-def _balanced_candidates(
-    samples: Sequence[Sample], cost_model: CostModel, cp_size: int, next_fit: Sequence[Row]
-) -> Iterator[Candidate]:
-    none_fits = True
-    counts = _num_microbatches_sweep(
-        _BALANCED_SWEEP, min_microbatches(samples, cost_model, cp_size), cost_model.topology
-    )
-    for count in sorted(counts):
-        rows = pack_balanced(samples, cost_model, cp_size, count)
-        if rows is not None:
-            none_fits = False
-            orders = {"descending": rows, "ascending": rows[::-1], "pyramid": pyramid(rows, cost_model)}
-            for order, ordered_rows in orders.items():
-                yield Candidate(f"balanced cp={cp_size} m={count} {order}", ordered_rows)
-    if none_fits:
-        yield Candidate(f"balanced cp={cp_size} m={len(next_fit)} next-fit", next_fit)
-
-
-def _num_microbatches_sweep(factors: Iterable[float], fewest: int, topology: Topology) -> set[int]:
-    return {round_up(max(1, ceil(factor * fewest)), topology.num_microbatches_multiple) for factor in factors}
-
-
-def _reason(ranking: Sequence[tuple[str, int]]) -> str:
-    (name, best_ns), *others = ranking
-    text = f"{name}: {best_ns / 1e9:.6f} s, fastest of {len(ranking)} candidates"
+def _reason(ranking: Sequence[Candidate]) -> str:
+    best, *others = ranking
+    text = f"{best.name}: {best.makespan_ns / 1e9:.6f} s, fastest of {len(ranking)} candidates"
     if others:
-        next_name, next_ns = others[0]
-        text += f"; next {next_name}: {next_ns / 1e9:.6f} s ({next_ns / best_ns - 1:+.1%})"
+        text += f"; next {others[0].name}: {others[0].makespan_ns / 1e9:.6f} s"
+        text += f" ({others[0].makespan_ns / best.makespan_ns - 1:+.1%})"
     return text

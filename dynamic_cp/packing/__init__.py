@@ -1,14 +1,5 @@
-"""Packers: samples in, buckets in rows out."""
+"""Packers: lengths in, buckets in rows out (`table.Packing`). Read limits, durations, table, then a packer, then judge.
 
-from dynamic_cp.packing.rows import (
-    OpenBucket,
-    Row,
-    allowed_cp_sizes,
-    build_plan,
-    capacity_tokens,
-    pack,
-    pack_rows,
-    pyramid,
-)
-
-__all__ = ["OpenBucket", "Row", "allowed_cp_sizes", "build_plan", "capacity_tokens", "pack", "pack_rows", "pyramid"]
+`nested` packs without a pipeline, `blocks` with one (its parts are `profile` and `rows`); `static` and `megatron_dev`
+are what others do. `fit` and `heap` serve their inner loops. `judge` prices a packing exactly and makes it a plan.
+"""

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.packing import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.padding import padding_fraction, rank_tokens
 from dynamic_cp.search import POLICIES, check_feasible, plan_global_batch
 from dynamic_cp.serialize import digest, dumps, format_plan, loads, parse_plan

@@ -1,0 +1,361 @@
+"""Packs for a pipeline: independent blocks of lanes, rows filled to target durations, targets learned by simulating.
+
+1. Cut the lanes into blocks as wide as the largest CP size that pays; groups never cross blocks, so each block can be
+   simulated alone.
+2. For several numbers of rows: the samples that are long beside a row's share are dealt to 1, 2, 3, ... blocks and
+   stand there in neighbouring rows, because the bubbles that they tear then overlap. `profile.best_profile` gives all
+   other rows their targets; the fastest profiles survive.
+3. `rows.fill_least` packs the samples to the targets. Empty places are part of good plans.
+4. Simulate the blocks, exactly. Rows that the critical path of a slow block crosses often get smaller targets, all rows
+   are filled again, and the best packing is kept: the same multiplicative weights as in the profile, now with groups,
+   true prices and whole samples.
+
+Deterministic: counts of candidates and iterations, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, common_operations, end_times
+from dynamic_cp.packing.durations import bucket_ns, durations_of
+from dynamic_cp.packing.judge import grid_of_packing
+from dynamic_cp.packing.profile import LaneGraph, Lanes, best_profile, lane_graph
+from dynamic_cp.packing.rows import alone_ns, fill_least
+from dynamic_cp.packing.table import Packing
+from dynamic_cp.padding import round_up
+from dynamic_cp.prices import Floats, Ints, seconds
+from dynamic_cp.types import largest_power_of_two
+
+_CLOSE_BLOCKS = 0.02
+"""Blocks that end within this share of the slowest one learn from their critical path."""
+
+
+class Effort(NamedTuple):
+    """How much the search tries.
+
+    Attributes:
+        row_factors: numbers of rows to try, in units of the fewest that hold all tokens.
+        num_ranking_iterations, num_profile_iterations: of `best_profile`, for all candidates and for the best ones.
+        num_profiles: candidates whose profile is refined.
+        num_packed: profiles that are packed.
+        num_learned: packings whose targets learn from simulation.
+        num_lessons: simulations of each.
+        positions: places of the long samples in their block, as a share of the rows.
+    """
+
+    row_factors: tuple[float, ...]
+    num_ranking_iterations: int
+    num_profile_iterations: int
+    num_profiles: int
+    num_packed: int
+    num_learned: int
+    num_lessons: int
+    positions: tuple[float, ...]
+
+
+EFFORTS = {
+    "fast": Effort((1.1, 1.3, 1.6, 2.0), 60, 200, 5, 3, 1, 12, (0.5,)),
+    "thorough": Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 12, 8, 4, 30, (0.1, 0.3, 0.5)),
+}
+_LEARNING_RATE = 0.004
+_FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
+"""Tried in turn on the targets of a lesson, until all samples have a place."""
+_HEAVY_BLOCKS = (1, 2, 3, 4)
+_LONG_FACTORS = (1.5,)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of neighbouring lanes; all but the last ones have the full width."""
+
+    first_lanes: Ints
+    num_lanes: Ints
+
+
+class _Candidate(NamedTuple):
+    makespan_ns: float
+    num_rows: int
+    lanes: Lanes
+    work_ns: Floats
+    name: str
+
+
+class Packed(NamedTuple):
+    """A packing with its exact makespan and how it was found."""
+
+    makespan_ns: int
+    packing: Packing
+    name: str
+
+
+def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: Effort) -> list[Packed]:
+    """Return packings for a pipeline, the fastest first; none when no target places all samples.
+
+    Args:
+        seqlens: [sample] tokens, descending.
+        cost_model: prices, lanes and stages.
+        fewest_rows: rows that the tokens need at least.
+        effort: how much to try.
+    """
+    return _BlockPacker(seqlens, cost_model, effort).pack(fewest_rows)
+
+
+class _BlockPacker:
+    """What all candidates of one global batch share."""
+
+    def __init__(self, seqlens: Ints, cost_model: CostModel, effort: Effort) -> None:
+        topology = cost_model.topology
+        self.seqlens, self.cost_model, self.effort = seqlens, cost_model, effort
+        self.durations = durations_of(cost_model.table, topology.num_lanes)
+        alone = alone_ns(seqlens, self.durations, topology.num_lanes.bit_length())
+        # Wider blocks than the longest sample can use only couple more lanes.
+        width = 1 << int(np.argmin(alone[:, 0]))
+        self.alone = alone[: width.bit_length()].copy()
+        self.blocks = _cut(topology.num_lanes, width)
+        table = cost_model.table
+        base = int(np.flatnonzero(self.durations.capacities)[0])
+        first = int(table.first_option[base, 0])
+        totals = float(seqlens.sum()), float((seqlens.astype(np.float64) ** 2).sum())
+        self.empty_ns = [1e9 * seconds(table.terms[first, way], 0.0, 0.0) for way in (FORWARD, BACKWARD)]
+        batch_ns = [1e9 * seconds(table.terms[first, way], *totals) for way in (FORWARD, BACKWARD)]
+        both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
+        self.backward_over_forward = both[BACKWARD] / both[FORWARD]
+        self.total_ns = (1 << base) * (
+            bucket_ns(self.durations, base, *totals) - bucket_ns(self.durations, base, 0.0, 0.0)
+        )
+        self.best_ns = self.alone.min(axis=0)
+
+    def pack(self, fewest_rows: int) -> list[Packed]:
+        effort = self.effort
+        candidates = sorted(self._candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
+        refined = [self._profile(one, effort.num_profile_iterations) for one in candidates]
+        refined.sort(key=lambda one: one.makespan_ns)
+        packed = (one for one in map(self._pack, refined) if one is not None)
+        started = sorted(islice(packed, effort.num_packed), key=lambda one: one[0].makespan_ns)
+        results = [one for one, _ in started]
+        for one, targets in started[: effort.num_learned]:
+            results.append(self._learn(one, targets))
+        return sorted(results, key=lambda one: one.makespan_ns)
+
+    def _candidates(self, fewest_rows: int) -> Iterator[_Candidate]:
+        topology = self.cost_model.topology
+        counts = {ceil(factor * fewest_rows) for factor in self.effort.row_factors}
+        if fewest_rows < 1.5 * topology.pp_size:
+            counts |= {topology.pp_size, 2 * topology.pp_size, 3 * topology.pp_size}
+        seen = set()
+        for num_rows in sorted({round_up(one, topology.num_microbatches_multiple) for one in counts}):
+            share_ns = self.total_ns / topology.num_lanes / num_rows
+            for factor in _LONG_FACTORS:
+                num_long = int(np.count_nonzero(self.best_ns > factor * share_ns + sum(self.empty_ns)))
+                for num_heavy, position in product(_HEAVY_BLOCKS, self.effort.positions):
+                    key = (num_rows, num_long, min(num_heavy, num_long), position if num_long else 0.0)
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    lanes = self._lanes(num_rows, num_long, num_heavy, position)
+                    if lanes is not None:
+                        name = f"m={num_rows} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
+                        start = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
+                        yield self._profile(start, self.effort.num_ranking_iterations)
+
+    def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> Lanes | None:
+        """Deal the longest `num_long` samples to `num_heavy` blocks; None when they do not fit there."""
+        widths = self.blocks.num_lanes
+        full = int(np.count_nonzero(widths == widths[0]))
+        num_heavy = min(num_heavy, num_long)
+        if num_heavy > full or ceil(num_long / max(1, num_heavy)) > num_rows:
+            return None
+        num_classes = num_heavy + (num_heavy < len(widths))
+        num_lanes = np.array([float(widths[0])] * num_heavy + [float(widths[num_heavy:].sum())])[:num_classes]
+        long_ns = np.zeros((2, num_classes, num_rows))
+        for block in range(num_heavy):
+            samples = range(block, num_long, num_heavy)
+            spare = num_rows - len(samples)
+            start = min(spare, round(position * spare))
+            for sample, row in zip(samples, _middle_out(start, len(samples)), strict=True):
+                seqlen = self.seqlens[sample]
+                k = int(np.argmin(self.alone[:, sample]))
+                for way, part_ns in enumerate(self._split_ns(int(seqlen), k)):
+                    long_ns[way, block, row] = max(0.0, part_ns - self.empty_ns[way])
+        if (num_lanes[:, None] * long_ns.sum(axis=0)).sum() > 0.98 * self.total_ns and num_long > 1:
+            return None
+        return Lanes(num_lanes, long_ns[FORWARD], long_ns[BACKWARD])
+
+    def _split_ns(self, seqlen: int, k: int) -> tuple[float, float]:
+        cost = self.cost_model.cost(1 << k, 0, seqlen, seqlen * seqlen)
+        return 1e9 * cost.forward_s, 1e9 * cost.backward_s
+
+    def _profile(self, one: _Candidate, num_iterations: int) -> _Candidate:
+        topology = self.cost_model.topology
+        makespan_ns, work_ns = best_profile(
+            lane_graph(topology.pp_size, one.num_rows, topology.vp_size), one.lanes, topology.vp_size, self.total_ns,
+            self.backward_over_forward, self.empty_ns[FORWARD], self.empty_ns[BACKWARD], num_iterations,
+        )  # fmt: skip
+        return one._replace(makespan_ns=float(makespan_ns), work_ns=work_ns)
+
+    def _pack(self, one: _Candidate) -> tuple[Packed, Floats] | None:
+        """Pack to the targets of a profile; then shift work between blocks until they end together."""
+        num_blocks, num_classes = len(self.blocks.num_lanes), len(one.lanes.num_lanes)
+        class_of_block = np.minimum(np.arange(num_blocks), num_classes - 1)
+        long_ns = one.lanes.long_forward_ns + one.lanes.long_backward_ns
+        overhead_ns = sum(self.empty_ns)
+        targets = (one.work_ns + overhead_ns)[class_of_block]
+        targets[one.work_ns[class_of_block] < 0.05 * self.total_ns / self.blocks.num_lanes.sum() / one.num_rows] = 0.0
+        floors = np.where(long_ns > 0.0, 1.001 * (long_ns + overhead_ns), 0.0)[class_of_block]
+        best: tuple[Packed, Floats] | None = None
+        packing, factor = self._fill(targets, floors, 0.95, 1.6, 5)
+        for _ in range(3):
+            if packing is None:
+                break
+            targets = targets * factor
+            ends_ns, _, _ = self._simulate(packing)
+            if best is None or ends_ns.max() < best[0].makespan_ns:
+                best = Packed(int(ends_ns.max()), packing, one.name), targets
+            packing, factor = self._fill_first(targets * (ends_ns.mean() / ends_ns)[:, None], floors)
+        return best
+
+    def _learn(self, one: Packed, targets: Floats) -> Packed:
+        """Return the best packing of a number of lessons: simulate, shrink the rows that are critical, fill again."""
+        best = one
+        packing = one.packing
+        overhead_ns = sum(self.empty_ns)
+        nothing = np.zeros_like(targets)
+        lanes = self.blocks.num_lanes[:, None]
+        _, row_ns, crossings = self._simulate(packing)
+        targets = np.maximum(row_ns, np.where(targets > 0.0, targets, 0.0))
+        memory = crossings
+        for _ in range(self.effort.num_lessons):
+            ends_ns, row_ns, crossings = self._simulate(packing)
+            worst = ends_ns.max()
+            if worst < best.makespan_ns:
+                best = Packed(int(worst), packing, one.name + " learned")
+            memory = 0.5 * memory + 0.5 * crossings
+            mean = (memory * row_ns).sum(axis=1) / row_ns.sum(axis=1)
+            pull = np.maximum(0.0, 1.0 - (worst - ends_ns) / (_CLOSE_BLOCKS * worst))
+            rate = _LEARNING_RATE * pull / mean
+            work_ns = np.maximum(targets - overhead_ns, 1e5)
+            learned_ns = work_ns * np.exp(-rate[:, None] * memory)
+            learned_ns *= (lanes * work_ns).sum() / (lanes * learned_ns).sum()
+            targets = overhead_ns + learned_ns
+            filled, factor = self._fill_first(targets, nothing)
+            if filled is None:
+                break
+            packing, targets = filled, targets * factor
+        return best
+
+    def _fill_first(self, targets: Floats, floors: Floats) -> tuple[Packing | None, float]:
+        """Return the filling of the first of `_FACTORS` that places all samples, which is close to the least."""
+        for factor in _FACTORS:
+            packing, _ = self._fill(targets, floors, factor, factor, 0)
+            if packing is not None:
+                return packing, factor
+        return None, -1.0
+
+    def _fill(
+        self, targets: Floats, floors: Floats, low: float, high: float, num_steps: int
+    ) -> tuple[Packing | None, float]:
+        num_rows = targets.shape[1]
+        row_lanes = np.repeat(self.blocks.num_lanes, num_rows)
+        factor, bucket_of_sample, rows, lanes, sizes = fill_least(
+            self.seqlens, self.durations, self.alone, row_lanes, targets.ravel(), floors.ravel(), low, high, num_steps
+        )
+        if factor < 0:
+            return None, factor
+        blocks = rows // num_rows
+        first_lanes = self.blocks.first_lanes[blocks] + lanes
+        return Packing(num_rows, bucket_of_sample, rows % num_rows, first_lanes, sizes), factor
+
+    def _simulate(self, packing: Packing) -> tuple[Ints, Floats, Floats]:
+        """Return [block] -> makespan, [block, row] -> longest lane, [block, row] -> crossings by the critical path."""
+        topology = self.cost_model.topology
+        graph = lane_graph(topology.pp_size, packing.num_rows, topology.vp_size)
+        operations = common_operations(topology.pp_size, packing.num_rows, topology.vp_size)
+        grid = grid_of_packing(self.seqlens, packing, self.cost_model)
+        return _simulate_blocks(
+            operations, graph, topology.pp_size, topology.vp_size, grid, self.blocks.first_lanes,
+            self.blocks.num_lanes, self.backward_over_forward,
+        )  # fmt: skip
+
+
+def _cut(num_lanes: int, width: int) -> _Blocks:
+    """Return blocks of `width` lanes; what is left becomes aligned blocks of smaller powers of two."""
+    first, first_lanes, widths = 0, [], []
+    while first < num_lanes:
+        widths.append(min(width, largest_power_of_two(num_lanes - first)))
+        first_lanes.append(first)
+        first += widths[-1]
+    return _Blocks(np.array(first_lanes), np.array(widths))
+
+
+def _middle_out(start: int, count: int) -> Sequence[int]:
+    """Return the rows start .. start + count - 1, the middle one first, then outwards."""
+    middle = start + (count - 1) // 2
+    return sorted(range(start, start + count), key=lambda row: (abs(row - middle), row))
+
+
+@compiled
+def _simulate_blocks(
+    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, first_lanes: Ints, num_lanes: Ints,
+    backward_over_forward: float,
+) -> tuple[Ints, Floats, Floats]:  # fmt: skip
+    """See `_BlockPacker._simulate`."""
+    num_blocks, num_rows = len(first_lanes), grid.sizes.shape[0]
+    ends_ns = np.zeros(num_blocks, np.int64)
+    row_ns, crossings = np.zeros((num_blocks, num_rows)), np.zeros((num_blocks, num_rows))
+    share = backward_over_forward / (1.0 + backward_over_forward)
+    for block in range(num_blocks):
+        start, stop = first_lanes[block], first_lanes[block] + num_lanes[block]
+        part = Grid(
+            grid.sizes[:, start:stop].copy(),
+            grid.chunk_ns[:, :, start:stop].copy(),
+            grid.edge_ns[:, :, :, start:stop].copy(),
+            grid.hop_ns[:, start:stop].copy(),
+        )
+        ends = np.zeros((len(operations), stop - start), np.int64)
+        ends_ns[block] = end_times(operations, pp_size, vp_size, part, ends)
+        for row in range(num_rows):
+            for lane in range(stop - start):
+                both = part.chunk_ns[FORWARD, row, lane] + part.chunk_ns[BACKWARD, row, lane]
+                row_ns[block, row] = max(row_ns[block, row], float(both * vp_size))
+        _follow(operations, graph, pp_size, vp_size, part, ends, share, crossings[block])
+    return ends_ns, row_ns, crossings
+
+
+@compiled
+def _follow(
+    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, ends: Ints, share: float,
+    crossings: Floats,
+) -> None:  # fmt: skip
+    """Follow one critical path back from the last end; count its operations by row."""
+    last_virtual = pp_size * vp_size - 1
+    at, lane = -1, 0
+    for index in range(len(operations)):
+        for one in range(ends.shape[1]):
+            if at < 0 or ends[index, one] > ends[at, lane]:
+                at, lane = index, one
+    while at >= 0:
+        stage, row, chunk, kind = operations[at]
+        crossings[row] += share if kind == BACKWARD else 1.0 - share
+        start = ends[at, lane] - grid.chunk_ns[kind, row, lane]
+        virtual = chunk * pp_size + stage
+        if virtual == 0:
+            start -= grid.edge_ns[0, kind, row, lane]
+        if virtual == last_virtual:
+            start -= grid.edge_ns[1, kind, row, lane]
+        size = grid.sizes[row, lane]
+        first = lane // size * size
+        before = graph.before[at]
+        following = graph.source[at]
+        if before >= 0:
+            for member in range(first, first + size):
+                if ends[before, member] == start:
+                    following, lane = before, member
+                    break
+        at = following

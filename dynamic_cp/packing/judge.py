@@ -1,0 +1,193 @@
+"""Prices a packing exactly and turns it into a plan; the array path agrees with `simulator.py` to the nanosecond."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.longest_path import Grid, common_operations, end_times
+from dynamic_cp.packing.table import Packing
+from dynamic_cp.padding import round_up
+from dynamic_cp.prices import Floats, Ints, PriceTable, best_option, seconds
+from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
+
+
+def num_microbatches_of(packing: Packing, cost_model: CostModel) -> int:
+    """Return the rows of `packing`, rounded up to what interleaving needs."""
+    return round_up(max(1, packing.num_rows), cost_model.topology.num_microbatches_multiple)
+
+
+def grid_of_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> Grid:
+    """Return the exact durations of `packing`; places that no bucket covers hold their minimal padding sequence.
+
+    Args:
+        seqlens: [sample] tokens, descending.
+        packing: rows of buckets.
+        cost_model: prices, lanes and stages.
+    """
+    topology = cost_model.topology
+    shape = (num_microbatches_of(packing, cost_model), topology.num_lanes)
+    grid = Grid(
+        np.ones(shape, np.int64),
+        np.empty((2, *shape), np.int64),
+        np.empty((2, 2, *shape), np.int64),
+        np.empty(shape, np.int64),
+    )
+    tokens, squares = bucket_sums(seqlens, packing, cost_model.table)
+    fill_grid(
+        grid, cost_model.table, topology.vp_size, packing.rows, packing.first_lanes, packing.log2_cp_sizes,
+        tokens, squares,
+    )  # fmt: skip
+    return grid
+
+
+def makespan_ns(seqlens: Ints, packing: Packing, cost_model: CostModel) -> int:
+    """Return the exact makespan of `packing` in nanoseconds."""
+    topology = cost_model.topology
+    operations = common_operations(topology.pp_size, num_microbatches_of(packing, cost_model), topology.vp_size)
+    grid = grid_of_packing(seqlens, packing, cost_model)
+    return int(end_times(operations, topology.pp_size, topology.vp_size, grid, _nobody(topology.num_lanes)))
+
+
+def build_plan(samples: Sequence[Sample], packing: Packing, cost_model: CostModel, policy: str) -> Plan:
+    """Return the plan of `packing`; free lanes get empty places, interleaving its missing micro-batches.
+
+    Args:
+        samples: descending by seqlen, ties by ascending sample_id: the order of the packing's indices.
+        packing: rows of buckets.
+        cost_model: chooses the exchange of every bucket.
+        policy: name of the method.
+    """
+    topology = cost_model.topology
+    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
+    tokens, squares = bucket_sums(seqlens, packing, cost_model.table)
+    exchanges = _exchanges(packing, cost_model, tokens, squares)
+    contents: list[list[Sample]] = [[] for _ in range(len(packing.rows))]
+    for sample, bucket in zip(samples, packing.bucket_of_sample.tolist(), strict=True):
+        contents[bucket].append(sample)
+    num_microbatches = num_microbatches_of(packing, cost_model)
+    empty = [Bucket(first_lane=lane) for lane in range(topology.num_lanes)]
+    rows: list[dict[int, Bucket]] = [{} for _ in range(num_microbatches)]
+    places = zip(
+        packing.rows.tolist(), packing.first_lanes.tolist(), packing.log2_cp_sizes.tolist(), exchanges, contents,
+        strict=True,
+    )  # fmt: skip
+    for row, first_lane, k, exchange, inside in places:
+        if inside:
+            rows[row][first_lane] = Bucket(
+                first_lane=first_lane, cp_size=1 << k, samples=tuple(inside), cp_comm_type=exchange
+            )
+    micro_batches = []
+    for buckets in rows:
+        tiles = []
+        lane = 0
+        while lane < topology.num_lanes:
+            tiles.append(buckets.get(lane, empty[lane]))
+            lane += tiles[-1].cp_size
+        micro_batches.append(MicroBatch(buckets=tuple(tiles)))
+    return Plan(
+        topology=topology,
+        max_tokens_per_rank=cost_model.options.max_tokens_per_rank,
+        micro_batches=tuple(micro_batches),
+        policy=policy,
+    )
+
+
+def _exchanges(packing: Packing, cost_model: CostModel, tokens: Floats, squares: Floats) -> Sequence[CpCommType]:
+    only = set(cost_model.exchanges)
+    if only == {"p2p"}:
+        return list(repeat("p2p", len(packing.rows)))
+    return [
+        cost_model.best_cp_comm_type(1 << k, lane, total, total2) if k else "p2p"
+        for k, lane, total, total2 in zip(
+            packing.log2_cp_sizes.tolist(), packing.first_lanes.tolist(), tokens.tolist(), squares.tolist(), strict=True
+        )
+    ]
+
+
+def bucket_sums(seqlens: Ints, packing: Packing, table: PriceTable) -> tuple[Floats, Floats]:
+    """Return [bucket] -> (sum, sum of squares) of padded lengths, with what the last sample is charged for the rank."""
+    return _bucket_sums(
+        seqlens, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
+    )  # fmt: skip
+
+
+@compiled
+def _bucket_sums(
+    seqlens: Ints, bucket_of_sample: Ints, log2_cp_sizes: Ints, multiples: Ints, rank_token_multiple: int
+) -> tuple[Floats, Floats]:
+    num_buckets = len(log2_cp_sizes)
+    tokens, squares = np.zeros(num_buckets), np.zeros(num_buckets)
+    last = np.zeros(num_buckets)
+    for sample in range(len(seqlens)):
+        bucket = bucket_of_sample[sample]
+        multiple = multiples[log2_cp_sizes[bucket]]
+        padded = float((seqlens[sample] + multiple - 1) // multiple * multiple)
+        tokens[bucket] += padded
+        squares[bucket] += padded * padded
+        last[bucket] = padded
+    for bucket in range(num_buckets):
+        k = log2_cp_sizes[bucket]
+        step = multiples[k] >> k  # tokens of a rank come in steps of 1 or 2
+        step = rank_token_multiple if rank_token_multiple % step == 0 else rank_token_multiple * step
+        rank_tokens = int(tokens[bucket]) >> k
+        missing = float((-(-rank_tokens // step) * step - rank_tokens) << k)
+        tokens[bucket] += missing
+        squares[bucket] += (last[bucket] + missing) ** 2 - last[bucket] ** 2
+    return tokens, squares
+
+
+@compiled
+def fill_grid(
+    grid: Grid, table: PriceTable, vp_size: int, rows: Ints, first_lanes: Ints, log2_cp_sizes: Ints,
+    tokens: Floats, squares: Floats,
+) -> None:  # fmt: skip
+    """Write the durations of all buckets into `grid`, those of an empty place everywhere else."""
+    empty = float(table.rank_token_multiple)
+    num_rows, num_lanes = grid.sizes.shape
+    for row in range(num_rows):
+        for lane in range(num_lanes):
+            if row == 0 and lane == 0:
+                _fill_bucket(grid, table, vp_size, 0, 0, 0, empty, empty * empty)
+                continue
+            grid.sizes[row, lane] = 1
+            grid.hop_ns[row, lane] = grid.hop_ns[0, 0]
+            for direction in range(2):
+                grid.chunk_ns[direction, row, lane] = grid.chunk_ns[direction, 0, 0]
+                for edge in range(2):
+                    grid.edge_ns[edge, direction, row, lane] = grid.edge_ns[edge, direction, 0, 0]
+    for bucket in range(len(rows)):
+        if tokens[bucket] > 0.0:
+            _fill_bucket(
+                grid, table, vp_size, rows[bucket], first_lanes[bucket], log2_cp_sizes[bucket],
+                tokens[bucket], squares[bucket],
+            )  # fmt: skip
+
+
+@compiled
+def _fill_bucket(
+    grid: Grid, table: PriceTable, vp_size: int, row: int, first_lane: int, k: int, tokens: float, squares: float
+) -> None:
+    option = best_option(table, k, table.links[k, first_lane >> k], tokens, squares)
+    rank_tokens = tokens / (1 << k)
+    hop_ns = int(np.rint(rank_tokens * table.hop_s_per_token * 1e9))
+    lanes = 1 << k
+    for direction in range(2):
+        chunk_ns = int(np.rint(seconds(table.terms[option, direction], tokens, squares) / vp_size * 1e9))
+        for lane in range(first_lane, first_lane + lanes):
+            grid.chunk_ns[direction, row, lane] = chunk_ns
+        for edge in range(2):
+            edge_ns = int(np.rint(rank_tokens * table.edges_s_per_token[2 * edge + direction] * 1e9))
+            for lane in range(first_lane, first_lane + lanes):
+                grid.edge_ns[edge, direction, row, lane] = edge_ns
+    for lane in range(first_lane, first_lane + lanes):
+        grid.sizes[row, lane] = lanes
+        grid.hop_ns[row, lane] = hop_ns
+
+
+def _nobody(num_lanes: int) -> Ints:
+    return np.zeros((0, num_lanes), np.int64)

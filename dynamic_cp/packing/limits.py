@@ -1,0 +1,38 @@
+"""Which CP sizes a bucket may have and how many tokens it may hold."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.padding import sample_multiple
+from dynamic_cp.types import PlanOptions, Topology
+
+
+def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...]:
+    """Return the CP sizes that a bucket with samples may have, ascending; InvalidInputError when there is none."""
+    largest = options.max_cp_size or topology.max_cp_size
+    if largest > topology.max_cp_size:
+        raise InvalidInputError(
+            f"max_cp_size is {largest}, the largest group of {topology.num_lanes} lanes has {topology.max_cp_size}: "
+            f"set --max-dynamic-cp-size to at most {topology.max_cp_size}",
+            max_cp_size=largest,
+            num_lanes=topology.num_lanes,
+        )
+    if options.min_cp_size > largest:
+        raise InvalidInputError(
+            f"min_cp_size is {options.min_cp_size}, the largest allowed CP size is {largest}: "
+            "lower --min-dynamic-cp-size or raise --max-dynamic-cp-size",
+            min_cp_size=options.min_cp_size,
+            max_cp_size=largest,
+        )
+    return tuple(1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length()))
+
+
+def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> int:
+    """Return the largest sum of padded lengths (tokens, all ranks of the group) that a bucket of `cp_size` may hold.
+
+    A rank holds a multiple of 2 tokens (two zigzag chunks) if cp_size > 1, and of the topology's rank_token_multiple.
+    """
+    unit = lcm(sample_multiple(cp_size) // cp_size, topology.rank_token_multiple)
+    return options.max_tokens_per_rank // unit * unit * cp_size

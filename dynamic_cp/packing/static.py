@@ -1,0 +1,158 @@
+"""Static context parallelism: every bucket has the same CP size. For comparison and as fallback.
+
+`pack_next_fit` packs as Megatron's dp_balanced does (next-fit in input order), `pack_balanced` spreads the modelled
+time over a given number of rows, longest samples first. Lanes that no block of this CP size covers stay empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
+from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen
+from dynamic_cp.packing.heap import sift_down, sift_up
+from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.packing.table import Packing
+from dynamic_cp.padding import round_up
+from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.types import is_power_of_two
+
+if TYPE_CHECKING:
+    from dynamic_cp.types import PlanOptions, Sample, Topology
+
+
+def static_cp_size(longest: Sample, topology: Topology, options: PlanOptions) -> int:
+    """Return options.static_cp_size, or the smallest allowed CP size that holds the longest sample.
+
+    Raises:
+        InvalidInputError: the given size is no power of two or larger than any group.
+        InfeasibleSampleError: the given size cannot hold the longest sample.
+    """
+    if options.static_cp_size is None:
+        return min(
+            cp for cp in allowed_cp_sizes(topology, options) if longest.seqlen <= capacity_tokens(cp, topology, options)
+        )
+    cp_size = options.static_cp_size
+    if not is_power_of_two(cp_size) or cp_size > topology.max_cp_size:
+        raise InvalidInputError(
+            f"static_cp_size is {cp_size}, a power of two <= {topology.max_cp_size} is needed for "
+            f"{topology.num_lanes} lanes: change --context-parallel-size",
+            static_cp_size=cp_size,
+            num_lanes=topology.num_lanes,
+        )
+    capacity = capacity_tokens(cp_size, topology, options)
+    if longest.seqlen > capacity:
+        raise InfeasibleSampleError(
+            f"sample {longest.sample_id} has {longest.seqlen} tokens, a static group of {cp_size} lanes holds "
+            f"{capacity}: raise --context-parallel-size or --max-seqlen-per-dp-cp-rank",
+            sample_id=longest.sample_id,
+            seqlen=longest.seqlen,
+            capacity_tokens=capacity,
+        )
+    return cp_size
+
+
+def fewest_rows(seqlens: Ints, durations: Durations, k: int, num_lanes: int) -> int:
+    """Return the fewest rows whose buckets of CP size 2^k hold all padded tokens."""
+    multiple, capacity = int(durations.multiples[k]), int(durations.capacities[k])
+    tokens = int((-(-seqlens // multiple) * multiple).sum())
+    return -(-tokens // ((num_lanes >> k) * capacity))
+
+
+def pack_next_fit(
+    seqlens: Ints, input_order: Ints, durations: Durations, k: int, num_lanes: int, rows_multiple: int
+) -> Packing:
+    """Return next-fit rows in input order; the last bins are split until whole micro-batches are full, if possible.
+
+    Args:
+        seqlens: [sample] tokens, descending.
+        input_order: [position] -> sample.
+        durations: limits of buckets.
+        k: log2 of the CP size.
+        num_lanes: lanes.
+        rows_multiple: wanted divisor of the number of rows.
+    """
+    multiple, capacity = int(durations.multiples[k]), int(durations.capacities[k])
+    bins: list[list[int]] = []
+    tokens = capacity
+    padded = (-(-seqlens // multiple) * multiple).tolist()
+    for sample in input_order.tolist():
+        if tokens + padded[sample] > capacity:
+            bins.append([])
+            tokens = 0
+        bins[-1].append(sample)
+        tokens += padded[sample]
+    blocks = num_lanes >> k
+    wanted = round_up(len(bins), blocks * rows_multiple)
+    divisible = [index for index, inside in enumerate(bins) if len(inside) > 1]
+    while len(bins) < wanted and divisible:
+        bins.append([bins[divisible[-1]].pop()])
+        if len(bins[divisible[-1]]) == 1:
+            divisible.pop()
+    bucket_of_sample = np.zeros(len(seqlens), np.int64)
+    for index, inside in enumerate(bins):
+        bucket_of_sample[inside] = index
+    return _in_rows(bucket_of_sample, np.arange(len(bins)), k, blocks)
+
+
+def pack_balanced(seqlens: Ints, durations: Durations, k: int, num_lanes: int, num_rows: int) -> Packing | None:
+    """Return rows of even buckets: the longest sample goes to the cheapest bucket with room; None when one has no room.
+
+    Buckets of similar attention work share a row; rows descend.
+    """
+    blocks = num_lanes >> k
+    missing, bucket_of_sample, squares = _spread_evenly(seqlens, durations, k, blocks * num_rows)
+    if missing:
+        return None
+    place = np.empty(blocks * num_rows, np.int64)
+    place[np.argsort(-squares, kind="stable")] = np.arange(blocks * num_rows)
+    return _in_rows(place[bucket_of_sample], np.arange(blocks * num_rows), k, blocks)
+
+
+def _in_rows(bucket_of_sample: Ints, places: Ints, k: int, blocks: int) -> Packing:
+    rows = places // blocks
+    return Packing(int(rows[-1]) + 1, bucket_of_sample, rows, places % blocks << k, np.full(len(places), k, np.int64))
+
+
+@compiled
+def _spread_evenly(seqlens: Ints, durations: Durations, k: int, num_buckets: int) -> tuple[int, Ints, Floats]:
+    """Return (samples without room, bucket of each sample, sum of squares of each bucket); cheapest bucket first.
+
+    Buckets without room for the present sample are parked, ordered by room, until samples are short enough.
+    """
+    capacity = durations.capacities[k]
+    tokens, squares = np.zeros(num_buckets), np.zeros(num_buckets)
+    price, minus_room = np.zeros(num_buckets), np.full(num_buckets, -float(capacity))
+    by_price, by_room = np.arange(num_buckets), np.zeros(num_buckets, np.int64)
+    num_open, num_parked, num_missing = num_buckets, 0, 0
+    bucket_of_sample = np.full(len(seqlens), -1, np.int64)
+    for sample in range(len(seqlens)):
+        padded = float(padded_seqlen(durations, k, seqlens[sample]))
+        while num_parked and -minus_room[by_room[0]] >= padded:
+            num_parked -= 1
+            by_price[num_open] = by_room[0]
+            by_room[0] = by_room[num_parked]
+            sift_down(minus_room, by_room, num_parked)
+            num_open += 1
+            sift_up(price, by_price, num_open - 1)
+        while num_open and -minus_room[by_price[0]] < padded:
+            num_open -= 1
+            by_room[num_parked] = by_price[0]
+            by_price[0] = by_price[num_open]
+            sift_down(price, by_price, num_open)
+            num_parked += 1
+            sift_up(minus_room, by_room, num_parked - 1)
+        if num_open == 0:
+            num_missing += 1
+            continue
+        bucket = by_price[0]
+        bucket_of_sample[sample] = bucket
+        tokens[bucket] += padded
+        squares[bucket] += padded * padded
+        minus_room[bucket] += padded
+        price[bucket] = bucket_ns(durations, k, tokens[bucket], squares[bucket])
+        sift_down(price, by_price, num_open)
+    return num_missing, bucket_of_sample, squares
