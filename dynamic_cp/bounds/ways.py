@@ -1,0 +1,113 @@
+"""The ways in which a bucket can run, and what their prices have in common."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.prices import NUM_KINKS, NUM_TERMS, Floats, Ints, PriceTable, seconds
+
+
+class Ways(NamedTuple):
+    """The ways in which a bucket can run: CP size, link and exchange.
+
+    Attributes:
+        cp_sizes: [way] lanes.
+        longest: [way] tokens of the longest sample that may run so.
+        capacities: [way] true tokens that a bucket may hold.
+        terms: [way, forward or backward, NUM_TERMS] of `prices.seconds`.
+        floors_s: [forward or backward] what every bucket pays at least.
+    """
+
+    cp_sizes: Ints
+    longest: Ints
+    capacities: Ints
+    terms: Floats
+    floors_s: Floats
+
+
+def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
+    """Return all ways that `table` allows; CP size 1 is always there, because empty places run so."""
+    rows: dict[tuple[int, bytes], Floats] = {}
+    for k in range(len(table.capacities)):
+        if k > 0 and table.capacities[k] == 0:
+            continue
+        for link in sorted(set(table.links[k].tolist())):
+            for row in range(int(table.first_option[k, link]), int(table.end_option[k, link])):
+                rows[k, table.terms[row].tobytes()] = table.terms[row]
+    terms = np.array(list(rows.values())).reshape(-1, 2, NUM_TERMS)
+    sizes = np.array([1 << k for k, _ in rows], np.int64)
+    capacities = sizes * max_tokens_per_rank
+    allowed = np.array([table.capacities[k] > 0 for k, _ in rows])
+    return Ways(sizes, np.where(allowed, capacities, 0), capacities, terms, terms[:, :, 0].min(axis=0))
+
+
+@compiled
+def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: float) -> Ints:
+    """Return [way] -> the longest sample whose bucket takes at most `limit_s`.
+
+    A bucket takes `times` * (forward + backward) + edge_s_per_token * tokens of a rank.
+    """
+    longest = ways.longest.copy()
+    for way in range(longest.shape[0]):
+        low, high = 0, longest[way] + 1  # low fits, high does not
+        while high - low > 1:
+            tokens = (low + high) // 2
+            both = seconds(ways.terms[way, 0], tokens, float(tokens) * tokens)
+            both += seconds(ways.terms[way, 1], tokens, float(tokens) * tokens)
+            if times * both + edge_s_per_token * tokens / ways.cp_sizes[way] <= limit_s:
+                low = tokens
+            else:
+                high = tokens
+        longest[way] = low
+    return longest  # type: ignore[no-any-return]
+
+
+@compiled
+def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
+    """Return the least and the largest backward / forward above the floors, over all buckets of all ways.
+
+    Both prices are linear in (tokens, tokens squared) between the lines where an exchange begins to show, so the
+    ratio is least and largest at a crossing of two of these lines or of the borders of what a bucket can hold.
+
+    Args:
+        ways: the prices.
+        longest: padded tokens of the longest sample.
+    """
+    least, largest = np.inf, 0.0
+    lines = np.zeros((2 * NUM_KINKS + 4, 3))  # constant + per_token * T + per_token2 * Q = 0
+    for way in range(ways.cp_sizes.shape[0]):
+        capacity = float(ways.capacities[way])
+        lines[:] = 0.0
+        for direction in range(2):
+            for kink in range(NUM_KINKS):
+                at, line = 3 + 4 * kink, lines[direction * NUM_KINKS + kink]
+                if ways.terms[way, direction, at] > 0.0:
+                    line[0], line[1] = ways.terms[way, direction, at + 1], ways.terms[way, direction, at + 2]
+                    line[2] = -ways.terms[way, direction, at + 3]
+        lines[-4] = np.array([0.0, 1.0, 0.0])  # no tokens
+        lines[-3] = np.array([-capacity, 1.0, 0.0])
+        lines[-2] = np.array([0.0, 1.0, -1.0])  # samples of one token
+        lines[-1] = np.array([0.0, longest, -1.0])  # longest samples only
+        for first in range(lines.shape[0]):
+            for second in range(first):
+                a, b = lines[first], lines[second]
+                determinant = a[1] * b[2] - a[2] * b[1]
+                if abs(determinant) <= 1e-14 * (abs(a[1] * b[2]) + abs(a[2] * b[1])):
+                    continue
+                tokens = (a[2] * b[0] - a[0] * b[2]) / determinant
+                squares = (a[0] * b[1] - a[1] * b[0]) / determinant
+                close = 1e-9 * capacity
+                if tokens < -close or tokens > capacity + close:
+                    continue
+                if squares < tokens - close or squares > longest * (tokens + close):
+                    continue
+                forward = seconds(ways.terms[way, 0], tokens, squares) - ways.floors_s[0]
+                backward = seconds(ways.terms[way, 1], tokens, squares) - ways.floors_s[1]
+                if forward > 1e-12:
+                    least, largest = min(least, backward / forward), max(largest, backward / forward)
+                elif backward > 1e-12:
+                    largest = np.inf
+    return least, largest

@@ -1,0 +1,163 @@
+"""Lane-seconds that a global batch costs at least, whatever shares its buckets: the additive part of a lower bound.
+
+The price of a bucket is not additive, because the exchange of the whole bucket hides behind its whole attention. But
+for every lambda in [0, 1]
+
+    weight * max(0, a + b * T - c * Q)  >=  lambda * weight * (a + b * T - c * Q),
+
+and the right side is a sum over samples. Each kink of each way of running a bucket (a `Way`: CP size, link, exchange)
+gets its own lambda; the sum over samples of the price at the best way is concave in them, so they are raised by
+bisection, one after the other. A constant above the least one of all ways is shared by the tokens that fit.
+
+Padding makes buckets only dearer, so true lengths are used and the bounds hold for prices with and without padding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.bounds.ways import Ways
+from dynamic_cp.prices import NUM_KINKS, Floats, Ints
+
+_MAX_GROUPS = 256
+"""Samples that the search for lambdas looks at; the sum itself is taken over all."""
+_ROUNDS = 3
+_BISECTIONS = 7
+
+
+class Work(NamedTuple):
+    """Lane-seconds of all samples above the floors of their buckets, and how they were bounded.
+
+    Attributes:
+        seconds: forward_weight * forward + backward_weight * backward, summed over samples and lanes; inf if a sample
+            has no way.
+        per_token, per_token2: [way] lane-seconds of a sample per token and per token squared.
+    """
+
+    seconds: float
+    per_token: Floats
+    per_token2: Floats
+
+
+def least_work(seqlens: Floats, ways: Ways, forward_weight: float = 1.0, backward_weight: float = 1.0) -> Work:
+    """Return the work of samples of `seqlens` (tokens, descending) at the best lambdas found."""
+    weights = np.array([forward_weight, backward_weight])
+    # The longest samples one by one, then one sample for ever more of its neighbours.
+    first = np.unique(np.geomspace(1, len(seqlens), _MAX_GROUPS).astype(np.int64) - 1)
+    groups, counts = seqlens[first], np.diff(first, append=len(seqlens)).astype(np.float64)
+    best = Work(-np.inf, np.zeros(0), np.zeros(0))
+    # The ascent can get stuck where ways tie; of several starts the best one counts.
+    for lambdas in (np.zeros((len(ways.cp_sizes), 2, NUM_KINKS)), _exposed_at(seqlens[0], ways)):
+        _raise_lambdas(groups, counts, ways, weights, lambdas, _ROUNDS, _BISECTIONS)
+        per_token, per_token2 = _additive_prices(ways, weights, lambdas)
+        total = sum_of_least(seqlens, ways.longest, per_token, per_token2)
+        if total > best.seconds:
+            best = Work(total, per_token, per_token2)
+    return best
+
+
+def _exposed_at(tokens: float, ways: Ways) -> Floats:
+    """Return lambda 1 for the kinks that even a lone sample of `tokens` exposes, 0 for the others."""
+    kinks = ways.terms[:, :, 3:].reshape(-1, 2, NUM_KINKS, 4)
+    weight, constant, per_token, per_token2 = np.moveaxis(kinks, -1, 0)
+    exposed = constant + per_token * tokens - per_token2 * tokens * tokens > 0.0
+    return np.where(exposed & (weight > 0.0) & (constant >= 0.0), 1.0, 0.0)
+
+
+@compiled
+def sum_of_least(seqlens: Floats, longest: Ints, per_token: Floats, per_token2: Floats) -> float:
+    """Return the sum over samples of the least additive price; inf if one has no way."""
+    total = 0.0
+    for tokens in seqlens:
+        least = np.inf
+        for way in range(longest.shape[0]):
+            if tokens <= longest[way]:
+                least = min(least, _price(tokens, per_token[way], per_token2[way]))
+        total += least
+    return total
+
+
+@compiled
+def _price(tokens: float, per_token: float, per_token2: float) -> float:
+    """Return the least price of a sample of at least `tokens` (its padding can only add tokens)."""
+    if per_token < 0.0 and per_token + 2.0 * per_token2 * tokens < 0.0:
+        tokens = -per_token / (2.0 * per_token2)
+    return tokens * (per_token + per_token2 * tokens)
+
+
+@compiled
+def _additive_price(ways: Ways, way: int, weights: Floats, lambdas: Floats) -> tuple[float, float]:
+    """Return lane-seconds per token and per token squared of samples that run in `way`; `lambdas`: [2, NUM_KINKS]."""
+    per_token = per_token2 = constant = 0.0
+    for direction in range(2):
+        terms = ways.terms[way, direction]
+        linear, square = terms[1], terms[2]
+        fixed = terms[0] - ways.floors_s[direction]
+        for kink in range(NUM_KINKS):
+            at, times = 3 + 4 * kink, lambdas[direction, kink] * terms[3 + 4 * kink]
+            fixed += times * terms[at + 1]
+            linear += times * terms[at + 2]
+            square -= times * terms[at + 3]
+        constant += weights[direction] * fixed
+        per_token += weights[direction] * linear
+        per_token2 += weights[direction] * square
+    size = ways.cp_sizes[way]
+    return size * (per_token + constant / ways.capacities[way]), size * per_token2
+
+
+@compiled
+def _additive_prices(ways: Ways, weights: Floats, lambdas: Floats) -> tuple[Floats, Floats]:
+    num_ways = ways.cp_sizes.shape[0]
+    per_token, per_token2 = np.zeros(num_ways), np.zeros(num_ways)
+    for way in range(num_ways):
+        per_token[way], per_token2[way] = _additive_price(ways, way, weights, lambdas[way])
+    return per_token, per_token2
+
+
+@compiled
+def _raise_lambdas(
+    seqlens: Floats, counts: Floats, ways: Ways, weights: Floats, lambdas: Floats, rounds: int, bisections: int
+) -> None:
+    """Raise `lambdas` ([way, 2, NUM_KINKS]) in place, one by one, for `counts` samples of each of `seqlens`."""
+    num_ways = ways.cp_sizes.shape[0]
+    per_token, per_token2 = _additive_prices(ways, weights, lambdas)
+    others = np.zeros(seqlens.shape[0])
+    for _ in range(rounds):
+        for way in range(num_ways):
+            for index in range(seqlens.shape[0]):
+                others[index] = np.inf
+                for other in range(num_ways):
+                    if other != way and seqlens[index] <= ways.longest[other]:
+                        price = _price(seqlens[index], per_token[other], per_token2[other])
+                        others[index] = min(others[index], price)
+            for direction in range(2):
+                for kink in range(NUM_KINKS):
+                    terms = ways.terms[way, direction]
+                    at = 3 + 4 * kink
+                    # A negative constant would be gained by empty buckets too.
+                    if terms[at] <= 0.0 or terms[at + 1] < 0.0 or weights[direction] <= 0.0:
+                        continue
+                    low, high, value = 0.0, 1.0, 1.0
+                    for _ in range(bisections):
+                        lambdas[way, direction, kink] = value
+                        linear, square = _additive_price(ways, way, weights, lambdas[way])
+                        slope = -1.0
+                        if square >= 0.0:
+                            slope = 0.0
+                            gain = terms[at + 1] / ways.capacities[way] + terms[at + 2]
+                            for index in range(seqlens.shape[0]):
+                                tokens = seqlens[index]
+                                if tokens <= ways.longest[way] and _price(tokens, linear, square) < others[index]:
+                                    slope += counts[index] * tokens * (gain - terms[at + 3] * tokens)
+                        if slope >= 0.0:
+                            low = value
+                        else:
+                            high = value
+                        if low == 1.0:
+                            break
+                        value = 0.5 * (low + high)
+                    lambdas[way, direction, kink] = low
+            per_token[way], per_token2[way] = _additive_price(ways, way, weights, lambdas[way])

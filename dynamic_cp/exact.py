@@ -1,0 +1,390 @@
+"""The best plan of a tiny batch, by mixed-integer programming: an oracle for tests, not a planner.
+
+For every number of micro-batches one program decides packing, CP sizes, exchanges, lanes and order together:
+
+    hold[sample, row, group]   a sample is in the bucket of an aligned group of lanes in a micro-batch (row)
+    runs[row, group]           the group has a bucket there; the groups of a row tile the lanes
+    used[row, group, option]   its exchange
+    end[operation, lane]       when a lane has done an operation; lanes of one bucket wait for each other
+
+Prices are exact: they are convex and piecewise linear in the sums over a bucket, so each exposed exchange is one
+variable above zero and above its line. Durations of groups that do not run are zero, hence a lane's duration is a sum
+and needs no large constant; only waiting for the other lanes of a bucket does. Batches that take at most a
+minute or two have about 10 samples on 4 lanes.
+
+Needs `pulp` (`pip install megatron-dynamic-cp[exact]`), which brings the CBC solver. The search is limited by counted
+nodes, so its answer does not depend on the clock unless `time_limit_s` is given.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from dynamic_cp.bounds import bound_at
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.longest_path import FORWARD, common_operations
+from dynamic_cp.padding import round_up
+from dynamic_cp.prices import NUM_KINKS, Floats
+from dynamic_cp.simulator import makespan_ns
+from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
+
+TOLERANCE = 1e-6
+"""Plans that differ less are equally good: the solver computes in floats and rounds no duration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactPlan:
+    """What the exact search found.
+
+    Attributes:
+        plan: the best plan; None when none was found within the limits, or none beats `known_s` by TOLERANCE.
+        makespan_s: its simulated makespan; `known_s` without a plan.
+        bound_s: no plan with the tried numbers of micro-batches is faster.
+        status: "optimal" (to TOLERANCE), or "limit" when a search was cut short.
+        num_microbatches: what was tried.
+    """
+
+    plan: Plan | None
+    makespan_s: float
+    bound_s: float
+    status: Literal["optimal", "limit"]
+    num_microbatches: tuple[int, ...]
+
+
+class _Group(NamedTuple):
+    first_lane: int
+    k: int
+    options: tuple[int, ...]  # rows of the price table
+
+    @property
+    def lanes(self) -> range:
+        return range(self.first_lane, self.first_lane + (1 << self.k))
+
+
+def exact_plan(
+    samples: Iterable[Sample],
+    cost_model: CostModel,
+    *,
+    min_microbatches: int | None = None,
+    max_microbatches: int | None = None,
+    allow_empty: bool = True,
+    padded: bool = True,
+    known_s: float = float("inf"),
+    max_nodes: int = 200_000,
+    time_limit_s: float | None = None,
+) -> ExactPlan:
+    """Return the plan with the least makespan over a range of numbers of micro-batches.
+
+    Args:
+        samples: a tiny global batch.
+        cost_model: prices, topology and limits.
+        min_microbatches, max_microbatches: the range; default the fewest that hold all tokens, to one per sample.
+        allow_empty: whether lanes may be without samples in a micro-batch.
+        padded: whether prices and limits are of padded lengths; False only with a cost model that ignores padding.
+        known_s: makespan of a plan that is known; only better ones are looked for.
+        max_nodes: nodes of the search tree, per number of micro-batches.
+        time_limit_s: seconds per number of micro-batches, as well.
+
+    Raises:
+        UnsupportedFeatureError: pulp is not installed.
+        InvalidInputError: tokens of a rank are rounded (sequence parallelism), or no plan exists in the range.
+    """
+    pulp = _pulp()
+    samples = tuple(sorted(samples, key=lambda sample: (-sample.seqlen, sample.sample_id)))
+    topology, table = cost_model.topology, cost_model.table
+    if table.rank_token_multiple > 1:
+        raise InvalidInputError(
+            f"tokens of a rank are rounded to a multiple of {table.rank_token_multiple}, the exact search needs 1: "
+            "plan without sequence parallelism",
+            rank_token_multiple=table.rank_token_multiple,
+        )
+    multiple = topology.num_microbatches_multiple
+    fewest = -(
+        -sum(sample.seqlen for sample in samples) // (topology.num_lanes * cost_model.options.max_tokens_per_rank)
+    )
+    first = round_up(max(1, fewest if min_microbatches is None else min_microbatches), multiple)
+    last = max(first, round_up(len(samples), multiple)) if max_microbatches is None else max_microbatches
+    best, best_s, bound_s, is_cut = None, known_s, known_s, False
+    tried = tuple(range(first, last + 1, multiple))
+    seqlens = np.array([sample.seqlen for sample in samples])
+    limit = cost_model.options.max_tokens_per_rank
+    below_s = {count: bound_at(seqlens, table, topology, limit, count) for count in tried}
+    for num_microbatches in sorted(tried, key=lambda count: below_s[count]):
+        if below_s[num_microbatches] >= best_s:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # pulp 3 announces the names of pulp 4
+            program = _Program(pulp, samples, cost_model, num_microbatches, allow_empty=allow_empty, padded=padded)
+            found, proven_s, was_cut = program.solve(best_s, max_nodes, time_limit_s)
+        bound_s, is_cut = min(bound_s, max(proven_s, below_s[num_microbatches])), is_cut or was_cut
+        if found is not None:
+            found_s = makespan_ns(found, cost_model) / 1e9
+            if found_s < best_s:
+                best, best_s = found, found_s
+    if best is None and best_s == float("inf") and not is_cut:
+        raise InvalidInputError(
+            f"no plan with {first} .. {last} micro-batches exists for {len(samples)} samples: allow more micro-batches",
+            min_microbatches=first,
+            max_microbatches=last,
+        )
+    bound_s = min(bound_s, best_s)
+    status: Literal["optimal", "limit"] = "limit" if is_cut and bound_s < best_s * (1 - TOLERANCE) else "optimal"
+    return ExactPlan(plan=best, makespan_s=best_s, bound_s=bound_s, status=status, num_microbatches=tried)
+
+
+def _pulp() -> Any:
+    try:
+        import pulp  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            "the exact search needs pulp, which is not installed: pip install megatron-dynamic-cp[exact]"
+        ) from error
+    return pulp
+
+
+class _Program:
+    """The program of one number of micro-batches; times are in units of `unit_s`."""
+
+    def __init__(
+        self,
+        pulp: Any,
+        samples: Sequence[Sample],
+        cost_model: CostModel,
+        num_microbatches: int,
+        *,
+        allow_empty: bool,
+        padded: bool,
+    ) -> None:
+        self.pulp, self.samples, self.cost_model, self.padded = pulp, samples, cost_model, padded
+        self.rows = range(num_microbatches)
+        self.allow_empty = allow_empty
+        topology, table = cost_model.topology, cost_model.table
+        self.groups = [
+            _Group(lane, k, tuple(range(int(table.first_option[k, link]), int(table.end_option[k, link]))))
+            for k in range(len(table.capacities))
+            if k == 0 or table.capacities[k] > 0
+            for lane in range(0, (topology.num_lanes >> k) << k, 1 << k)
+            for link in (int(table.links[k, lane >> k]),)
+        ]
+        self.problem = pulp.LpProblem("exact", pulp.LpMinimize)
+        self.unit_s = self._latest_s() / 1000.0
+        self.makespan = self._number("makespan")
+        self.hold: dict[tuple[int, int, int], Any] = {}
+        self.runs: dict[tuple[int, int], Any] = {}
+        self.used: dict[tuple[int, int], dict[int, Any]] = {}
+        self.problem += self.makespan
+        self._pack()
+        self.durations = [[self._price(row, index) for index in range(len(self.groups))] for row in self.rows]
+        self._schedule()
+
+    def solve(self, below_s: float, max_nodes: int, time_limit_s: float | None) -> tuple[Plan | None, float, bool]:
+        """Return (a plan faster than `below_s` or None, seconds that none beats, whether the search was cut short)."""
+        if below_s < float("inf"):
+            self.problem += self.makespan <= below_s * (1 - TOLERANCE) / self.unit_s
+        pulp = self.pulp
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "cbc.log"
+            solver = pulp.PULP_CBC_CMD(
+                msg=False, gapRel=1e-7, maxNodes=max_nodes, timeLimit=time_limit_s, threads=1, logPath=str(log)
+            )
+            status = self.problem.solve(solver)
+            text = log.read_text()
+        # Chunks, edges and hops are rounded to nanoseconds, each by half of one at most.
+        slack_s = 1.5e-9 * len(self.operations)
+        if status == pulp.LpStatusInfeasible:
+            return None, below_s * (1 - TOLERANCE), False
+        was_cut = "Stopped on" in text or self.problem.sol_status != pulp.LpSolutionOptimal
+        found = (
+            self._plan()
+            if self.problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+            else None
+        )
+        if was_cut:
+            bounds = re.findall(r"Lower bound:\s+([-+.\de]+)", text)
+            proven_s = float(bounds[-1]) * self.unit_s if bounds else 0.0
+        else:
+            proven_s = self.pulp.value(self.makespan) * self.unit_s
+        return found, max(0.0, proven_s - slack_s), was_cut
+
+    def _number(self, name: str) -> Any:
+        return self.pulp.LpVariable(name, lowBound=0)
+
+    def _choice(self, name: str) -> Any:
+        return self.pulp.LpVariable(name, cat="Binary")
+
+    def _tokens(self, sample: Sample, k: int) -> int:
+        return round_up(sample.seqlen, int(self.cost_model.table.multiples[k])) if self.padded else sample.seqlen
+
+    def _latest_s(self) -> float:
+        """Return a time by which every sensible plan has ended: every sample in a micro-batch of its own."""
+        total_s = 0.0
+        topology, table = self.cost_model.topology, self.cost_model.table
+        for sample in self.samples:
+            costs = []
+            for group in self.groups:
+                tokens = self._tokens(sample, group.k)
+                if tokens <= table.capacities[group.k]:
+                    costs.append(self.cost_model.cost(1 << group.k, group.first_lane, tokens, tokens * tokens))
+            cost = max(costs, key=lambda one: one.forward_s + one.backward_s)
+            total_s += sum(cost) + cost.p2p_s * 2 * topology.pp_size * topology.vp_size
+        empty = self.cost_model.bucket_cost(Bucket(first_lane=0))
+        total_s += len(self.rows) * (sum(empty) + empty.p2p_s * 2 * topology.pp_size * topology.vp_size)
+        return total_s * topology.pp_size
+
+    def _pack(self) -> None:
+        """Every sample in one bucket, buckets tile the lanes, none holds too much."""
+        pulp, table = self.pulp, self.cost_model.table
+        for row in self.rows:
+            for index, group in enumerate(self.groups):
+                runs = self.runs[row, index] = self._choice(f"runs_{row}_{index}")
+                held = []
+                for at, sample in enumerate(self.samples):
+                    tokens = self._tokens(sample, group.k)
+                    if tokens <= table.capacities[group.k] and not self._is_mirrored(at, group):
+                        hold = self.hold[at, row, index] = self._choice(f"hold_{at}_{row}_{index}")
+                        self.problem += hold <= runs
+                        held.append((hold, tokens))
+                self.problem += (
+                    pulp.lpSum(tokens * hold for hold, tokens in held) <= int(table.capacities[group.k]) * runs
+                )
+                if group.k > 0 or not self.allow_empty:
+                    self.problem += pulp.lpSum(hold for hold, _ in held) >= runs
+            for lane in range(self.cost_model.topology.num_lanes):
+                self.problem += pulp.lpSum(self.runs[row, i] for i, g in enumerate(self.groups) if lane in g.lanes) == 1
+        for at in range(len(self.samples)):
+            self.problem += pulp.lpSum(hold for key, hold in self.hold.items() if key[0] == at) == 1
+
+    def _is_mirrored(self, at: int, group: _Group) -> bool:
+        """Return whether the longest sample need not be tried there: lanes that are alike can be exchanged."""
+        num_lanes, links = self.cost_model.topology.num_lanes, self.cost_model.table.links
+        alike = num_lanes & (num_lanes - 1) == 0 and (links == links[:, :1]).all()
+        return at == 0 and group.first_lane > 0 and bool(alike)
+
+    def _price(self, row: int, index: int) -> tuple[Any, Any, Any]:
+        """Return forward and backward of a chunk and the tokens of a rank, all zero where the group does not run."""
+        pulp, group = self.pulp, self.groups[index]
+        table, vp_size = self.cost_model.table, self.cost_model.topology.vp_size
+        size, name = 1 << group.k, f"{row}_{index}"
+        runs = self.runs[row, index]
+        held = [
+            (self.hold[at, row, index], self._tokens(sample, group.k))
+            for at, sample in enumerate(self.samples)
+            if (at, row, index) in self.hold
+        ]
+        tokens = pulp.lpSum(count * hold for hold, count in held)
+        squares = pulp.lpSum(count * count * hold for hold, count in held)
+        used = {group.options[0]: runs}
+        if len(group.options) > 1:
+            used = {option: self._choice(f"used_{name}_{option}") for option in group.options}
+            self.problem += pulp.lpSum(used.values()) == runs
+        self.used[row, index] = used
+        empty = self.cost_model.bucket_cost(Bucket(first_lane=group.first_lane)) if group.k == 0 else None
+        sides = []
+        for direction, side in enumerate(("forward", "backward")):
+            duration = self._number(f"{side}_{name}")
+            for option in group.options:
+                terms = table.terms[option, direction]
+                exposed = []
+                for kink in range(NUM_KINKS):
+                    weight, a, b, c = terms[3 + 4 * kink : 7 + 4 * kink]
+                    if weight > 0.0:
+                        shown = self._number(f"shown_{name}_{option}_{direction}_{kink}")
+                        exposed.append(shown)
+                        self.problem += shown >= weight / self.unit_s * (a * runs + b * tokens - c * squares)
+                price = terms[0] * runs + terms[1] * tokens + terms[2] * squares
+                price = price / self.unit_s + pulp.lpSum(exposed)
+                most = 0.0 if len(group.options) == 1 else self._most(terms, group) / self.unit_s
+                self.problem += duration >= price - most * (runs - used[option])
+            if empty is not None:
+                # A bucket with samples costs at least as much as an empty place.
+                self.problem += duration >= empty[direction] / self.unit_s * runs
+            sides.append(duration * (1.0 / vp_size))
+        rank_tokens: Any = tokens * (1.0 / size)
+        if empty is not None and self.padded:
+            rank_tokens = self._number(f"rank_tokens_{name}")
+            self.problem += rank_tokens >= tokens
+            self.problem += rank_tokens >= runs
+        return sides[0], sides[1], rank_tokens
+
+    def _most(self, terms: Floats, group: _Group) -> float:
+        """Return seconds that no bucket of the group exceeds with the exchange of `terms`."""
+        capacity = float(self.cost_model.table.capacities[group.k])
+        most = terms[0] + max(0.0, terms[1]) * capacity + max(0.0, terms[2]) * capacity * self.samples[0].seqlen * 2
+        for kink in range(NUM_KINKS):
+            weight, a, b, _ = terms[3 + 4 * kink : 7 + 4 * kink]
+            most += max(0.0, weight) * (max(0.0, a) + max(0.0, b) * capacity)
+        return float(most)
+
+    def _schedule(self) -> None:
+        """Ends of all operations of all lanes, as in `longest_path.end_times`."""
+        topology, table = self.cost_model.topology, self.cost_model.table
+        pp_size, vp_size, num_lanes = topology.pp_size, topology.vp_size, topology.num_lanes
+        self.operations = common_operations(pp_size, len(self.rows), vp_size).tolist()
+        last = pp_size * vp_size - 1
+        latest = self._latest_s() / self.unit_s
+        sum_of = self.pulp.lpSum
+        edges = (table.edges_s_per_token / self.unit_s).tolist()
+        before: dict[tuple[int, int], Any] = {}
+        outputs: dict[tuple[int, int, int, int], Any] = {}
+        for stage, row, chunk, kind in self.operations:
+            virtual = chunk * pp_size + stage
+            source = virtual - 1 if kind == FORWARD else virtual + 1
+            edge = (edges[kind] if virtual == 0 else 0.0) + (edges[2 + kind] if virtual == last else 0.0)
+            done = {}
+            for lane in range(num_lanes):
+                here = [
+                    prices
+                    for group, prices in zip(self.groups, self.durations[row], strict=True)
+                    if lane in group.lanes
+                ]
+                duration = sum_of(prices[kind] + edge * prices[2] for prices in here)
+                hop = table.hop_s_per_token / self.unit_s * sum_of(prices[2] for prices in here)
+                end = done[lane] = self._number(f"end_{stage}_{row}_{chunk}_{kind}_{lane}")
+                self.problem += end >= duration + before.get((stage, lane), 0)
+                if 0 <= source <= last:
+                    self.problem += end >= duration + hop + outputs[kind, source, row, lane]
+                for other in range(num_lanes):
+                    together = [
+                        self.runs[row, i] for i, g in enumerate(self.groups) if lane in g.lanes and other in g.lanes
+                    ]
+                    if other != lane and together and (stage, other) in before:
+                        wait = latest * (1 - sum_of(together))
+                        self.problem += end >= duration + before[stage, other] - wait
+            for lane, end in done.items():
+                before[stage, lane] = outputs[kind, virtual, row, lane] = end
+        for end in before.values():
+            self.problem += self.makespan >= end
+
+    def _plan(self) -> Plan:
+        micro_batches = []
+        for row in self.rows:
+            buckets = []
+            for index, group in enumerate(self.groups):
+                if self.runs[row, index].value() < 0.5:
+                    continue
+                inside = tuple(
+                    sample
+                    for at, sample in enumerate(self.samples)
+                    if (at, row, index) in self.hold and self.hold[at, row, index].value() > 0.5
+                )
+                option = max(group.options, key=lambda one: self.used[row, index][one].value())
+                exchange: CpCommType = self.cost_model.exchanges[option] if group.k else "p2p"
+                buckets.append(
+                    Bucket(first_lane=group.first_lane, cp_size=1 << group.k, samples=inside, cp_comm_type=exchange)
+                )
+            micro_batches.append(MicroBatch(buckets=tuple(sorted(buckets, key=lambda bucket: bucket.first_lane))))
+        return Plan(
+            topology=self.cost_model.topology,
+            max_tokens_per_rank=self.cost_model.options.max_tokens_per_rank,
+            micro_batches=tuple(micro_batches),
+            policy="exact",
+        )

@@ -1,0 +1,145 @@
+"""The exact search agrees with brute force over all plans, and with the optima of an independent program."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+
+from dynamic_cp.bounds import bound_at, lower_bound
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.exact import exact_plan
+from dynamic_cp.simulator import makespan_ns
+from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.validate import check_plan
+from tests.unit.planner.brute_force import best_plan, tiny_case
+from tests.unit.planner.support import (
+    UnpaddedCostModel,
+    frozen_hardware,
+    frozen_model,
+    frozen_parameters,
+    frozen_topology,
+    samples_of,
+    tiny_cost_model,
+)
+
+
+def check_against_brute_force(seeds: range, most_assignments: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        samples, model, counts = tiny_case(seed, most_assignments)
+        best = best_plan(samples, model, counts)
+        limits = {"min_microbatches": counts[0], "max_microbatches": counts[-1]}
+        if best is None:
+            with pytest.raises(InvalidInputError, match="no plan with"):
+                exact_plan(samples, model, **limits)
+            continue
+        exact = exact_plan(samples, model, **limits)
+        check_plan(exact.plan, samples)
+        assert exact.status == "optimal", f"seed {seed}"
+        assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6), f"seed {seed}"
+        assert exact.makespan_s == makespan_ns(exact.plan, model) / 1e9
+        assert exact.bound_s <= best.makespan_s * (1 + 1e-6)
+        assert lower_bound(samples, model, "exhaustive").seconds <= exact.makespan_s, f"seed {seed}"
+        seen["cases"] += 1
+        seen["choices"] += best.num_plans > 10
+        seen["pipelined"] += model.topology.pp_size > 1
+        seen["interleaved"] += model.topology.vp_size > 1
+        seen["with CP"] += max(exact.plan.cp_histogram) > 1
+        seen["empty places"] += any(not bucket.samples for bucket in exact.plan.buckets)
+        seen["mixed exchanges"] += len(model.options.cp_comm_types) > 1
+    return seen
+
+
+def test_exact_is_what_brute_force_finds():
+    seen = check_against_brute_force(range(30, 65), 400)
+    assert seen["cases"] >= 30
+    assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 3, seen
+
+
+@pytest.mark.slow
+def test_exact_is_what_brute_force_finds_on_larger_batches():
+    seen = check_against_brute_force(range(2000, 2080), 4000)
+    assert seen["cases"] >= 60
+    assert min(seen[name] for name in ("choices", "interleaved", "with CP", "empty places")) >= 5, seen
+
+
+# pp, lanes, tokens per rank, lengths, optimum of an independent program (frozen bench; no empty places, no padding)
+FROZEN = [
+    (1, 2, 8192, [14693, 10989, 2391, 1485, 1260, 582], 3.398406885097333),
+]
+
+
+@pytest.mark.parametrize(("pp_size", "num_lanes", "limit", "lengths", "optimum_s"), FROZEN)
+def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):
+    parameters = frozen_parameters()
+    topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size)
+    options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
+    model = UnpaddedCostModel(frozen_model(parameters), frozen_hardware(parameters), topology, options)
+    exact = exact_plan(samples_of(lengths), model, allow_empty=False, padded=False)
+    assert exact.status == "optimal"
+    assert exact.makespan_s == pytest.approx(optimum_s, rel=2e-4)
+    assert all(bucket.samples for bucket in exact.plan.buckets)
+
+
+def test_empty_places_can_only_help():
+    model = tiny_cost_model(Topology(num_lanes=2, pp_size=2), max_tokens_per_rank=64)
+    samples = samples_of([73, 51, 44])
+    makespans = [
+        exact_plan(samples, model, min_microbatches=3, max_microbatches=3, allow_empty=allow_empty).makespan_s
+        for allow_empty in (True, False)
+    ]
+    assert makespans[0] < makespans[1]
+
+
+def test_a_known_plan_is_only_improved():
+    model = tiny_cost_model(Topology(num_lanes=2), max_tokens_per_rank=64)
+    samples = samples_of([100, 60, 9])
+    best = exact_plan(samples, model)
+    again = exact_plan(samples, model, known_s=best.makespan_s)
+    assert again.plan is None
+    assert again.status == "optimal"
+    assert again.makespan_s == best.makespan_s
+    worse = exact_plan(samples, model, known_s=best.makespan_s * 1.5)
+    assert worse.makespan_s == best.makespan_s
+
+
+def test_a_search_that_is_cut_short_says_so_and_bounds():
+    model = tiny_cost_model(Topology(num_lanes=4, pp_size=2), max_tokens_per_rank=64)
+    samples = samples_of([200, 60, 50, 40, 30, 20, 9, 8])
+    cut = exact_plan(samples, model, min_microbatches=3, max_microbatches=3, max_nodes=1)
+    assert cut.status == "limit"
+    assert 0 < cut.bound_s < cut.makespan_s
+
+
+def test_the_bound_of_one_number_of_microbatches_is_below_its_optimum():
+    checked = 0
+    for seed in range(100, 130):
+        samples, model, counts = tiny_case(seed, 300)
+        seqlens = lower_bound_input(samples)
+        for count in counts:
+            best = best_plan(samples, model, range(count, count + 1))
+            bound_s = bound_at(seqlens, model.table, model.topology, model.options.max_tokens_per_rank, count)
+            if best is not None:
+                assert bound_s <= best.makespan_s
+                checked += 1
+    assert checked >= 20
+
+
+def lower_bound_input(samples):
+    import numpy as np
+
+    return np.array(sorted((sample.seqlen for sample in samples), reverse=True))
+
+
+def test_rounded_rank_tokens_are_refused():
+    model = tiny_cost_model(Topology(num_lanes=2, tp_size=2, sequence_parallel=True))
+    with pytest.raises(InvalidInputError, match="multiple of 2, the exact search needs 1"):
+        exact_plan(samples_of([3]), model)
+
+
+def test_without_pulp_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pulp", None)
+    with pytest.raises(UnsupportedFeatureError, match="pip install"):
+        exact_plan(samples_of([3]), tiny_cost_model(Topology(num_lanes=1)))
