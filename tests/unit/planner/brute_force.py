@@ -112,13 +112,19 @@ class Tiny(NamedTuple):
     counts: range
 
 
-def tiny_case(seed: int, most_assignments: int) -> Tiny:
-    """Return a random batch with at most about `most_assignments` ways to place the samples."""
+def tiny_case(seed: int, most_assignments: int, tp_sizes: tuple[int, ...] = (1,)) -> Tiny:
+    """Return a random batch with at most about `most_assignments` ways to place the samples.
+
+    With a TP size above 1, sequence parallelism rounds the tokens of a rank.
+    """
     draw = random.Random(seed)
     while True:
         pp_size = draw.choice((1, 1, 2, 2, 3))
+        tp_size = draw.choice(tp_sizes)
         topology = Topology(
             num_lanes=draw.choice((1, 2, 2, 3, 4)),
+            tp_size=tp_size,
+            sequence_parallel=tp_size > 1,
             pp_size=pp_size,
             vp_size=draw.choice((1, 1, 2)) if pp_size == 2 else 1,
             ranks_per_node=draw.choice((1, 2, 3, 8)),

@@ -32,7 +32,7 @@ from tests.unit.planner.support import (
 def check_tiny_cases(seeds: range, most_assignments: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        samples, model, counts = tiny_case(seed, most_assignments)
+        samples, model, counts = tiny_case(seed, most_assignments, tp_sizes=(1, 1, 2))
         best = best_plan(samples, model, counts)
         if best is None:
             seen["no plan"] += 1
@@ -47,13 +47,14 @@ def check_tiny_cases(seeds: range, most_assignments: int) -> Counter[str]:
         seen["tight" if bound.seconds > 0.999999 * best.makespan_s else "strict"] += 1
         seen["pipelined"] += model.topology.pp_size > 1
         seen["interleaved"] += model.topology.vp_size > 1
+        seen["rounded tokens"] += model.topology.rank_token_multiple > 1
         seen["exchanges"] += len(model.options.cp_comm_types) > 1
         seen["above 0.8"] += bound.seconds > 0.8 * best.makespan_s
     return seen
 
 
 def test_no_plan_of_a_tiny_batch_is_below_its_bound():
-    seen = check_tiny_cases(range(24), 800)
+    seen = check_tiny_cases(range(40), 800)
     assert seen["tight"] >= 1
     assert seen["strict"] >= 10
     assert seen["plans"] > 500
@@ -64,7 +65,13 @@ def test_no_plan_of_a_tiny_batch_is_below_its_bound():
 def test_no_plan_of_many_tiny_batches_is_below_its_bound():
     seen = check_tiny_cases(range(1000, 1260), 5000)
     assert seen["tight"] + seen["strict"] >= 200
-    assert min(seen[part] for part in ("work", "longest", "schedule", "tight", "interleaved", "exchanges")) >= 5, seen
+    assert (
+        min(
+            seen[part]
+            for part in ("work", "longest", "schedule", "tight", "interleaved", "exchanges", "rounded tokens")
+        )
+        >= 5
+    ), seen
     assert seen["above 0.8"] >= 100, seen
 
 

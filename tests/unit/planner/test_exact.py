@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from dynamic_cp.bounds import bound_at, lower_bound
@@ -68,10 +69,23 @@ def test_exact_is_what_brute_force_finds_on_larger_batches():
 # pp, lanes, tokens per rank, lengths, optimum of an independent program (frozen bench; no empty places, no padding)
 FROZEN = [
     (1, 2, 8192, [14693, 10989, 2391, 1485, 1260, 582], 3.398406885097333),
+    (1, 2, 8192, [6863, 5202, 2235, 1789, 1420, 1044, 683, 447], 1.8975576628891444),
+    (2, 2, 8192, [12383, 8813, 6591, 4909, 3899, 277], 2.4336959055536336),
+]
+FROZEN_SLOW = [
+    (1, 4, 8192, [18116, 18104, 7214, 3891, 3630, 2752, 1474, 985], 3.409424161155766),
+    (2, 2, 8192, [8097, 4604, 3487, 2637, 2327, 699, 573, 561], 1.4871184715252301),
+    (2, 2, 4096, [8192, 5286, 2688, 758, 675, 661, 383, 96], 1.304997739191157),
+    (4, 2, 8192, [9409, 3240, 3109, 2776, 1055, 343], 1.152251251044188),
+    (4, 2, 8192, [10128, 3499, 2121, 1807, 1364, 425, 191, 160], 1.2070263998596173),
 ]
 
 
-@pytest.mark.parametrize(("pp_size", "num_lanes", "limit", "lengths", "optimum_s"), FROZEN)
+@pytest.mark.parametrize(
+    ("pp_size", "num_lanes", "limit", "lengths", "optimum_s"),
+    [*FROZEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in FROZEN_SLOW)],
+    ids=lambda value: f"{len(value)} samples" if isinstance(value, list) else None,
+)
 def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size)
@@ -80,6 +94,7 @@ def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths,
     exact = exact_plan(samples_of(lengths), model, allow_empty=False, padded=False)
     assert exact.status == "optimal"
     assert exact.makespan_s == pytest.approx(optimum_s, rel=2e-4)
+    assert lower_bound(samples_of(lengths), model, "exhaustive").proven_s <= exact.makespan_s
     assert all(bucket.samples for bucket in exact.plan.buckets)
 
 
@@ -117,7 +132,7 @@ def test_the_bound_of_one_number_of_microbatches_is_below_its_optimum():
     checked = 0
     for seed in range(100, 130):
         samples, model, counts = tiny_case(seed, 300)
-        seqlens = lower_bound_input(samples)
+        seqlens = np.array(sorted((sample.seqlen for sample in samples), reverse=True))
         for count in counts:
             best = best_plan(samples, model, range(count, count + 1))
             bound_s = bound_at(seqlens, model.table, model.topology, model.options.max_tokens_per_rank, count)
@@ -125,12 +140,6 @@ def test_the_bound_of_one_number_of_microbatches_is_below_its_optimum():
                 assert bound_s <= best.makespan_s
                 checked += 1
     assert checked >= 20
-
-
-def lower_bound_input(samples):
-    import numpy as np
-
-    return np.array(sorted((sample.seqlen for sample in samples), reverse=True))
 
 
 def test_rounded_rank_tokens_are_refused():
