@@ -1,42 +1,54 @@
 """The command `dynamic-cp`: plan a global batch on a laptop, without GPU and without torch.
 
-dynamic-cp plan --lengths lengths.npy --lanes 8 --max-tokens-per-rank 16384 --output plan.json
+dynamic-cp plan --lengths lengths.npy --lanes 8 --max-tokens-per-rank auto --model llama-3-8b --output plan.json
+dynamic-cp plan --lengths github --global-batch-size 512 --lanes 64 --max-tokens-per-rank 8192 --tp 2 --bound
 dynamic-cp check plan.json --lengths lengths.npy
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from dynamic_cp import catalog
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
+from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES
 from dynamic_cp.lengths import read_lengths
-from dynamic_cp.padding import padding_fraction
-from dynamic_cp.search import POLICIES, plan_global_batch
-from dynamic_cp.serialize import digest, dumps, format_plan, loads, plan_to_dict
-from dynamic_cp.types import RECOMPUTE_MODES, Plan, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.serialize import digest, loads
+from dynamic_cp.types import RECOMPUTE_MODES, SEARCH_EFFORTS, Plan, Sample
 from dynamic_cp.validate import check_plan
+from dynamic_cp.workloads import OVERLONG_POLICIES, workload_names
 
 EXIT_BAD_INPUT = 2
+
+_OWN_FLAGS = {
+    "--max-seqlen-per-dp-cp-rank": "--max-tokens-per-rank",
+    "--max-dynamic-cp-size": "--lanes",
+    "--seq-length": "--max-seqlen",
+}
+"""The planner's remedies name the flags of the trainer; these are the same here."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInputError(f"{message} ({self.prog} --help lists the options)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status: 0, or 2 after one line on stderr for bad input or an illegal plan."""
-    arguments = build_parser().parse_args(argv)
     try:
+        arguments = build_parser().parse_args(argv)
         arguments.run(arguments)
     except IllegalPlanError as error:
         first_line, *grid = str(error).splitlines()
         print(*grid, sep="\n", end="\n" if grid else "")
         return _fail(f"illegal plan: {first_line}")
     except DynamicCPError as error:
-        return _fail(str(error))
+        return _fail(_with_own_flags(str(error)))
     except BrokenPipeError:
         # The reader (head, less) closed early; keep Python from complaining again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -45,30 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="dynamic-cp", description="Plan dynamic context parallelism without a GPU.")
+    parser = _Parser(prog="dynamic-cp", description="Plan dynamic context parallelism without a GPU.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    plan = commands.add_parser("plan", help="plan one global batch and predict its time")
-    plan.add_argument(
-        "--lengths", required=True, metavar="FILE", help="lengths of one global batch: .npy, .txt or .csv"
+    plan = commands.add_parser(
+        "plan",
+        help="plan one global batch and predict its time",
+        description="Plan one global batch; print the plan and what is expected of it: seconds, memory, FLOPs.",
     )
-    plan.add_argument("--lanes", required=True, type=int, help="data-parallel x context-parallel ranks")
-    plan.add_argument("--max-tokens-per-rank", required=True, type=int, help="padded tokens of a rank per micro-batch")
-    plan.add_argument("--model", default="llama-2-13b", help=f"{', '.join(catalog.model_names())} or a file")
-    plan.add_argument("--hardware", default="h100", help=f"{', '.join(catalog.hardware_names())} or a file")
-    plan.add_argument("--tp", type=int, default=1, help="tensor-parallel size; more than 1 means sequence parallelism")
-    plan.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
-    plan.add_argument("--vpp", type=int, default=1, help="model chunks per pipeline stage")
-    plan.add_argument("--ranks-per-node", type=int, default=8)
-    plan.add_argument("--policy", choices=POLICIES, default="dynamic")
-    plan.add_argument("--recompute", choices=RECOMPUTE_MODES, default="none")
-    plan.add_argument(
-        "--static-cp-size", type=int, help="CP size of static and balanced; default: the smallest that fits"
-    )
-    plan.add_argument("--json", metavar="FILE|-", help="write plan and figures as JSON ('-': stdout, instead of text)")
-    plan.add_argument(
-        "--output", metavar="FILE.json", help="write the plan alone, for `dynamic-cp check` and for ranks"
-    )
+    _add_batch_arguments(plan)
+    _add_job_arguments(plan)
+    _add_planner_arguments(plan)
+    _add_output_arguments(plan)
     plan.set_defaults(run=_plan)
 
     check = commands.add_parser("check", help="judge a plan that `plan --output` wrote")
@@ -78,42 +77,112 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_batch_arguments(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("the global batch")
+    group.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE|NAME",
+        help="file of lengths (.npy, .txt, .csv, .jsonl, .idx), which is one global batch unless --global-batch-size "
+        f"draws one from it; or a workload to draw from: {', '.join(workload_names())}, or lognormal:mean=..,sigma=..",
+    )
+    group.add_argument("--global-batch-size", type=int, metavar="N", help="samples to draw, with replacement")
+    group.add_argument("--seed", type=int, help="of the draw; default: 0")
+    group.add_argument(
+        "--max-seqlen",
+        type=int,
+        metavar="TOKENS",
+        help="longest sample to draw; default: 131072 for a workload, no limit for a file",
+    )
+    group.add_argument(
+        "--overlong",
+        choices=OVERLONG_POLICIES,
+        help="what becomes of drawn documents longer than --max-seqlen; default: truncate",
+    )
+
+
+def _add_job_arguments(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("the job")
+    group.add_argument("--lanes", required=True, type=int, help="data-parallel x context-parallel ranks")
+    group.add_argument(
+        "--max-tokens-per-rank",
+        required=True,
+        type=_tokens_or_auto,
+        metavar="N|auto",
+        help="padded tokens of a rank per micro-batch; auto: as many as memory holds. A plan that needs more memory "
+        "than the hardware has is refused",
+    )
+    group.add_argument(
+        "--model",
+        default="llama-3-8b",
+        metavar="NAME|FILE",
+        help=f"{', '.join(catalog.model_names())}, a file like those or a Hugging Face config.json; "
+        "default: %(default)s",
+    )
+    group.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME|FILE",
+        help=f"{', '.join(catalog.hardware_names())} or a file like those; default: %(default)s",
+    )
+    group.add_argument("--tp", type=int, default=1, help="tensor-parallel size; more than 1 means sequence parallelism")
+    group.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
+    group.add_argument("--vpp", type=int, default=1, help="model chunks per pipeline stage")
+    group.add_argument("--ranks-per-node", type=int, default=8, help="default: %(default)s")
+    group.add_argument("--recompute", choices=RECOMPUTE_MODES, default="none", help="default: %(default)s")
+    group.add_argument(
+        "--no-distributed-optimizer", action="store_true", help="every lane holds the whole optimizer state"
+    )
+
+
+def _add_planner_arguments(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("the planner")
+    group.add_argument(
+        "--policy",
+        default="dynamic",
+        metavar="NAME",
+        help="dynamic (default), or for comparison static, balanced or megatron-dev",
+    )
+    group.add_argument(
+        "--search",
+        choices=SEARCH_EFFORTS,
+        default="fast",
+        help="thorough: some ten times as long, for a better plan of a pipeline; default: %(default)s",
+    )
+    group.add_argument(
+        "--cp-comm-type",
+        choices=("auto", *PRICED_CP_COMM_TYPES),
+        default="p2p",
+        help="exchange inside a CP group; auto: the fastest for every bucket; default: %(default)s",
+    )
+    group.add_argument(
+        "--static-cp-size", type=int, help="CP size of static and balanced; default: the smallest that fits"
+    )
+    group.add_argument(
+        "--bound", action="store_true", help="also print a lower bound on the time of all plans, and time / bound"
+    )
+
+
+def _add_output_arguments(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("output")
+    group.add_argument("--json", metavar="FILE|-", help="write plan and figures as JSON ('-': stdout, instead of text)")
+    group.add_argument(
+        "--output", metavar="FILE.json", help="write the plan alone, for `dynamic-cp check` and for ranks"
+    )
+
+
+def _tokens_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor 'auto'") from None
+
+
 def _plan(arguments: argparse.Namespace) -> None:
-    topology = Topology(
-        num_lanes=arguments.lanes,
-        tp_size=arguments.tp,
-        pp_size=arguments.pp,
-        vp_size=arguments.vpp,
-        ranks_per_node=arguments.ranks_per_node,
-        sequence_parallel=arguments.tp > 1,
-    )
-    static_cp_size = arguments.static_cp_size
-    if static_cp_size is not None and (static_cp_size < 1 or topology.num_lanes % static_cp_size):
-        raise InvalidInputError(
-            f"--static-cp-size {static_cp_size} does not divide --lanes {topology.num_lanes}: use a divisor"
-        )
-    planned = plan_global_batch(
-        _samples(arguments.lengths),
-        topology=topology,
-        model=catalog.load_model(arguments.model),
-        hardware=catalog.load_hardware(arguments.hardware),
-        options=PlanOptions(
-            max_tokens_per_rank=arguments.max_tokens_per_rank,
-            static_cp_size=static_cp_size,
-            recompute=arguments.recompute,
-        ),
-        policy=arguments.policy,
-    )
-    if arguments.output:
-        _write(arguments.output, dumps(planned.plan) + "\n")
-    report = json.dumps({**_figures(planned), "plan": plan_to_dict(planned.plan)}) + "\n"
-    if arguments.json and arguments.json != "-":
-        _write(arguments.json, report)
-    if arguments.json == "-":
-        sys.stdout.write(report)
-    else:
-        sys.stdout.write(format_plan(planned.plan))
-        sys.stdout.writelines(f"{name}: {_readable(value)}\n" for name, value in _figures(planned).items())
+    # Here, because the planner's compiled code takes longer to import than all the rest.
+    from dynamic_cp.plan_command import run
+
+    run(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -122,49 +191,23 @@ def _check(arguments: argparse.Namespace) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"cannot read {arguments.plan}: {error}: check the path") from error
     plan = loads(text)
-    check_plan(plan, _samples(arguments.lengths) if arguments.lengths else None)
+    samples = None
+    if arguments.lengths:
+        samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(arguments.lengths)))
+    check_plan(plan, samples)
     num_samples = sum(1 for _ in plan.samples)
     print(f"legal: {plan.num_microbatches} micro-batches, {num_samples} samples, {plan.num_tokens} tokens, {_cp(plan)}")
     print(f"digest: {digest(plan)}")
-
-
-def _samples(path: str) -> tuple[Sample, ...]:
-    return tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(read_lengths(path)))
-
-
-def _figures(planned: PlannedBatch) -> dict[str, Any]:
-    plan = planned.plan
-    return {
-        "policy": plan.policy,
-        "predicted_s": planned.predicted_s,
-        "num_microbatches": plan.num_microbatches,
-        "cp_histogram": {str(cp): count for cp, count in plan.cp_histogram.items()},
-        "imbalance": planned.imbalance,
-        "padding_fraction": padding_fraction(plan),
-        "reason": planned.reason,
-        "digest": digest(plan),
-    }
-
-
-def _readable(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{size}x{count}" for size, count in value.items())
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _cp(plan: Plan) -> str:
     return "buckets by cp size " + " ".join(f"{cp}:{count}" for cp, count in plan.cp_histogram.items())
 
 
-def _write(path: str, text: str) -> None:
-    """Write `text` to `path` whole or not at all."""
-    partial = Path(f"{path}.partial-{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InvalidInputError(f"cannot write {path}: {error.strerror or error}: choose a writable place") from error
+def _with_own_flags(message: str) -> str:
+    for flag, own in _OWN_FLAGS.items():
+        message = message.replace(flag, own)
+    return message
 
 
 def _fail(message: str) -> int:

@@ -9,7 +9,16 @@ import sys
 import pytest
 
 from dynamic_cp import cli
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.search import POLICIES
 from dynamic_cp.serialize import digest, loads, parse_plan, plan_from_dict
+from dynamic_cp.simulator import simulate
+from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.validate import check_plan
+from dynamic_cp.workloads import draw_lengths
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
 
@@ -75,9 +84,200 @@ def test_json_to_a_file_and_to_stdout(lengths, tmp_path, capsys):
     assert json.loads((tmp_path / "r.json").read_text()) == report
 
 
+def report_of(capsys, *words):
+    """Return what `plan --json -` says."""
+    assert cli.main(["plan", *words, "--json", "-"]) == 0, capsys.readouterr().err
+    report = json.loads(capsys.readouterr().out)
+    check_plan(plan_from_dict(report["plan"]))
+    return report
+
+
+def seqlens_of(report):
+    samples = plan_from_dict(report["plan"]).samples
+    return [sample.seqlen for sample in sorted(samples, key=lambda sample: sample.sample_id)]
+
+
+GITHUB = ["--lengths", "github", "--global-batch-size", "40", "--lanes", "16", "--recompute", "full", "--tp", "2"]
+
+
+def test_a_workload_is_drawn(capsys):
+    limit = ["--max-tokens-per-rank", "8192"]
+    for more, drawn in (
+        ([], draw_lengths("github", 40, 0, 131072)),
+        (["--seed", "5", "--max-seqlen", "3000"], draw_lengths("github", 40, 5, 3000)),
+        (["--max-seqlen", "3000", "--overlong", "split"], draw_lengths("github", 40, 0, 3000, overlong="split")),
+        (["--max-seqlen", "40"], draw_lengths("github", 40, 0, 40, min_seqlen=40)),
+    ):
+        report = report_of(capsys, *GITHUB, *limit, *more)
+        assert seqlens_of(report) == drawn.tolist(), more
+    formula = "lognormal:mean=100,sigma=1,max=400"
+    assert (
+        seqlens_of(report_of(capsys, *GITHUB, *limit, "--lengths", formula))
+        == draw_lengths(formula, 40, 0, 131072).tolist()
+    )
+
+
+def test_a_batch_is_drawn_from_a_file_as_it_is(lengths, capsys):
+    report = report_of(
+        capsys, *plan_arguments(lengths, "--global-batch-size", "30", "--max-seqlen", "500", "--overlong", "drop")[1:]
+    )
+    drawn = seqlens_of(report)
+    assert len(drawn) == 30
+    assert set(drawn) <= {seqlen for seqlen in LENGTHS if seqlen <= 500}
+    assert min(drawn) < 64
+
+
+def test_auto_is_what_memory_holds(capsys):
+    report = report_of(capsys, *GITHUB, "--max-tokens-per-rank", "auto", "--cp-comm-type", "auto")
+    topology = Topology(num_lanes=16, tp_size=2, sequence_parallel=True)
+    memory = MemoryModel(
+        load_model("llama-3-8b"),
+        load_hardware("h100"),
+        topology,
+        PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=("p2p", "all_gather", "a2a")),
+    )
+    plan = plan_from_dict(report["plan"])
+    assert report["max_tokens_per_rank"] == plan.max_tokens_per_rank
+    assert plan.max_tokens_per_rank == memory.max_tokens_per_rank(max(seqlens_of(report)))
+    peaks = [stage.total_bytes for stage in memory.peak(plan)]
+    assert report["peak_bytes"] == max(peaks) <= report["available_bytes"] == memory.available_bytes
+    assert sum(report["peak_parts_bytes"].values()) == pytest.approx(report["peak_bytes"])
+    words = [*GITHUB, "--max-tokens-per-rank", "auto", "--tp", "4"]
+    whole = report_of(capsys, *words, "--no-distributed-optimizer")
+    assert whole["max_tokens_per_rank"] < report_of(capsys, *words)["max_tokens_per_rank"]
+
+
+def test_what_does_not_fit_is_refused(tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    words = ["plan", *GITHUB, "--max-tokens-per-rank", "131072", "--output", str(output), "--recompute", "none"]
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dynamic-cp: error: the plan needs ")
+    for part in (" GB on pipeline stage 0, 70.84 GB are available", "lower --max-tokens-per-rank"):
+        assert part in err
+    assert err.count("\n") == 1
+    assert not output.exists()
+    # A device whose memory is not known refuses nothing and says so.
+    assert cli.main([*words, "--hardware", "cpu"]) == 0
+    assert "available_bytes: unknown" in capsys.readouterr().out
+
+
+def test_a_static_limit_counts_static_groups_only(capsys):
+    words = [*GITHUB, "--max-tokens-per-rank", "auto", "--policy", "static", "--max-seqlen", "2000"]
+    alone = report_of(capsys, *words, "--static-cp-size", "1")
+    wide = report_of(capsys, *words, "--static-cp-size", "16")
+    assert wide["max_tokens_per_rank"] < alone["max_tokens_per_rank"]
+    assert (set(alone["cp_histogram"]), set(wide["cp_histogram"])) == ({"1"}, {"16"})
+
+
+def test_bound(capsys):
+    words = [*GITHUB, "--max-tokens-per-rank", "8192", "--pp", "2"]
+    report = report_of(capsys, *words, "--bound")
+    plan = plan_from_dict(report["plan"])
+    cost_model = CostModel(
+        load_model("llama-3-8b"),
+        load_hardware("h100"),
+        plan.topology,
+        PlanOptions(max_tokens_per_rank=8192, recompute="full"),
+    )
+    assert report["makespan_s"] == simulate(plan, cost_model).makespan_s
+    assert report["makespan_s"] + cost_model.gradient_reduction_s == pytest.approx(report["predicted_s"])
+    assert report["lower_bound_s"] == lower_bound(plan.samples, cost_model).seconds
+    assert report["time_over_bound"] == report["makespan_s"] / report["lower_bound_s"] >= 1
+    without = report_of(capsys, *words)
+    assert without == {name: value for name, value in report.items() if name in without}
+    assert set(report) - set(without) == {"makespan_s", "lower_bound_s", "time_over_bound", "bound_is_proven"}
+
+
+def test_rates_are_of_true_tokens(capsys):
+    report = report_of(capsys, *GITHUB, "--max-tokens-per-rank", "8192")
+    per_gpu_s = report["predicted_s"] * 32
+    assert report["tokens_per_s_per_gpu"] == pytest.approx(sum(seqlens_of(report)) / per_gpu_s)
+    assert report["tflops_per_gpu"] == pytest.approx(report["model_flops"] / per_gpu_s / 1e12)
+    assert report["mfu"] == pytest.approx(report["tflops_per_gpu"] * 1e12 / load_hardware("h100").peak_flops_per_s)
+    # Full recomputation repeats one third of it, but for the head; padding adds a little.
+    assert 1.25 < report["hardware_flops"] / report["model_flops"] < 1.35
+
+
+def test_text_has_the_figures_of_json(capsys):
+    words = [*GITHUB, "--max-tokens-per-rank", "auto", "--bound"]
+    report = report_of(capsys, *words)
+    assert cli.main(["plan", *words]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    figures = dict(line.split(": ", 1) for line in lines if not line[0].isdigit())
+    assert list(figures) == [name for name in report if name != "plan"]
+    assert int(figures["max_tokens_per_rank"]) == report["max_tokens_per_rank"]
+    assert figures["peak_bytes"] == f"{report['peak_bytes'] / 1e9:.2f} GB"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_and_effort(lengths, capsys, policy):
+    for effort in ("fast", "thorough"):
+        report = report_of(capsys, *plan_arguments(lengths, "--policy", policy, "--search", effort, "--pp", "2")[1:])
+        assert report["policy"] == policy
+
+
+def test_an_exchange_is_what_groups_use(capsys):
+    words = [*GITHUB, "--max-tokens-per-rank", "8192", "--cp-comm-type"]
+    for exchange in ("p2p", "all_gather", "a2a"):
+        plan = plan_from_dict(report_of(capsys, *words, exchange, "--max-seqlen", "32768")["plan"])
+        used = {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
+        assert used == {exchange}
+
+
+def test_help_names_policies_workloads_and_models(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in (*POLICIES, "thorough", "github", "lognormal:", "qwen3-8b", "a100-40gb", "config.json", "auto"):
+        assert name in text
+
+
+def test_a_hugging_face_config_is_a_model(lengths, tmp_path, capsys):
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **sizes}))
+    small = report_of(capsys, *plan_arguments(lengths, "--model", str(config))[1:])
+    large = report_of(capsys, *plan_arguments(lengths, "--model", "llama-2-7b")[1:])
+    assert 0 < small["model_flops"] < large["model_flops"] / 1000
+
+
+def test_only_planning_loads_the_compiler(lengths):
+    program = (
+        "import sys; from dynamic_cp import cli; cli.build_parser(); cli.main(['check', '/nowhere.json']); "
+        "sys.exit('numba' in sys.modules or 'dynamic_cp.search' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (["--lengths", "githup"], "'githup' is no workload: use github,"),
+        (["--lengths", "github"], "--lengths github is a workload without a number of samples"),
+        (["--lengths", "lognormal:mean=9,sigma=1"], "give --global-batch-size"),
+        (["--seed", "1"], "--seed is about drawing a batch"),
+        (["--max-seqlen", "100"], "--max-seqlen is about drawing a batch"),
+        (["--overlong", "drop"], "--overlong is about drawing a batch"),
+        (["--global-batch-size", "0"], "--global-batch-size is 0"),
+        (["--global-batch-size", "9", "--seed", "-1"], "seed is -1"),
+        (["--global-batch-size", "9", "--max-seqlen", "0"], "max_seqlen is 0"),
+        (["--global-batch-size", "9", "--max-seqlen", "20", "--overlong", "error"], "longer than max_seqlen 20"),
+        (["--max-tokens-per-rank", "many"], "'many' is neither a number of tokens nor 'auto'"),
+        (["--max-tokens-per-rank", "auto"], "hardware 'cpu' gives no hbm_bytes"),
+        (["--max-tokens-per-rank", "auto", "--hardware", "h100", "--model", "llama-2-13b"], "are available (92% of"),
+        (["--policy", "best"], "policy 'best' is unknown: use one of dynamic, static, balanced, megatron-dev"),
+        (["--search", "slow"], "argument --search: invalid choice: 'slow'"),
+        (["--cp-comm-type", "a2a+p2p"], "argument --cp-comm-type: invalid choice"),
         (["--lengths", "/nowhere.txt"], "cannot read /nowhere.txt"),
         (["--lanes", "2"], "sample 0 has 900 tokens"),
         (["--lanes", "0"], "num_lanes is 0"),
