@@ -9,7 +9,7 @@ tp_size; that rest is added to the last sample. Padding before planning to 2 * D
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import gcd
+from math import lcm
 
 from dynamic_cp.types import Bucket, MicroBatch, Plan
 
@@ -38,19 +38,22 @@ def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: in
     """
     multiple = sample_multiple(cp_size)
     padded = [round_up(seqlen, multiple) for seqlen in seqlens] or [multiple]
-    # Growing the last sample by one `multiple` gives each rank `multiple // cp_size` tokens (1 or 2).
-    step = multiple // cp_size
-    rank_multiple = rank_token_multiple * step // gcd(rank_token_multiple, step)
-    rank_tokens = sum(padded) // cp_size
-    padded[-1] += (round_up(rank_tokens, rank_multiple) - rank_tokens) * cp_size
+    missing = -(sum(padded) // cp_size) % _rank_multiple(cp_size, rank_token_multiple)
+    padded[-1] += missing * cp_size
     return tuple(padded)
 
 
 def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
     """Return the padded tokens that each rank of `bucket` holds."""
-    return (
-        sum(padded_seqlens((s.seqlen for s in bucket.samples), bucket.cp_size, rank_token_multiple)) // bucket.cp_size
-    )
+    multiple = sample_multiple(bucket.cp_size)
+    units = sum([-(-sample.seqlen // multiple) for sample in bucket.samples]) or 1
+    tokens = units * multiple // bucket.cp_size
+    return round_up(tokens, _rank_multiple(bucket.cp_size, rank_token_multiple))
+
+
+def _rank_multiple(cp_size: int, rank_token_multiple: int) -> int:
+    """Return what the tokens of a rank are a multiple of: growing a sample by one step gives a rank 1 or 2 tokens."""
+    return lcm(rank_token_multiple, sample_multiple(cp_size) // cp_size)
 
 
 def micro_batch_padded_tokens(micro_batch: MicroBatch, rank_token_multiple: int = 1) -> int:

@@ -8,7 +8,6 @@ times. The search has no clock: it ends after a counted number of candidates, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ from dynamic_cp.validate import check_plan
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
 _NESTED_EXTRA_ROWS = 5
+_NUM_NESTED_JUDGED = 2
 _PIPELINE_NESTED_SWEEP = (1.0, 1.3, 1.7)
 _BALANCED_SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5, 3.0)
 _MEGATRON_DEV_LIMITS = (1, 2, 4)
@@ -70,10 +70,7 @@ def plan_global_batch(
     """
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
-    descending = sorted(samples, key=lambda sample: (-sample.seqlen, sample.sample_id))
-    if not descending:
-        raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
-    _check_ids(descending)
+    descending = _sorted(tuple(samples))
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_capacity(descending[0], topology, options)
     search = _Search(descending, CostModel(model, hardware, topology, options))
@@ -81,6 +78,7 @@ def plan_global_batch(
     best = ranking[0].packing
     plan = build_plan(descending, best, search.cost_model, policy)
     check_plan(plan, descending)
+    # The grid of the packing is the grid of the plan, and much faster to make.
     timeline = simulate(plan, search.cost_model, grid=grid_of_packing(search.seqlens, best, search.cost_model))
     return PlannedBatch(
         plan=plan,
@@ -153,11 +151,16 @@ class _Search:
         totals = float(self.seqlens.sum()), float((self.seqlens.astype(np.float64) ** 2).sum())
         empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
         work_ns = bucket_ns(self.durations, base, *totals) - empty_ns
+        found = []
         for num_rows in sorted(counts):
             quota_ns = work_ns / (topology.num_lanes >> base) + num_rows * empty_ns
-            packing = pack_nested(self.seqlens, self.durations, topology.num_lanes, num_rows, quota_ns)
-            if packing is not None:
-                yield from self._orders(f"nested m={num_rows}", packing, only_pyramid=True)
+            result = pack_nested(self.seqlens, self.durations, topology.num_lanes, num_rows, quota_ns)
+            if result is not None:
+                found.append(result)
+        if topology.pp_size == 1:
+            found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
+        for _, packing in found:
+            yield from self._orders(f"nested m={packing.num_rows}", packing, only_pyramid=True)
 
     def _megatron_dev(self) -> Iterator[Candidate]:
         topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
@@ -221,15 +224,22 @@ class _Search:
         return float(work_ns / (topology.num_lanes >> k) + empty_ns) * (1 - 1e-6)
 
 
-def _check_ids(descending: Sequence[Sample]) -> None:
-    ordered = sorted(descending, key=lambda sample: sample.sample_id)
-    for one, other in pairwise(ordered):
-        if one.sample_id == other.sample_id:
-            raise InvalidInputError(
-                f"sample_id {one.sample_id} is there twice, with {one.seqlen} and {other.seqlen} tokens: "
-                "number the samples of a global batch uniquely",
-                sample_id=one.sample_id,
-            )
+def _sorted(samples: Sequence[Sample]) -> list[Sample]:
+    """Return `samples` descending by seqlen, ties by ascending sample_id; InvalidInputError: none, or an id twice."""
+    if not samples:
+        raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
+    ids = np.fromiter((sample.sample_id for sample in samples), np.int64, len(samples))
+    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
+    by_id = np.argsort(ids)
+    twice = np.flatnonzero(np.diff(ids[by_id]) == 0)
+    if twice.size:
+        one, other = (samples[by_id[twice[0] + offset]] for offset in (0, 1))
+        raise InvalidInputError(
+            f"sample_id {one.sample_id} is there twice, with {one.seqlen} and {other.seqlen} tokens: "
+            "number the samples of a global batch uniquely",
+            sample_id=one.sample_id,
+        )
+    return [samples[index] for index in np.lexsort((ids, -seqlens)).tolist()]
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:

@@ -42,6 +42,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         _check_tiling(plan, index, micro_batch)
         for position, bucket in enumerate(micro_batch.buckets):
             _check_bucket(plan, index, position, bucket)
+            place = (index, bucket.first_lane)
             for sample in bucket.samples:
                 if sample.sample_id in place_of_sample:
                     other, lane = place_of_sample[sample.sample_id]
@@ -54,7 +55,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
                         also=other,
                         sample_id=sample.sample_id,
                     )
-                place_of_sample[sample.sample_id] = (index, bucket.first_lane)
+                place_of_sample[sample.sample_id] = place
     if samples is not None:
         _check_samples(plan, samples, place_of_sample)
 
@@ -140,6 +141,8 @@ def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[
         for position, bucket in enumerate(micro_batch.buckets):
             for sample in bucket.samples:
                 given = wanted.get(sample.sample_id)
+                if given is sample:
+                    continue
                 if given is None:
                     reason = f"sample {sample.sample_id} is not one of the {len(wanted)} samples of the global batch"
                 elif given.seqlen != sample.seqlen:

@@ -27,7 +27,7 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, common_operations, end_times
 from dynamic_cp.packing.durations import bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import LaneGraph, Lanes, best_profile, lane_graph
+from dynamic_cp.packing.profile import SMALLEST_SHARE, LaneGraph, Lanes, best_profile, lane_graph
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
@@ -66,6 +66,7 @@ EFFORTS = {
     "thorough": Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 12, 8, 4, 30, (0.1, 0.3, 0.5)),
 }
 _LEARNING_RATE = 0.004
+_SPREAD_RATE = 0.05
 _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
 """Tried in turn on the targets of a lesson, until all samples have a place."""
 _HEAVY_BLOCKS = (1, 2, 3, 4)
@@ -139,9 +140,8 @@ class _BlockPacker:
         refined.sort(key=lambda one: one.makespan_ns)
         packed = (one for one in map(self._pack, refined) if one is not None)
         started = sorted(islice(packed, effort.num_packed), key=lambda one: one[0].makespan_ns)
-        results = [one for one, _ in started]
-        for one, targets in started[: effort.num_learned]:
-            results.append(self._learn(one, targets))
+        results = [one for one, _, _ in started]
+        results += [self._learn(*one) for one in started[: effort.num_learned]]
         return sorted(results, key=lambda one: one.makespan_ns)
 
     def _candidates(self, fewest_rows: int) -> Iterator[_Candidate]:
@@ -200,7 +200,7 @@ class _BlockPacker:
         )  # fmt: skip
         return one._replace(makespan_ns=float(makespan_ns), work_ns=work_ns)
 
-    def _pack(self, one: _Candidate) -> tuple[Packed, Floats] | None:
+    def _pack(self, one: _Candidate) -> tuple[Packed, Floats, Floats] | None:
         """Pack to the targets of a profile; then shift work between blocks until they end together."""
         num_blocks, num_classes = len(self.blocks.num_lanes), len(one.lanes.num_lanes)
         class_of_block = np.minimum(np.arange(num_blocks), num_classes - 1)
@@ -209,7 +209,7 @@ class _BlockPacker:
         targets = (one.work_ns + overhead_ns)[class_of_block]
         targets[one.work_ns[class_of_block] < 0.05 * self.total_ns / self.blocks.num_lanes.sum() / one.num_rows] = 0.0
         floors = np.where(long_ns > 0.0, 1.001 * (long_ns + overhead_ns), 0.0)[class_of_block]
-        best: tuple[Packed, Floats] | None = None
+        best: tuple[Packed, Floats, Floats] | None = None
         packing, factor = self._fill(targets, floors, 0.95, 1.6, 5)
         for _ in range(3):
             if packing is None:
@@ -217,19 +217,19 @@ class _BlockPacker:
             targets = targets * factor
             ends_ns, _, _ = self._simulate(packing)
             if best is None or ends_ns.max() < best[0].makespan_ns:
-                best = Packed(int(ends_ns.max()), packing, one.name), targets
+                best = Packed(int(ends_ns.max()), packing, one.name), targets, floors
             packing, factor = self._fill_first(targets * (ends_ns.mean() / ends_ns)[:, None], floors)
         return best
 
-    def _learn(self, one: Packed, targets: Floats) -> Packed:
+    def _learn(self, one: Packed, targets: Floats, floors: Floats) -> Packed:
         """Return the best packing of a number of lessons: simulate, shrink the rows that are critical, fill again."""
         best = one
         packing = one.packing
         overhead_ns = sum(self.empty_ns)
-        nothing = np.zeros_like(targets)
         lanes = self.blocks.num_lanes[:, None]
+        smallest_ns = SMALLEST_SHARE * self.total_ns / lanes.sum() / targets.shape[1]
         _, row_ns, crossings = self._simulate(packing)
-        targets = np.maximum(row_ns, np.where(targets > 0.0, targets, 0.0))
+        targets = np.maximum(row_ns, targets)
         memory = crossings
         for _ in range(self.effort.num_lessons):
             ends_ns, row_ns, crossings = self._simulate(packing)
@@ -237,14 +237,16 @@ class _BlockPacker:
             if worst < best.makespan_ns:
                 best = Packed(int(worst), packing, one.name + " learned")
             memory = 0.5 * memory + 0.5 * crossings
-            mean = (memory * row_ns).sum(axis=1) / row_ns.sum(axis=1)
+            movable_ns = np.where(row_ns > 1.002 * floors, row_ns, 0.0)
+            mean = ((memory * movable_ns).sum(axis=1) + 1e-9) / (movable_ns.sum(axis=1) + 1e-9)
             pull = np.maximum(0.0, 1.0 - (worst - ends_ns) / (_CLOSE_BLOCKS * worst))
-            rate = _LEARNING_RATE * pull / mean
-            work_ns = np.maximum(targets - overhead_ns, 1e5)
+            # Far from even blocks there is much to move, and other blocks have room for it.
+            rate = (_LEARNING_RATE + _SPREAD_RATE * (1.0 - ends_ns.mean() / worst)) * pull / mean
+            work_ns = np.maximum(targets - overhead_ns, smallest_ns)
             learned_ns = work_ns * np.exp(-rate[:, None] * memory)
             learned_ns *= (lanes * work_ns).sum() / (lanes * learned_ns).sum()
             targets = overhead_ns + learned_ns
-            filled, factor = self._fill_first(targets, nothing)
+            filled, factor = self._fill_first(targets, floors)
             if filled is None:
                 break
             packing, targets = filled, targets * factor

@@ -52,13 +52,27 @@ def longest_that_fits(
         A sample, or len(seqlens) when none fits.
     """
     num_samples = len(seqlens)
-    capacity = durations.capacities[k]
+    room = durations.capacities[k] - tokens
+    terms = durations.terms[k, 0]
     low, high = start, num_samples
+    if durations.num_exchanges[k] == 1 and terms[3] == 0.0 and terms[2] > 0.0 and durations.multiples[k] == 1:
+        # Without kinks and padding the longest length that fits is the root of a quadratic.
+        slack_ns = limit_ns - (terms[0] + terms[1] * tokens + terms[2] * squares)
+        if slack_ns < 0.0:
+            return num_samples
+        most = (np.sqrt(terms[1] * terms[1] + 4.0 * terms[2] * slack_ns) - terms[1]) / (2.0 * terms[2])
+        most = min(most, room)
+        while low < high:
+            middle = (low + high) >> 1
+            if seqlens[middle] <= most:
+                high = middle
+            else:
+                low = middle + 1
+        return first_unused(unused, low)
     middle = num_samples - 1  # most buckets end because not even the shortest sample fits
     while low < high:
         padded = float(padded_seqlen(durations, k, seqlens[middle]))
-        fits = tokens + padded <= capacity
-        if fits and bucket_ns(durations, k, tokens + padded, squares + padded * padded) <= limit_ns:
+        if padded <= room and bucket_ns(durations, k, tokens + padded, squares + padded * padded) <= limit_ns:
             high = middle
         else:
             low = middle + 1

@@ -35,8 +35,10 @@ _FILL_SHARE = 0.996
 """Base buckets are counted on to hold this share of their capacity."""
 
 
-def pack_nested(seqlens: Ints, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float) -> Packing | None:
-    """Return a packing in at most `num_rows` rows; None when the samples do not fit.
+def pack_nested(
+    seqlens: Ints, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float
+) -> tuple[float, Packing] | None:
+    """Return (estimated end of the last lane without a pipeline, packing of `num_rows` rows); None: no room.
 
     Args:
         seqlens: [sample] tokens, descending.
@@ -47,12 +49,13 @@ def pack_nested(seqlens: Ints, durations: Durations, num_lanes: int, num_rows: i
     """
     base = int(np.flatnonzero(durations.capacities)[0])
     log2_cp_sizes = choose_cp_sizes(seqlens, durations, base, quota_ns)
-    num_missing, num_buckets, bucket_of_sample, rows, first_lanes, sizes = _pack(
+    num_missing, end_ns, num_buckets, bucket_of_sample, rows, first_lanes, sizes = _pack(
         seqlens, durations, log2_cp_sizes, base, num_lanes, num_rows
     )
     if num_missing:
         return None
-    return Packing(num_rows, bucket_of_sample, rows[:num_buckets], first_lanes[:num_buckets], sizes[:num_buckets])
+    rows, first_lanes, sizes = rows[:num_buckets], first_lanes[:num_buckets], sizes[:num_buckets]
+    return end_ns, Packing(num_rows, bucket_of_sample, rows, first_lanes, sizes)
 
 
 @compiled
@@ -76,8 +79,8 @@ def choose_cp_sizes(seqlens: Ints, durations: Durations, base: int, quota_ns: fl
 @compiled
 def _pack(
     seqlens: Ints, durations: Durations, log2_cp_sizes: Ints, base: int, num_lanes: int, num_rows: int
-) -> tuple[int, int, Ints, Ints, Ints, Ints]:
-    """Return (samples without a place, number of buckets, bucket of each sample, row, first lane, log2 CP size)."""
+) -> tuple[int, float, int, Ints, Ints, Ints, Ints]:
+    """Return samples without a place, last end, number of buckets, bucket of each sample, row, first lane, CP size."""
     num_samples = len(seqlens)
     num_blocks = num_lanes >> base
     most = num_blocks * num_rows
@@ -92,7 +95,7 @@ def _pack(
     while num_large < num_samples and log2_cp_sizes[num_large] > base:
         places += 1 << (log2_cp_sizes[num_large] - base)
         if places > most:
-            return num_samples, 0, bucket_of_sample, rows, first_lanes, sizes
+            return num_samples, 0.0, 0, bucket_of_sample, rows, first_lanes, sizes
         num_large += 1
     order = np.argsort(-log2_cp_sizes[:num_large], kind="mergesort")
     for bucket in range(num_large):
@@ -116,7 +119,7 @@ def _pack(
             if lane_rows[first] < num_rows and (chosen < 0 or lane_ns[first] < lane_ns[chosen]):
                 chosen = first
         if chosen < 0:
-            return num_samples, 0, bucket_of_sample, rows, first_lanes, sizes
+            return num_samples, 0.0, 0, bucket_of_sample, rows, first_lanes, sizes
         rows[bucket], first_lanes[bucket] = lane_rows[chosen], chosen
         lane_ns[chosen : chosen + lanes] += bucket_ns(durations, sizes[bucket], tokens[bucket], squares[bucket])
         lane_rows[chosen : chosen + lanes] += 1
@@ -131,8 +134,8 @@ def _pack(
             num_buckets += 1
     first_bin[num_blocks] = num_buckets
     block_ns = lane_ns[: num_blocks << base : 1 << base].copy()
-    num_missing = _spread(seqlens, durations, base, first_bin, block_ns, bucket_of_sample)
-    return num_missing, num_buckets, bucket_of_sample, rows, first_lanes, sizes
+    num_missing, end_ns = _spread(seqlens, durations, base, first_bin, block_ns, bucket_of_sample)
+    return num_missing, end_ns, num_buckets, bucket_of_sample, rows, first_lanes, sizes
 
 
 @compiled
@@ -173,8 +176,8 @@ def _top_up(
 @compiled
 def _spread(
     seqlens: Ints, durations: Durations, base: int, first_bin: Ints, block_ns: Floats, bucket_of_sample: Ints
-) -> int:
-    """Give each sample without a bucket to the block that ends first; return how many find no room.
+) -> tuple[int, float]:
+    """Give each sample without a bucket to the block that ends first; return how many find no room, and the last end.
 
     Blocks without room for the present sample are parked, ordered by room, until samples are short enough.
     """
@@ -228,4 +231,4 @@ def _spread(
         added = bucket_ns(durations, base, float(padded), float(padded) * float(padded))
         end_ns[block] += added - bucket_ns(durations, base, 0.0, 0.0)
         sift_down(end_ns, by_end, num_open)
-    return num_missing
+    return num_missing, end_ns.max()

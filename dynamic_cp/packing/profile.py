@@ -21,8 +21,8 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.longest_path import FORWARD, common_operations
 from dynamic_cp.prices import Floats, Ints
 
-_SMALLEST_NS = 1e5
-"""A row of less work than this counts as empty."""
+SMALLEST_SHARE = 3e-4
+"""No row gets less than this share of the even work of a row, so that it can grow again."""
 
 
 class LaneGraph(NamedTuple):
@@ -106,6 +106,7 @@ def best_profile(
     ends = np.zeros(len(graph.kind))
     crossed_forward, crossed_backward = np.zeros(num_rows), np.zeros(num_rows)
     share = backward_over_forward / (1.0 + backward_over_forward)
+    smallest_ns = SMALLEST_SHARE * total_ns / lanes.num_lanes.sum() / num_rows
     best, best_work = np.inf, work.copy()
     for iteration in range(num_iterations):
         fixed = free = 0.0
@@ -123,7 +124,7 @@ def best_profile(
                     forward[row] = (empty_forward_ns + lanes.long_forward_ns[one, row]) / vp_size
                     backward[row] = (empty_backward_ns + lanes.long_backward_ns[one, row]) / vp_size
                 else:
-                    work[one, row] *= scale
+                    work[one, row] = max(smallest_ns, work[one, row] * scale)
                     forward[row] = (empty_forward_ns + work[one, row] * (1.0 - share)) / vp_size
                     backward[row] = (empty_backward_ns + work[one, row] * share) / vp_size
             makespan[one] = _cross(graph, forward, backward, ends, crossed_forward, crossed_backward)
@@ -138,9 +139,14 @@ def best_profile(
             pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
             if pull <= 0.0:
                 continue
-            mean = (work[one] * crossings[one]).sum() / work[one].sum()
+            moved = crossed = 0.0
             for row in range(num_rows):
-                work[one, row] = max(_SMALLEST_NS, work[one, row] * np.exp(-rate * pull * crossings[one, row] / mean))
+                if not (long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]):
+                    moved += work[one, row]
+                    crossed += work[one, row] * crossings[one, row]
+            mean = max(crossed, 1e-9) / max(moved, 1e-9)
+            for row in range(num_rows):
+                work[one, row] = max(smallest_ns, work[one, row] * np.exp(-rate * pull * crossings[one, row] / mean))
     return best, best_work
 
 
