@@ -30,11 +30,11 @@ from dynamic_cp.types import Sample, Topology
 
 Effort = Literal["quick", "report", "exhaustive"]
 
-_SHARPEN_UP_TO = 1.3
-_SHARPEN_PIPELINED = 1.05
+_SHARPEN_UP_TO, _SHARPEN_PIPELINED = 1.3, 1.05
 _SHARPEN_STEPS = 8
 _MIN_GAIN = 1.0005
 _FEW_MICROBATCHES, _MOST_MICROBATCHES = 8, 512
+"""Up to so many micro-batches every place of the longest sample is tried: always, and with effort "exhaustive"."""
 _CLOSE = 0.999
 """A number of micro-batches whose bound is this close to the least one is not looked at any longer."""
 
@@ -98,7 +98,7 @@ def lower_bound(samples: Iterable[Sample], cost_model: CostModel, effort: Effort
         samples: the global batch; true lengths are used, so the bound holds with and without padding.
         cost_model: prices, topology and limits.
         effort: how much of the pipelined part is tried: "quick" some ms, "report" some 10 ms, "exhaustive" every number
-            of micro-batches and every place of the longest sample (tiny batches).
+            of micro-batches and every place of the longest sample (tiny batches at once, 2048 samples in minutes).
 
     Raises:
         InvalidInputError: there are no samples.
@@ -202,7 +202,7 @@ def _bound(batch: _Batch, ways: Ways, effort: Effort) -> LowerBound:
     if batch.topology.pp_size > 1 and np.isfinite(at_most_s):
         spread = _spread(batch, ways)
         if spread is not None:
-            tried, is_proven = _sweep(batch, ways, spread, effort)
+            tried, is_proven = _sweep(batch, ways, spread, effort, at_most_s)
             num_microbatches, _, schedule_s = min(tried, key=lambda one: one[2])
     parts = {"longest": longest_s, "work": work_s, "schedule": schedule_s}
     binds = max(parts, key=lambda name: parts[name])
@@ -250,8 +250,8 @@ def _lone_s(batch: _Batch, ways: Ways) -> Floats:
 def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     """Return what paths play against; None where the prices have no shape that paths can use."""
     num_lanes, longest = batch.topology.num_lanes, batch.seqlens[0]
-    largest_multiple = int(2 * ways.cp_sizes.max()) * batch.topology.rank_token_multiple
-    least, largest = ratio_range(ways, float(longest + largest_multiple))
+    padding = 2 * ways.cp_sizes.max() * (1 + batch.topology.rank_token_multiple)
+    least, largest = ratio_range(ways, float(longest + padding))
     if not 1e-6 < least < np.inf:
         return None
     lanes = int(ways.cp_sizes[ways.longest >= longest].min())
@@ -267,8 +267,13 @@ def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     )
 
 
-def _sweep(batch: _Batch, ways: Ways, spread: Spread, effort: Effort) -> tuple[list[tuple[int, int, float]], bool]:
-    """Return (num_microbatches, position, seconds) of the schedule part, and whether that was all of them."""
+def _sweep(
+    batch: _Batch, ways: Ways, spread: Spread, effort: Effort, others_s: float
+) -> tuple[list[tuple[int, int, float]], bool]:
+    """Return (num_microbatches, position, seconds) of the schedule part, and whether that was all of them.
+
+    All were tried, too, when one of them is below `others_s`: then the schedule part does not bind.
+    """
     topology = batch.topology
     multiple = topology.num_microbatches_multiple
     sweep = _SWEEPS["quick" if effort == "quick" else "report"]
@@ -309,12 +314,12 @@ def _sweep(batch: _Batch, ways: Ways, spread: Spread, effort: Effort) -> tuple[l
         best_s = min(best_s, tried[-1][2])
 
     # Few micro-batches: where the longest sample is matters, and trying every place takes little time.
-    num_microbatches = batch.min_microbatches
-    while _work_s(batch, ways, num_microbatches) < best_s:
+    num_microbatches, enough_s = batch.min_microbatches, best_s if effort != "exhaustive" else _CLOSE * best_s
+    while _work_s(batch, ways, num_microbatches) < best_s and best_s > others_s:
         if num_microbatches > (_MOST_MICROBATCHES if effort == "exhaustive" else _FEW_MICROBATCHES):
             return tried, False
         for position in range(num_microbatches):
-            value_s = bound_s(num_microbatches, position, sweep.steps, best_s)
+            value_s = bound_s(num_microbatches, position, sweep.steps, enough_s)
             if value_s < best_s:
                 tried.append((num_microbatches, position, value_s))
                 best_s = value_s

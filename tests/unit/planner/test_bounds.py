@@ -85,8 +85,10 @@ FROZEN = [
 
 
 @pytest.mark.parametrize(("name", "pp_size", "vp_size", "num_lanes", "limit", "known_s", "frozen_s"), FROZEN)
-@pytest.mark.parametrize("effort", ["quick", "report"])
+@pytest.mark.parametrize("effort", ["quick", "report", "exhaustive"])
 def test_bound_of_frozen_case(name, pp_size, vp_size, num_lanes, limit, known_s, frozen_s, effort):
+    if effort == "exhaustive" and pp_size == 8:
+        pytest.skip("some minutes; docs/planner.md has the result")
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
     options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
@@ -94,9 +96,9 @@ def test_bound_of_frozen_case(name, pp_size, vp_size, num_lanes, limit, known_s,
     samples = samples_of(np.load(CASES / "lengths" / f"{name}.seed0.npy"))
     bound = lower_bound(samples, model, effort)
     assert bound.proven_s <= bound.seconds <= known_s
-    assert bound.seconds >= (0.98 if effort == "report" else 0.95) * frozen_s
+    assert bound.seconds >= (0.95 if effort == "quick" else 0.98) * frozen_s
     assert bound.binds == ("work" if pp_size == 1 else "schedule")
-    assert bound.is_proven == (pp_size == 1)
+    assert bound.is_proven == (pp_size == 1 or effort == "exhaustive")
 
 
 def test_frozen_plans_are_not_below_their_bounds():
