@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dynamic_cp import catalog
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CpCommType
+from dynamic_cp.types import SEARCH_EFFORTS, CpCommType
 
 # The exchanges between the lanes of a CP group that the attention has today; the type of a plan names more.
 EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather")
@@ -44,9 +45,11 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-seqlen-per-dp-cp-rank",
-        type=int,
-        metavar="N",
-        help="padded tokens of a rank in one micro-batch; default: what --seq-length needs at --context-parallel-size",
+        type=_tokens_or_auto,
+        metavar="N|auto",
+        help="padded tokens of a rank in one micro-batch; auto: as many as fit in the memory that "
+        "--dynamic-cp-hardware states, with samples of --seq-length (CPU hardware states none); default: what "
+        "--seq-length needs at --context-parallel-size. A limit that memory does not hold is refused",
     )
     group.add_argument(
         "--min-dynamic-cp-size", type=int, default=1, metavar="CP", help="smallest CP size (1, 2, 4, ...)"
@@ -57,7 +60,14 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dynamic-cp-hardware",
         metavar="NAME|FILE",
-        help="hardware of the cost model; default: cpu on CPU ranks, else h100",
+        help="hardware of the cost and memory model: "
+        f"{', '.join(catalog.hardware_names())} or a file like those; default: cpu on CPU ranks, else h100",
+    )
+    group.add_argument(
+        "--dynamic-cp-search",
+        choices=SEARCH_EFFORTS,
+        default="fast",
+        help="effort of the planner: milliseconds, or thorough: some ten times as long for a better plan of a pipeline",
     )
     group.add_argument(
         "--cp-comm-type",
@@ -72,6 +82,13 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for feature in UNSUPPORTED:
         parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
+
+
+def _tokens_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor 'auto'") from None
 
 
 def cp_comm_types(args: argparse.Namespace) -> tuple[CpCommType, ...]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dynamic_cp import serialize
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
-from megatron.dynamic_cp.verify import job_store, publish_outcome
+from megatron.dynamic_cp.verify import job_store, publish_outcome, run_on_rank_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,7 @@ class PlanSource:
 
         def compute() -> _Published:
             started = time.perf_counter()
-            planned = plan_global_batch(
-                samples,
-                topology=self.topology,
-                model=self.model,
-                hardware=self.hardware,
-                options=self.options,
-                policy=self.policy,
-            )
+            planned = self._plan(samples)
             return _Published(
                 plan=serialize.dumps(planned.plan),
                 predicted_s=planned.predicted_s,
@@ -94,3 +87,41 @@ class PlanSource:
             predicted_busy_s=published.predicted_busy_s,
             reason=published.reason,
         )
+
+    def warm_up(self, max_seqlen: int) -> float:
+        """Plan a made-up batch on rank 0, so that the planner's code is compiled and loaded before the first step.
+
+        Has no effect on any plan. Collective: the others wait; minutes at most, the first time on a machine.
+
+        Args:
+            max_seqlen: longest sample of the run, tokens.
+
+        Returns:
+            Seconds that rank 0 spent.
+
+        Raises:
+            DynamicCPError: rank 0 found no plan; the same error on every rank.
+        """
+
+        def compute() -> float:
+            started = time.perf_counter()
+            self._plan(_made_up_batch(max_seqlen, self.topology.num_lanes))
+            return time.perf_counter() - started
+
+        return run_on_rank_zero(compute)
+
+    def _plan(self, samples: Sequence[Sample]) -> PlannedBatch:
+        return plan_global_batch(
+            samples,
+            topology=self.topology,
+            model=self.model,
+            hardware=self.hardware,
+            options=self.options,
+            policy=self.policy,
+        )
+
+
+def _made_up_batch(max_seqlen: int, num_lanes: int) -> tuple[Sample, ...]:
+    """Return samples of mixed lengths: enough to run all of the planner's code, and no more than a step has."""
+    num_samples = min(256, max(16, 2 * num_lanes))
+    return tuple(Sample(sample_id=index, seqlen=max(1, max_seqlen >> index % 8)) for index in range(num_samples))

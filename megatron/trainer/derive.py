@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -41,18 +41,27 @@ def default_max_tokens_per_rank(args: argparse.Namespace) -> int:
     return padded_seqlens((args.seq_length,), static_cp_size, multiple)[0] // static_cp_size
 
 
-def plan_options(args: argparse.Namespace) -> PlanOptions:
-    """Return what the planner may do."""
+def plan_options(args: argparse.Namespace, max_tokens_per_rank: int | None = None) -> PlanOptions:
+    """Return what the planner may do, with `max_tokens_per_rank` where the limit of `args` is still to be found."""
     recompute: Recompute = args.recompute_granularity or "none"
     return PlanOptions(
-        max_tokens_per_rank=args.max_seqlen_per_dp_cp_rank,
+        max_tokens_per_rank=max_tokens_per_rank or args.max_seqlen_per_dp_cp_rank,
         min_cp_size=args.min_dynamic_cp_size,
         max_cp_size=args.max_dynamic_cp_size,
         static_cp_size=args.context_parallel_size,
         cp_comm_types=cp_comm_types(args),
         recompute=recompute,
         bytes_per_element=2 if args.bf16 else 4,
+        search=args.dynamic_cp_search,
     )
+
+
+def used_options(args: argparse.Namespace, max_tokens_per_rank: int | None = None) -> PlanOptions:
+    """Return `plan_options` with the CP sizes that plans of this run have: without --dynamic-cp only the static one."""
+    options = plan_options(args, max_tokens_per_rank)
+    if args.dynamic_cp:
+        return options
+    return replace(options, min_cp_size=args.context_parallel_size, max_cp_size=args.context_parallel_size)
 
 
 def policy(args: argparse.Namespace) -> str:
@@ -71,16 +80,18 @@ def model_shape(args: argparse.Namespace, vocab_rows: int) -> ModelShape:
         kv_channels=args.kv_channels,
         vocab_size=vocab_rows,
         gated_linear_unit=args.swiglu,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         source="command line",
     )
 
 
 def model_identity(args: argparse.Namespace, vocab_rows: int) -> dict[str, Any]:
     """Return what two runs must share to load each other's weights."""
-    identity = asdict(model_shape(args, vocab_rows))
-    identity.pop("source")
+    # Named one by one: what ModelShape learns about other models must not part a run from its checkpoints.
     names = (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
         "normalization position_embedding_type rotary_base rotary_percent rotary_interleaved max_position_embeddings "
         "disable_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights"
     )
-    return identity | {name: getattr(args, name) for name in names.split()}
+    identity = {name: getattr(args, name) for name in names.split()}
+    return identity | {"vocab_size": vocab_rows, "gated_linear_unit": args.swiglu}

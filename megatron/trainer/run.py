@@ -22,7 +22,7 @@ from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWr
 from megatron.dynamic_cp.planning import PlanSource
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import checkpoint_files, derive, model
+from megatron.trainer import checkpoint_files, derive, memory, model
 from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
@@ -62,16 +62,23 @@ class Run:
 
     def iterator_wrapper(self, stream: SampleStream, name: str) -> DataIteratorWrapper:
         """Return what plans global batches of `stream` and builds this rank's micro-batches of them."""
-        source = PlanSource(
+        return DataIteratorWrapper(
+            plan_source=self.plan_source(name),
+            read_sample=stream.read,
+            groups=self.groups,
+            chunks=self.needs,
+            device=self.device,
+        )
+
+    def plan_source(self, name: str) -> PlanSource:
+        """Return what plans global batches; `name` is unique in the job."""
+        return PlanSource(
             topology=self.topology,
             model=self.model_shape,
             hardware=self.hardware,
             options=derive.plan_options(self.args),
             policy=derive.policy(self.args),
             name=name,
-        )
-        return DataIteratorWrapper(
-            plan_source=source, read_sample=stream.read, groups=self.groups, chunks=self.needs, device=self.device
         )
 
 
@@ -90,10 +97,14 @@ def set_up(args: argparse.Namespace) -> Run:
             lambda: checkpoint_files.probe_writable(args.tensorboard_dir, "--tensorboard-dir", InvalidInputError)
         )
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
-    hardware = run_on_rank_zero(lambda: load_hardware(hardware_name))
+    hardware = run_on_rank_zero(lambda: _hardware(args, hardware_name))
     data_config, vocab_size, splits = _data(args, device)
     topology = derive.topology(args)
     vocab_rows = derive.padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by, topology.tp_size)
+    model_shape = derive.model_shape(args, vocab_rows)
+    is_auto = args.max_seqlen_per_dp_cp_rank == "auto"
+    # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
+    args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(lambda: memory.max_tokens_per_rank(args, model_shape, hardware))
     groups = DynamicCPGroups.build(
         topology,
         timeout_s=60 * args.distributed_timeout_minutes,
@@ -108,7 +119,6 @@ def set_up(args: argparse.Namespace) -> Run:
     scheduler = model.build_scheduler(args, optimizer)
     if args.hidden_dropout > 0:
         seed(args.seed, groups.lane)
-    model_shape = derive.model_shape(args, vocab_rows)
     run = Run(
         args=args,
         device=device,
@@ -137,8 +147,15 @@ def set_up(args: argparse.Namespace) -> Run:
         ),
         scalars=Scalars(args.tensorboard_dir if dist.get_rank() == 0 else None),
     )
-    _log_choices(run, hardware_name)
+    _log_choices(run, f"{hardware_name}, whose memory gives the limit" if is_auto else hardware_name)
+    logger.info("planner ready after %.1f s", run.plan_source("warm-up").warm_up(args.seq_length))
     return run
+
+
+def _hardware(args: argparse.Namespace, name: str) -> Hardware:
+    hardware = load_hardware(name)
+    memory.check_memory_is_known(args, hardware)  # before the data are indexed
+    return hardware
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -185,7 +202,7 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
     }
 
 
-def _log_choices(run: Run, hardware_name: str) -> None:
+def _log_choices(run: Run, hardware: str) -> None:
     """Say what was chosen automatically or follows from several flags."""
     args = run.args
     if args.train_samples_left_out:
@@ -212,8 +229,9 @@ def _log_choices(run: Run, hardware_name: str) -> None:
     )
     logger.info("%s", run.groups.describe())
     logger.info(
-        "policy %s, %d padded tokens per rank and micro-batch, hardware %s for the cost model",
+        "policy %s, search %s, %d padded tokens per rank and micro-batch, cost model of hardware %s",
         derive.policy(args),
+        args.dynamic_cp_search,
         args.max_seqlen_per_dp_cp_rank,
-        hardware_name,
+        hardware,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +22,7 @@ def complete_and_check(args: argparse.Namespace) -> None:
         args,
         "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels seq_length num_query_groups "
         "global_batch_size train_iters train_samples exit_interval eval_interval save_interval log_interval "
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size max_seqlen_per_dp_cp_rank "
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "min_dynamic_cp_size max_dynamic_cp_size distributed_timeout_minutes lr vocab_size recompute_num_layers "
         "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base",
@@ -216,13 +215,13 @@ def _complete_lanes(args: argparse.Namespace) -> None:
         args.max_seqlen_per_dp_cp_rank = derive.default_max_tokens_per_rank(args)
     if args.global_batch_size is None:
         args.global_batch_size = topology.num_lanes
+    if args.max_seqlen_per_dp_cp_rank == "auto":  # found, and --seq-length checked, once memory is known
+        return
+    _positive(args, "max_seqlen_per_dp_cp_rank")
 
     from dynamic_cp.search import check_feasible  # here: numpy is needed only once the rest is right
 
-    options = derive.plan_options(args)
-    if not args.dynamic_cp:
-        options = replace(options, min_cp_size=static, max_cp_size=static)
-    check_feasible(args.seq_length, topology, options)
+    check_feasible(args.seq_length, topology, derive.used_options(args))
 
 
 def _complete_schedule(args: argparse.Namespace) -> None:
@@ -306,10 +305,24 @@ def _complete_recompute(args: argparse.Namespace) -> None:
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
         _check_recompute_layers(args)
+        _check_auto_knows_recomputation(args)
     elif args.recompute_method is not None or args.recompute_num_layers is not None:
         raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise InvalidInputError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+
+def _check_auto_knows_recomputation(args: argparse.Namespace) -> None:
+    if args.max_seqlen_per_dp_cp_rank == "auto" and (args.recompute_method, args.recompute_num_layers) != (
+        "uniform",
+        1,
+    ):
+        raise InvalidInputError(
+            "--max-seqlen-per-dp-cp-rank auto knows full recomputation of one layer at a time only, it is "
+            f"--recompute-method {args.recompute_method} --recompute-num-layers {args.recompute_num_layers}: "
+            "use uniform and 1, or give the limit in tokens",
+            recompute_num_layers=args.recompute_num_layers,
+        )
 
 
 def _check_recompute_layers(args: argparse.Namespace) -> None:

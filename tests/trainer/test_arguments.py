@@ -74,6 +74,15 @@ WRONG_PAIRS = [
     ),
     ("--recompute-granularity full --recompute-num-layers 3", 4, ("4", "--recompute-num-layers 3", "change one")),
     ("--dynamic", 4, ("unrecognized", "--dynamic")),
+    ("--max-seqlen-per-dp-cp-rank many", 4, ("--max-seqlen-per-dp-cp-rank", "'many'", "'auto'")),
+    ("--max-seqlen-per-dp-cp-rank 0", 4, ("--max-seqlen-per-dp-cp-rank is 0", "greater than 0")),
+    (
+        "--max-seqlen-per-dp-cp-rank auto --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+        4,
+        ("auto", "block", "--recompute-num-layers 2", "use uniform and 1"),
+    ),
+    ("--dynamic-cp-search slow", 4, ("--dynamic-cp-search", "slow", "thorough")),
     ("--cp-comm-type a2a", 4, ("--cp-comm-type", "a2a", "p2p")),
     ("--position-embedding-type relative", 4, ("--position-embedding-type", "relative")),
 ]
@@ -125,6 +134,47 @@ def test_auto_lets_the_planner_choose_among_all_exchanges():
     assert derive.plan_options(parse_args(command_line(""), 4)).cp_comm_types == ("p2p",)
 
 
+def test_search_effort_reaches_the_planner():
+    for effort in ("fast", "thorough"):
+        args = parse_args(command_line(f"--dynamic-cp --dynamic-cp-search {effort}"), 4)
+        assert derive.plan_options(args).search == effort
+    assert derive.plan_options(parse_args(command_line("--dynamic-cp"), 4)).search == "fast"
+
+
+MODEL_IDENTITY = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 264,
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "max_position_embeddings": 128,
+    "disable_bias_linear": True,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": False,
+}
+
+
+def test_the_identity_of_a_model_stays_as_checkpoints_have_it():
+    assert derive.model_identity(parse_args(command_line(), 4), 264) == MODEL_IDENTITY
+
+
+def test_the_planner_counts_a_tied_table_once():
+    tied, untied = (
+        derive.model_shape(parse_args(command_line(extra), 4), 264).vocabulary_weights
+        for extra in ("", "--untie-embeddings-and-output-weights")
+    )
+    assert (tied, untied) == (264 * 64, 2 * 264 * 64)
+
+
 @pytest.mark.parametrize("feature", UNSUPPORTED, ids=lambda feature: feature.flag)
 def test_unsupported_flags_are_named(feature):
     flag = feature.flag
@@ -150,7 +200,7 @@ def test_table_fields_exist_in_megatron_core():
 
 
 def test_later_flags_are_not_accepted_silently():
-    for flag in ("--dynamic-cp-lookahead 2", "--dynamic-cp-dump x", "--dynamic-cp-search fast", "--dynamic-cp-strict"):
+    for flag in ("--dynamic-cp-lookahead 2", "--dynamic-cp-dump x", "--dynamic-cp-strict"):
         with pytest.raises(InvalidInputError, match="unrecognized"):
             parse_args(command_line(flag), 4)
 

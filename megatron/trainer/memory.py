@@ -1,0 +1,54 @@
+"""The token limit of a run and its memory: `auto` is found, what does not fit is refused, before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.types import Hardware, ModelShape
+from megatron.trainer import derive
+
+
+def check_memory_is_known(args: argparse.Namespace, hardware: Hardware) -> None:
+    """Refuse `auto` where the hardware file states no memory.
+
+    Raises:
+        InvalidInputError: with the remedies.
+    """
+    if args.max_seqlen_per_dp_cp_rank == "auto" and not hardware.hbm_bytes:
+        raise InvalidInputError(
+            f"--max-seqlen-per-dp-cp-rank auto needs hbm_bytes, which hardware {hardware.name!r} does not state: "
+            "give the limit in tokens, or a --dynamic-cp-hardware file with hbm_bytes"
+        )
+
+
+def max_tokens_per_rank(args: argparse.Namespace, model: ModelShape, hardware: Hardware) -> int:
+    """Return the limit of padded tokens of a rank in one micro-batch; a pure function of flags and hardware file.
+
+    The limit is taken as reached by all micro-batches in flight, with exchange buffers of the smallest CP size that
+    holds a sample of --seq-length. Where memory is not known, a limit in tokens is not checked.
+
+    Raises:
+        InvalidInputError: `auto`, and memory is not known.
+        MemoryLimitError: what is asked for does not fit; with both numbers and the remedies.
+    """
+    check_memory_is_known(args, hardware)
+    limit, topology = args.max_seqlen_per_dp_cp_rank, derive.topology(args)
+    if not hardware.hbm_bytes:
+        return int(limit)
+    options = derive.used_options(args, 1 if limit == "auto" else None)
+    memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=args.use_distributed_optimizer)
+    try:
+        if limit == "auto":
+            return memory.max_tokens_per_rank(args.seq_length)
+        sizes = allowed_cp_sizes(topology, options)
+        smallest = next(cp for cp in sizes if capacity_tokens(cp, topology, options) >= args.seq_length)
+        memory.check_limit_fits(limit, smallest)
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"{error}; if the device has more memory than {hardware.name}, name it with --dynamic-cp-hardware",
+            **error.details,
+        ) from error
+    return int(limit)

@@ -1,0 +1,80 @@
+"""Planning before the first step loads all compiled code that steps need, on rank 0 alone, and changes no plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dynamic_cp import search
+from megatron.dynamic_cp import planning
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_agreement import SAMPLES, plan_source
+
+COUNT_COMPILED = """
+import random, sys
+from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.search import plan_global_batch
+from dynamic_cp.types import PlanOptions, Sample, Topology
+from megatron.dynamic_cp.planning import _made_up_batch
+
+def compiled():
+    functions = {id(value): value for name, module in list(sys.modules.items()) if name.startswith("dynamic_cp")
+                 for value in vars(module).values() if hasattr(value, "signatures") and hasattr(value, "py_func")}
+    return sorted((value.py_func.__name__, len(value.signatures)) for value in functions.values())
+
+pp_size, vp_size, num_lanes, policy, search = sys.argv[1:]
+options = PlanOptions(max_tokens_per_rank=2048, search=search, cp_comm_types=("p2p", "all_gather"))
+job = dict(
+    topology=Topology(pp_size=int(pp_size), vp_size=int(vp_size), num_lanes=int(num_lanes)),
+    model=load_model("llama-3-8b"), hardware=load_hardware("h100"), options=options, policy=policy,
+)
+plan_global_batch(_made_up_batch(2048, int(num_lanes)), **job)
+before = compiled()
+draw = random.Random(0)
+for num_samples in (1, 3, 200):
+    lengths = [min(2048, int(draw.lognormvariate(5, 1.5)) + 1) for _ in range(num_samples)]
+    plan_global_batch([Sample(sample_id=i, seqlen=s) for i, s in enumerate(lengths)], **job)
+after = compiled()
+print(sum(count > 0 for _, count in before), [entry for entry in after if entry not in before])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "job", ["1 1 8 dynamic fast", "4 2 6 dynamic thorough", "2 1 4 balanced fast", "1 1 1 static fast"]
+)
+def test_a_made_up_batch_runs_all_compiled_code_that_steps_need(job):
+    pytest.importorskip("numba")
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_COMPILED, *job.split()], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    number, _, new = done.stdout.strip().partition(" ")
+    assert int(number) >= 3
+    assert new == "[]"
+
+
+def warm_up_then_plan():
+    planned_here = []
+
+    def counting(samples, **kwargs):
+        planned_here.append(len(samples))
+        return search.plan_global_batch(samples, **kwargs)
+
+    planning.plan_global_batch = counting
+    source = plan_source()
+    seconds = source.warm_up(800)
+    return source.plan(0, SAMPLES), planned_here, seconds
+
+
+def test_rank_zero_warms_up_and_plans_stay_the_same():
+    results = run_ranks(2, warm_up_then_plan, timeout_s=120)
+    source = plan_source()
+    expected = search.plan_global_batch(
+        SAMPLES, topology=source.topology, model=source.model, hardware=source.hardware, options=source.options
+    )
+    assert [plan for plan, _, _ in results] == [expected] * 2
+    assert [planned for _, planned, _ in results] == [[16, len(SAMPLES)], []]
+    assert results[0][2] == results[1][2] > 0
