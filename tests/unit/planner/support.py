@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
+from benchmarks.planner.frozen import (
+    CASES,
+    UnpaddedCostModel,
+    frozen_hardware,
+    frozen_model,
+    frozen_parameters,
+    frozen_topology,
+)
 from dynamic_cp.cost_model import BucketCost, CostModel
 from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Sample, Topology
 
-CASES = Path(__file__).parents[3] / "benchmarks" / "planner_cases"
+__all__ = [
+    "CASES",
+    "CURVED_HARDWARE",
+    "TINY_HARDWARE",
+    "TINY_MODEL",
+    "GivenCosts",
+    "UnpaddedCostModel",
+    "frozen_hardware",
+    "frozen_model",
+    "frozen_parameters",
+    "frozen_topology",
+    "plan_of",
+    "samples_of",
+    "tiny_cost_model",
+]
 
 TINY_MODEL = ModelShape(
     num_layers=4,
@@ -57,58 +77,6 @@ CURVED_HARDWARE = replace(
 
 def samples_of(seqlens: Iterable[int]) -> tuple[Sample, ...]:
     return tuple(Sample(sample_id=index, seqlen=int(seqlen)) for index, seqlen in enumerate(seqlens))
-
-
-def frozen_model(parameters: dict[str, float]) -> ModelShape:
-    return ModelShape(
-        num_layers=int(parameters["layers"]),
-        hidden_size=int(parameters["hidden"]),
-        ffn_hidden_size=int(parameters["ffn"]),
-        num_attention_heads=40,
-        num_query_groups=40,
-        kv_channels=128,
-        vocab_size=32000,
-        gated_linear_unit=True,
-    )
-
-
-def frozen_hardware(parameters: dict[str, float]) -> Hardware:
-    return Hardware(
-        name="frozen",
-        peak_flops_per_s=parameters["peak_flops_per_s"],
-        linear_flops_per_s=parameters["peak_flops_per_s"] * parameters["linear_mfu"],
-        attention_flops_per_s=parameters["attention_flops_per_s"],
-        bandwidth_in_node_bytes_per_s=parameters["bandwidth_in_node_bytes_per_s"],
-        bandwidth_across_nodes_bytes_per_s=parameters["bandwidth_across_nodes_bytes_per_s"],
-        p2p_bandwidth_bytes_per_s=parameters["p2p_bandwidth_bytes_per_s"],
-        exchange_latency_s_per_layer=parameters["ring_latency_s_per_layer"],
-        forward_overhead_s_per_layer=parameters["forward_overhead_s_per_layer"],
-        backward_overhead_s_per_layer=parameters["backward_overhead_s_per_layer"],
-        overhead_s_per_bucket_stage=parameters["overhead_s_per_bucket_stage"],
-        linear_extra_tokens=parameters["linear_extra_tokens"],
-        attention_extra_tokens=parameters["attention_extra_tokens"],
-        linear_backward_over_forward=parameters["linear_backward_over_forward"],
-        attention_backward_over_forward=parameters["attention_backward_over_forward"],
-        exchange_backward_over_forward=parameters["comm_backward_over_forward"],
-        recompute_overhead_credit=parameters["recompute_overhead_credit"],
-    )
-
-
-def frozen_parameters() -> dict[str, float]:
-    return json.loads((CASES / "cost_params.json").read_text())
-
-
-def frozen_topology(**sizes: int) -> Topology:
-    """The frozen prices divide P2P bytes by tp_size, which is what sequence parallelism does."""
-    return Topology(sequence_parallel=True, ranks_per_node=8, **sizes)
-
-
-class UnpaddedCostModel(CostModel):
-    """Prices buckets by their true lengths, as the frozen cases do."""
-
-    def bucket_cost(self, bucket: Bucket) -> BucketCost:
-        lengths = [sample.seqlen for sample in bucket.samples]
-        return self.cost(bucket.cp_size, bucket.first_lane, sum(lengths), sum(length**2 for length in lengths))
 
 
 class GivenCosts:

@@ -1,0 +1,67 @@
+"""`make bench-planner` in its quick form: it runs, its JSON has the shape that docs/planner.md describes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.planner.__main__ import SECTIONS, main
+from benchmarks.planner.frozen import frozen_cases, lengths_of
+from benchmarks.planner.report import inserted
+
+
+def test_quick_run(tmp_path):
+    pytest.importorskip("pulp", reason="the FlexSP peer needs it")
+    main(["--quick", "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "planner.json").read_text())
+    assert set(found) == set(SECTIONS)
+    for section in SECTIONS:
+        assert set(found[section]["measured"]) == {"date", "cpu", "cores", "versions"}
+
+    rows = found["frozen"]["cases"]
+    assert [row["pp"] for row in rows] == [4, 1] or [row["pp"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["bound_s"] <= min(row["fast_s"], row["thorough_s"])
+        others = [row[f"{name}_s"] for name in ("static", "balanced", "megatron_dev", "megatron_0161")]
+        assert max(row["fast_s"], row["thorough_s"]) <= min(seconds for seconds in others if seconds)
+        assert row["fast_ms"] > 0
+    assert len(found["frozen"]["tiny"]) == 3
+    assert {"figure", "goal", "reached", "unit", "is_met"} == set(found["frozen"]["goals"][0])
+
+    (row,) = found["h100"]["cases"]
+    assert row["bound_s"] <= row["fast_s"] <= min(row[f"{name}_s"] for name in ("static", "balanced", "megatron_dev"))
+    assert row["busy"] + row["pipeline_bubble"] + row["cp_wait"] + row["dp_wait"] == pytest.approx(1)
+    assert row["pipeline_bubble"] > 0
+
+    rows = found["published"]["cases"]
+    assert len(rows) == 2
+    for row in rows:
+        others = [row[f"{name}_tflops"] for name in ("static", "balanced", "megatron-dev")]
+        assert max(others) <= row["dynamic_tflops"] < 990, "more than the device's peak"
+
+    for row in found["growth"]["curves"]:
+        assert all(milliseconds > 0 for _, _, milliseconds in row["points"])
+    (row,) = found["compared"]["cases"]
+    assert row["bound_s"] <= min(row["fast_s"], row["wlb_s"], row["flexsp_s"])
+
+    document = (tmp_path / "planner.md").read_text()
+    assert "| case | seed |" in document
+    assert document.count("Measured 20") == len(SECTIONS)
+
+
+def test_lengths_of_all_frozen_cases():
+    cases = frozen_cases()
+    assert len(cases) == 49
+    for case in cases:
+        lengths = lengths_of(case)  # checks the sum
+        assert len(lengths) == case["num_samples"]
+        assert 64 <= lengths.min() <= lengths.max() <= case["max_seqlen"]
+
+
+def test_a_table_needs_its_place():
+    assert inserted("a <!-- begin x -->old<!-- end x --> b", {"x": "new"}) == (
+        "a <!-- begin x -->\nnew\n<!-- end x --> b"
+    )
+    with pytest.raises(ValueError, match="0 places for table 'y'"):
+        inserted("nothing", {"y": "new"})
