@@ -147,8 +147,11 @@ def set_up(args: argparse.Namespace) -> Run:
         ),
         scalars=Scalars(args.tensorboard_dir if dist.get_rank() == 0 else None),
     )
-    _log_choices(run, f"{hardware_name}, whose memory gives the limit" if is_auto else hardware_name)
-    logger.info("planner ready after %.1f s", run.plan_source("warm-up").warm_up(args.seq_length))
+    _log_choices(run, hardware_name)
+    if is_auto:
+        logger.info("the limit of padded tokens is what the memory of hardware %s holds", hardware_name)
+    ready_s = run.plan_source("warm-up").warm_up(args.seq_length)
+    logger.info("planner ready after %.1f s, %s search", ready_s, args.dynamic_cp_search)
     return run
 
 
@@ -202,7 +205,7 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
     }
 
 
-def _log_choices(run: Run, hardware: str) -> None:
+def _log_choices(run: Run, hardware_name: str) -> None:
     """Say what was chosen automatically or follows from several flags."""
     args = run.args
     if args.train_samples_left_out:
@@ -229,9 +232,8 @@ def _log_choices(run: Run, hardware: str) -> None:
     )
     logger.info("%s", run.groups.describe())
     logger.info(
-        "policy %s, search %s, %d padded tokens per rank and micro-batch, cost model of hardware %s",
+        "policy %s, %d padded tokens per rank and micro-batch, hardware %s for the cost model",
         derive.policy(args),
-        args.dynamic_cp_search,
         args.max_seqlen_per_dp_cp_rank,
-        hardware,
+        hardware_name,
     )
