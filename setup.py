@@ -5,7 +5,10 @@
 
 from setuptools import find_namespace_packages, setup
 
+FAST = ["numba>=0.60"]  # compiles the planner's inner loops; without it they run as Python
+EXACT = ["pulp>=2.7,<4"]  # the exact solver for tiny batches; 4 changes its API
 TRAIN = [
+    *FAST,
     "megatron-core==0.16.1",
     "torch>=2.6",
     "einops",
@@ -13,7 +16,7 @@ TRAIN = [
     "psutil",  # dist_checkpointing.save needs it without declaring it: without psutil a save hangs
     "tensorboard",
 ]
-TEST = ["hypothesis", "pytest>=8", "pytest-timeout"]
+TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout"]
 
 setup(
     name="megatron-dynamic-cp",
@@ -24,9 +27,11 @@ setup(
     packages=find_namespace_packages(
         include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*"]
     ),
-    package_data={"dynamic_cp": ["data/**/*.json", "py.typed"]},
+    package_data={"dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "py.typed"]},
     install_requires=["numpy>=1.26"],
     extras_require={
+        "fast": FAST,
+        "exact": EXACT,
         "train": TRAIN,
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
         "test": TEST,

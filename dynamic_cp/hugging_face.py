@@ -58,7 +58,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type != "qwen3" and values.get("head_dim") is None:
         values["head_dim"] = _divided(where, values)
-    sizes = {name: _integer(where, values, key) for key, name in _SIZES.items()}
+    sizes: dict[str, Any] = {name: _integer(where, values, key) for key, name in _SIZES.items()}
     tied = values.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InvalidInputError(

@@ -10,7 +10,6 @@ backward  = the same at their backward ratios + what recomputation repeats (full
 
 from __future__ import annotations
 
-from math import lcm
 from typing import cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from dynamic_cp import prices
 from dynamic_cp.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.exchanges import AttentionPrices, Convex, Linear, merged
 from dynamic_cp.links import links_of
+from dynamic_cp.packing.limits import capacity_tokens
 from dynamic_cp.padding import sample_multiple
 from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
@@ -70,15 +70,9 @@ class StagePrices:
 
 
 def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
-    """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size.
-
-    A rank holds a multiple of 2 tokens (two zigzag chunks) if cp_size > 1, and of the topology's rank_token_multiple.
-    """
+    """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size."""
     largest = options.max_cp_size or topology.max_cp_size
-    if not options.min_cp_size <= cp_size <= largest:
-        return 0
-    unit = lcm(sample_multiple(cp_size) // cp_size, topology.rank_token_multiple)
-    return options.max_tokens_per_rank // unit * unit * cp_size
+    return capacity_tokens(cp_size, topology, options) if options.min_cp_size <= cp_size <= largest else 0
 
 
 def make_table(

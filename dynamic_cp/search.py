@@ -21,6 +21,7 @@ from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested
+from dynamic_cp.packing.polish import polish, steps_within
 from dynamic_cp.packing.static import fewest_rows, pack_balanced, pack_next_fit, static_cp_size
 from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.padding import round_up
@@ -36,6 +37,11 @@ _NUM_NESTED_JUDGED = 2
 _PIPELINE_NESTED_SWEEP = (1.0, 1.3, 1.7)
 _BALANCED_SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5, 3.0)
 _MEGATRON_DEV_LIMITS = (1, 2, 4)
+_NUM_POLISHED = 4
+_NUM_WALKS = {"fast": 6, "thorough": 32}
+_POLISH_STEPS = 2000
+_POLISH_BUDGET = 2_000_000
+"""Larger batches, for which this many operations allow fewer steps, are left alone."""
 
 
 class Candidate(NamedTuple):
@@ -75,6 +81,8 @@ def plan_global_batch(
         _check_capacity(descending[0], topology, options)
     search = _Search(descending, CostModel(model, hardware, topology, options))
     ranking = sorted(search.candidates(policy), key=lambda one: one.makespan_ns)
+    if policy == "dynamic":
+        ranking = sorted([*ranking, *search.polished(ranking)], key=lambda one: one.makespan_ns)
     best = ranking[0].packing
     plan = build_plan(descending, best, search.cost_model, policy)
     check_plan(plan, descending)
@@ -125,6 +133,7 @@ class _Search:
         elif policy != "dynamic":
             cp_size = static_cp_size(self.longest, topology, options)
         assert cp_size is not None
+        self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
         k = cp_size.bit_length() - 1
         if best_ns is not None and best_ns <= self._least_static_ns(k):
             return
@@ -136,6 +145,21 @@ class _Search:
             yield self._judged(f"static cp={cp_size} m={next_fit.num_rows}", next_fit)
         if policy != "static":
             yield from self._balanced(durations, k, next_fit)
+
+    def polished(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield improved packings of a small batch, from the best candidates with different numbers of rows."""
+        best_of_rows = {one.packing.num_rows: one for one in reversed(ranking)}
+        for walk in range(_NUM_WALKS[self.cost_model.options.search]):
+            starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_POLISHED]
+            start = starts[walk % len(starts)]
+            if steps_within(_POLISH_BUDGET, self.seqlens, start.packing, self.cost_model) < _POLISH_STEPS:
+                continue
+            found_ns, packing = polish(self.seqlens, start.packing, self.cost_model, _POLISH_STEPS, walk)
+            found = Candidate(found_ns, f"{start.name.removesuffix(' polished')} polished", packing)
+            if found.makespan_ns < start.makespan_ns:
+                yield found
+            if found.makespan_ns < best_of_rows.get(packing.num_rows, start).makespan_ns:
+                best_of_rows[packing.num_rows] = found
 
     def _dynamic(self) -> Iterator[Candidate]:
         topology = self.cost_model.topology

@@ -62,13 +62,15 @@ class Effort(NamedTuple):
 
 
 EFFORTS = {
-    "fast": Effort((1.1, 1.3, 1.6, 2.0), 60, 200, 5, 3, 1, 12, (0.5,)),
-    "thorough": Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 12, 8, 4, 30, (0.1, 0.3, 0.5)),
+    "fast": Effort((1.1, 1.25, 1.5, 1.75, 2.0), 60, 200, 5, 3, 1, 12, (0.5,)),
+    "thorough": Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 6, 30, (0.1, 0.3, 0.5)),
 }
 _LEARNING_RATE = 0.004
 _SPREAD_RATE = 0.05
 _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
 """Tried in turn on the targets of a lesson, until all samples have a place."""
+_TIGHTER = 0.001
+_NUM_TIGHTER = 5
 _HEAVY_BLOCKS = (1, 2, 3, 4)
 _LONG_FACTORS = (1.5,)
 
@@ -223,7 +225,7 @@ class _BlockPacker:
 
     def _learn(self, one: Packed, targets: Floats, floors: Floats) -> Packed:
         """Return the best packing of a number of lessons: simulate, shrink the rows that are critical, fill again."""
-        best = one
+        best, best_targets = one, targets
         packing = one.packing
         overhead_ns = sum(self.empty_ns)
         lanes = self.blocks.num_lanes[:, None]
@@ -235,7 +237,7 @@ class _BlockPacker:
             ends_ns, row_ns, crossings = self._simulate(packing)
             worst = ends_ns.max()
             if worst < best.makespan_ns:
-                best = Packed(int(worst), packing, one.name + " learned")
+                best, best_targets = Packed(int(worst), packing, one.name + " learned"), targets
             memory = 0.5 * memory + 0.5 * crossings
             movable_ns = np.where(row_ns > 1.002 * floors, row_ns, 0.0)
             mean = ((memory * movable_ns).sum(axis=1) + 1e-9) / (movable_ns.sum(axis=1) + 1e-9)
@@ -250,6 +252,18 @@ class _BlockPacker:
             if filled is None:
                 break
             packing, targets = filled, targets * factor
+        return self._tighten(best, best_targets, floors)
+
+    def _tighten(self, best: Packed, targets: Floats, floors: Floats) -> Packed:
+        """Return the best packing of smaller and smaller targets, until the samples do not fit."""
+        for step in range(1, _NUM_TIGHTER + 1):
+            factor = 1.0 - _TIGHTER * step
+            packing, _ = self._fill(targets, floors, factor, factor, 0)
+            if packing is None:
+                break
+            worst = int(self._simulate(packing)[0].max())
+            if worst < best.makespan_ns:
+                best = Packed(worst, packing, best.name)
         return best
 
     def _fill_first(self, targets: Floats, floors: Floats) -> tuple[Packing | None, float]:

@@ -111,13 +111,13 @@ def _exchanges(packing: Packing, cost_model: CostModel, tokens: Floats, squares:
 
 def bucket_sums(seqlens: Ints, packing: Packing, table: PriceTable) -> tuple[Floats, Floats]:
     """Return [bucket] -> (sum, sum of squares) of padded lengths, with what the last sample is charged for the rank."""
-    return _bucket_sums(
+    return sums_of_buckets(
         seqlens, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
     )  # fmt: skip
 
 
 @compiled
-def _bucket_sums(
+def sums_of_buckets(
     seqlens: Ints, bucket_of_sample: Ints, log2_cp_sizes: Ints, multiples: Ints, rank_token_multiple: int
 ) -> tuple[Floats, Floats]:
     num_buckets = len(log2_cp_sizes)

@@ -12,10 +12,8 @@ parallel machines:
    lane that ends first, there into the fullest bucket with room.
 
 That is the three-stage method of NVIDIA's article on dynamic CP (quotas, memory-oriented filling, remaining samples in
-descending order), with the nesting that makes the lanes' ends exact. Within 0.1 to 3 % of a lower bound on the frozen
-cases (docs/planner.md).
-
-Source: https://developer.nvidia.com/blog (article "Dynamic Context Parallelism", 2026), in own words.
+descending order) in own words, with the nesting that makes the lanes' ends exact. Within 0.1 to 3 % of a lower bound on
+the frozen cases (docs/planner.md).
 """
 
 from __future__ import annotations

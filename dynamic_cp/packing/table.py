@@ -35,6 +35,12 @@ def reordered(packing: Packing, order: Ints) -> Packing:
     return packing._replace(rows=position[packing.rows])
 
 
+def without_empty_rows(packing: Packing) -> Packing:
+    """Return `packing` without the rows that hold no bucket."""
+    rows, position = np.unique(packing.rows, return_inverse=True)
+    return packing._replace(num_rows=len(rows), rows=position)
+
+
 def pyramid(row_ns: Floats) -> Ints:
     """Return the order short - long - short of rows with these durations, the best one for a pipeline.
 
