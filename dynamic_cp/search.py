@@ -76,18 +76,18 @@ def plan_global_batch(
     """
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
-    descending = _sorted(tuple(samples))
+    batch = _batch_of(tuple(samples))
     if policy not in ("static", "balanced") or options.static_cp_size is None:
-        _check_capacity(descending[0], topology, options)
-    search = _Search(descending, CostModel(model, hardware, topology, options))
+        _check_capacity(batch.samples[0], topology, options)
+    search = _Search(batch, CostModel(model, hardware, topology, options))
     ranking = sorted(search.candidates(policy), key=lambda one: one.makespan_ns)
     if policy == "dynamic":
         ranking = sorted([*ranking, *search.polished(ranking)], key=lambda one: one.makespan_ns)
     best = ranking[0].packing
-    plan = build_plan(descending, best, search.cost_model, policy)
-    check_plan(plan, descending)
+    plan = build_plan(batch.samples, batch.seqlens, best, search.cost_model, policy)
+    check_plan(plan, batch.samples)
     # The grid of the packing is the grid of the plan, and much faster to make.
-    timeline = simulate(plan, search.cost_model, grid=grid_of_packing(search.seqlens, best, search.cost_model))
+    timeline = simulate(plan, search.cost_model, grid=grid_of_packing(batch.seqlens, best, search.cost_model))
     return PlannedBatch(
         plan=plan,
         predicted_s=timeline.iteration_s,
@@ -105,14 +105,20 @@ def check_feasible(max_seqlen: int, topology: Topology, options: PlanOptions) ->
     _check_capacity(Sample(sample_id=-1, seqlen=max_seqlen), topology, options)
 
 
+class _Batch(NamedTuple):
+    """Samples descending by seqlen, ties by ascending sample_id; their lengths; positions in the order of sample_id."""
+
+    samples: list[Sample]
+    seqlens: Ints
+    input_order: Ints
+
+
 class _Search:
     """The candidates of one global batch."""
 
-    def __init__(self, descending: Sequence[Sample], cost_model: CostModel) -> None:
-        self.longest, self.cost_model = descending[0], cost_model
-        self.seqlens: Ints = np.fromiter((sample.seqlen for sample in descending), np.int64, len(descending))
-        ids = np.fromiter((sample.sample_id for sample in descending), np.int64, len(descending))
-        self.input_order: Ints = np.argsort(ids)
+    def __init__(self, batch: _Batch, cost_model: CostModel) -> None:
+        self.longest, self.seqlens, self.input_order = batch.samples[0], batch.seqlens, batch.input_order
+        self.cost_model = cost_model
         self.durations: Durations = durations_of(cost_model.table, cost_model.topology.num_lanes)
 
     def candidates(self, policy: str) -> Iterator[Candidate]:
@@ -169,9 +175,9 @@ class _Search:
             counts = set(range(fewest, fewest + _NESTED_EXTRA_ROWS))
         else:
             counts = {ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP}
-            effort = EFFORTS[self.cost_model.options.search]
-            for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
-                yield Candidate(packed.makespan_ns, packed.name, packed.packing)
+            for effort in EFFORTS[self.cost_model.options.search]:
+                for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
+                    yield Candidate(packed.makespan_ns, packed.name, packed.packing)
         totals = float(self.seqlens.sum()), float((self.seqlens.astype(np.float64) ** 2).sum())
         empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
         work_ns = bucket_ns(self.durations, base, *totals) - empty_ns
@@ -248,22 +254,24 @@ class _Search:
         return float(work_ns / (topology.num_lanes >> k) + empty_ns) * (1 - 1e-6)
 
 
-def _sorted(samples: Sequence[Sample]) -> list[Sample]:
+def _batch_of(samples: Sequence[Sample]) -> _Batch:
     """Return `samples` descending by seqlen, ties by ascending sample_id; InvalidInputError: none, or an id twice."""
     if not samples:
         raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
     ids = np.fromiter((sample.sample_id for sample in samples), np.int64, len(samples))
     seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
-    by_id = np.argsort(ids)
-    twice = np.flatnonzero(np.diff(ids[by_id]) == 0)
+    order = np.lexsort((ids, -seqlens))
+    ids, descending = ids[order], [samples[index] for index in order.tolist()]
+    input_order = np.argsort(ids)
+    twice = np.flatnonzero(np.diff(ids[input_order]) == 0)
     if twice.size:
-        one, other = (samples[by_id[twice[0] + offset]] for offset in (0, 1))
+        one, other = (descending[input_order[twice[0] + offset]] for offset in (0, 1))
         raise InvalidInputError(
             f"sample_id {one.sample_id} is there twice, with {one.seqlen} and {other.seqlen} tokens: "
             "number the samples of a global batch uniquely",
             sample_id=one.sample_id,
         )
-    return [samples[index] for index in np.lexsort((ids, -seqlens)).tolist()]
+    return _Batch(descending, seqlens[order], input_order)
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:

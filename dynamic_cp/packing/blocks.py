@@ -61,10 +61,9 @@ class Effort(NamedTuple):
     positions: tuple[float, ...]
 
 
-EFFORTS = {
-    "fast": Effort((1.1, 1.25, 1.5, 1.75, 2.0), 60, 200, 5, 3, 1, 12, (0.5,)),
-    "thorough": Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 6, 30, (0.1, 0.3, 0.5)),
-}
+_FAST = Effort((1.1, 1.25, 1.5, 1.75, 2.0), 60, 200, 5, 3, 1, 12, (0.5,))
+_THOROUGH = Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 6, 30, (0.1, 0.3, 0.5))
+EFFORTS = {"fast": (_FAST,), "thorough": (_FAST, _THOROUGH)}
 _LEARNING_RATE = 0.004
 _SPREAD_RATE = 0.05
 _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)

@@ -53,17 +53,17 @@ def makespan_ns(seqlens: Ints, packing: Packing, cost_model: CostModel) -> int:
     return int(end_times(operations, topology.pp_size, topology.vp_size, grid, _nobody(topology.num_lanes)))
 
 
-def build_plan(samples: Sequence[Sample], packing: Packing, cost_model: CostModel, policy: str) -> Plan:
+def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_model: CostModel, policy: str) -> Plan:
     """Return the plan of `packing`; free lanes get empty places, interleaving its missing micro-batches.
 
     Args:
         samples: descending by seqlen, ties by ascending sample_id: the order of the packing's indices.
+        seqlens: [sample] tokens, the same.
         packing: rows of buckets.
         cost_model: chooses the exchange of every bucket.
         policy: name of the method.
     """
     topology = cost_model.topology
-    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
     tokens, squares = bucket_sums(seqlens, packing, cost_model.table)
     exchanges = _exchanges(packing, cost_model, tokens, squares)
     contents: list[list[Sample]] = [[] for _ in range(len(packing.rows))]
