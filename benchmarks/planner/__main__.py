@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,64 +39,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     is_whole = not options.quick and options.cases == [""]
     output = options.output or (DOCS if is_whole else DOCS.parent / "runs" / "bench" / "planner")
-    results, tables = measure(options.only, options.cases, quick=options.quick, images=output / "images")
-    write(output, results, tables)
+    for section in options.only:
+        figures, tables = measure(section, options.cases, quick=options.quick, images=output / "images")
+        write(output, section, figures, tables)
 
 
-def measure(
-    sections: Sequence[str], cases: Sequence[str], *, quick: bool, images: Path
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (figures of each section, Markdown of each table)."""
-    results: dict[str, Any] = {}
-    tables: dict[str, str] = {}
+def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (figures of a section, Markdown of each of its tables)."""
 
     def wanted(name: str) -> bool:
         return any(part in name for part in cases) and (not quick or name in QUICK_CASES)
 
-    if "frozen" in sections:
+    figures: dict[str, Any]
+    if section == "frozen":
         rows = frozen_bench.measure_cases(wanted, cold=not quick)
         tiny = frozen_bench.measure_tiny(3 if quick else None)
         goals = frozen_bench.measure_goals(rows, tiny)
-        results["frozen"] = {"cases": rows, "tiny": tiny, "goals": goals}
-        tables["frozen-goals"] = frozen_bench.goals_markdown(goals)
-        tables["frozen-cases"] = frozen_bench.cases_markdown(rows)
-        tables["frozen-tiny"] = frozen_bench.tiny_markdown(tiny)
-        print(tables["frozen-goals"], flush=True)
-    if "h100" in sections:
-        of_name: Callable[[str], bool] = (lambda name: True) if quick else wanted
-        rows = h100.measure(of_name, cold=not quick, settings=QUICK_H100 if quick else h100.SETTINGS)
-        results["h100"] = {"cases": rows}
-        tables["h100"] = h100.markdown(rows)
-        print(tables["h100"], flush=True)
-    if "published" in sections:
-        rows = published.measure((8,), 64) if quick else published.measure()
-        results["published"] = {"cases": rows}
-        tables["published"] = published.markdown(rows)
-        print(tables["published"], flush=True)
-    if "growth" in sections:
+        figures = {"cases": rows, "tiny": tiny, "goals": goals}
+        tables = {
+            "frozen-goals": frozen_bench.goals_markdown(goals),
+            "frozen-cases": frozen_bench.cases_markdown(rows),
+            "frozen-tiny": frozen_bench.tiny_markdown(tiny),
+        }
+    elif section == "h100":
+        settings = QUICK_H100 if quick else [setting for setting in h100.SETTINGS if wanted(setting.name)]
+        rows = h100.measure(settings, cold=not quick)
+        figures, tables = {"cases": rows}, {"h100": h100.markdown(rows)}
+    elif section == "published":
+        rows = (
+            published.measure((8,), 64, ("lognormal-github", "webprose_ccfit"), (0,)) if quick else published.measure()
+        )
+        figures, tables = {"cases": rows}, {"published": published.markdown(rows)}
+    elif section == "growth":
         curves = growth.series(1024, 32) if quick else growth.series()
         rows = growth.measure(curves)
         memory = None if quick else growth.measure_memory(curves)
         first = None if quick else first_use.measure()
-        results["growth"] = {"curves": rows, "memory": memory, "first_use": first}
-        tables["growth"] = growth.markdown(rows, memory) + (f"\n\n{first_use.markdown(first)}" if first else "")
+        figures = {"curves": rows, "memory": memory, "first_use": first}
+        tables = {"growth": growth.markdown(rows, memory) + (f"\n\n{first_use.markdown(first)}" if first else "")}
         if not growth.plot(rows, images / "planner_growth.svg"):
             print("no plot: matplotlib is not installed")
-        print(tables["growth"], flush=True)
-    if "compared" in sections:
+    else:
         rows = compared.measure(QUICK_COMPARED, 0.5) if quick else compared.measure()
-        results["compared"] = {"cases": rows}
-        tables["compared"] = compared.markdown(rows)
-        print(tables["compared"], flush=True)
-    stamp = machine()
-    for section in results:
-        results[section]["measured"] = stamp
-        line = f"{stamp['date']}, {stamp['cpu']}, {stamp['cores']} cores, " + ", ".join(
-            f"{name} {found}" for name, found in stamp["versions"].items()
-        )
-        first_table = next(name for name in tables if name.split("-")[0] == section)
-        tables[first_table] = f"Measured {line}.\n\n{tables[first_table]}"
-    return results, tables
+        figures, tables = {"cases": rows}, {"compared": compared.markdown(rows)}
+    figures["measured"] = machine()
+    where = figures["measured"]
+    versions = ", ".join(f"{name} {found}" for name, found in where["versions"].items())
+    first_table = next(iter(tables))
+    line = f"Measured {where['date']}, {where['cpu']}, {where['cores']} cores, {versions}."
+    tables[first_table] = f"{line}\n\n{tables[first_table]}"
+    return figures, tables
 
 
 def machine() -> dict[str, Any]:
@@ -116,15 +108,15 @@ def machine() -> dict[str, Any]:
     return {"date": date.today().isoformat(), "cpu": cpu, "cores": os.cpu_count(), "versions": versions}
 
 
-def write(output: Path, results: dict[str, Any], tables: dict[str, str]) -> None:
-    """Write figures and tables into `output`; sections that were not measured keep what they had."""
+def write(output: Path, section: str, figures: dict[str, Any], tables: dict[str, str]) -> None:
+    """Print the first table of a section and write all into `output`; other sections keep what they had."""
+    print(f"{section}:\n{next(iter(tables.values()))}\n", flush=True)
     output.mkdir(parents=True, exist_ok=True)
-    document, figures = output / "planner.md", output / "planner.json"
+    document, data = output / "planner.md", output / "planner.json"
     text = (document if document.exists() else DOCS / "planner.md").read_text(encoding="utf-8")
     document.write_text(inserted(text, tables), encoding="utf-8")
-    kept = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else {}
-    figures.write_text(json.dumps(kept | results, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {document} and {figures}")
+    kept = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
+    data.write_text(json.dumps(kept | {section: figures}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _run(folder: str) -> list[float]:
     environment = {**os.environ, "PYTHONPATH": folder}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], cwd=folder, env=environment, check=True, capture_output=True, text=True,
-        timeout=300,
+        timeout=600,
     )  # fmt: skip
     return json.loads(done.stdout)
 

@@ -132,7 +132,7 @@ def plot(rows: Sequence[Row], file: Path) -> bool:
     except ImportError:
         return False
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "planner"
+    matplotlib.rcParams |= {"svg.hashsalt": "planner", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")

@@ -7,12 +7,12 @@ machine does.
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from dynamic_cp.cost_model import CostModel
@@ -111,7 +111,7 @@ def cold_ms(problems: Sequence[Problem]) -> list[float]:
 
 
 def peak_bytes(problem: Problem) -> int:
-    """Return the largest resident size of a new process that plans `problem` and does nothing else."""
+    """Return the largest resident size of a new process that plans `problem` and does nothing else (Linux)."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_peak_bytes, (problem,))
 
@@ -123,4 +123,6 @@ def num_empty_places(plan: Plan) -> int:
 
 def _peak_bytes(problem: Problem) -> int:
     problem.planned()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not resource.getrusage: its peak starts at that of the process that spawned this one.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])

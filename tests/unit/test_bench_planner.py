@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+from benchmarks.planner import h100
 from benchmarks.planner.__main__ import SECTIONS, main
 from benchmarks.planner.frozen import frozen_cases, lengths_of
 from benchmarks.planner.report import inserted
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     pytest.importorskip("pulp", reason="the FlexSP peer needs it")
     main(["--quick", "--output", str(tmp_path)])
@@ -57,6 +59,11 @@ def test_lengths_of_all_frozen_cases():
         lengths = lengths_of(case)  # checks the sum
         assert len(lengths) == case["num_samples"]
         assert 64 <= lengths.min() <= lengths.max() <= case["max_seqlen"]
+
+
+def test_settings_fit_into_the_memory_of_the_device():
+    names = [h100.problem_of(setting).name for setting in h100.SETTINGS]  # refuses a limit that does not fit
+    assert len(names) == len(set(names)) >= 30
 
 
 def test_a_table_needs_its_place():
