@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
 
-.PHONY: train test check lint bench clean
+.PHONY: train test check lint bench bench-planner clean
 
 $(READY): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ check: lint
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dynamic_vs_static.py
+
+# Measures the planner alone (modelled seconds, real planning time) and writes the tables of docs/planner.md.
+bench-planner: $(READY)
+	$(BIN)/python -m benchmarks.planner
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

@@ -35,7 +35,7 @@ setup(
         "train": TRAIN,
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
         "test": TEST,
-        "dev": [*TEST, "mypy", "ruff"],
+        "dev": [*TEST, "matplotlib", "mypy", "ruff"],
     },
     entry_points={"console_scripts": ["dynamic-cp=dynamic_cp.cli:main"]},
 )

@@ -20,7 +20,7 @@ from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
-from dynamic_cp.packing.nested import pack_nested
+from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.polish import polish, steps_within
 from dynamic_cp.packing.static import fewest_rows, pack_balanced, pack_next_fit, static_cp_size
 from dynamic_cp.packing.table import Packing, pyramid, reordered
@@ -32,7 +32,6 @@ from dynamic_cp.validate import check_plan
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
-_NESTED_EXTRA_ROWS = 5
 _NUM_NESTED_JUDGED = 2
 _PIPELINE_NESTED_SWEEP = (1.0, 1.3, 1.7)
 _BALANCED_SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5, 3.0)
@@ -171,19 +170,20 @@ class _Search:
         topology = self.cost_model.topology
         base = int(np.flatnonzero(self.durations.capacities)[0])
         fewest = fewest_rows(self.seqlens, self.durations, base, topology.num_lanes)
+        totals = float(self.seqlens.sum()), float((self.seqlens.astype(np.float64) ** 2).sum())
+        empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
+        share_ns = (bucket_ns(self.durations, base, *totals) - empty_ns) / (topology.num_lanes >> base)
         if topology.pp_size == 1:
-            counts = set(range(fewest, fewest + _NESTED_EXTRA_ROWS))
+            quota_ns = share_ns + fewest * empty_ns
+            counts = row_counts(self.seqlens, self.durations, topology.num_lanes, fewest, quota_ns)
         else:
-            counts = {ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP}
+            counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
             for effort in EFFORTS[self.cost_model.options.search]:
                 for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
                     yield Candidate(packed.makespan_ns, packed.name, packed.packing)
-        totals = float(self.seqlens.sum()), float((self.seqlens.astype(np.float64) ** 2).sum())
-        empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
-        work_ns = bucket_ns(self.durations, base, *totals) - empty_ns
         found = []
-        for num_rows in sorted(counts):
-            quota_ns = work_ns / (topology.num_lanes >> base) + num_rows * empty_ns
+        for num_rows in counts:
+            quota_ns = share_ns + num_rows * empty_ns
             result = pack_nested(self.seqlens, self.durations, topology.num_lanes, num_rows, quota_ns)
             if result is not None:
                 found.append(result)

@@ -70,6 +70,8 @@ _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
 """Tried in turn on the targets of a lesson, until all samples have a place."""
 _TIGHTER = 0.001
 _NUM_TIGHTER = 5
+_STAGE_MULTIPLES = (2, 3, 5)
+"""Numbers of rows to try besides, in units of pp_size."""
 _HEAVY_BLOCKS = (1, 2, 3, 4)
 _LONG_FACTORS = (1.5,)
 
@@ -148,8 +150,10 @@ class _BlockPacker:
     def _candidates(self, fewest_rows: int) -> Iterator[_Candidate]:
         topology = self.cost_model.topology
         counts = {ceil(factor * fewest_rows) for factor in self.effort.row_factors}
+        # A loose token limit needs few rows, a pipeline many.
+        counts |= {k * topology.pp_size for k in _STAGE_MULTIPLES if k * topology.pp_size > max(counts)}
         if fewest_rows < 1.5 * topology.pp_size:
-            counts |= {topology.pp_size, 2 * topology.pp_size, 3 * topology.pp_size}
+            counts.add(topology.pp_size)
         seen = set()
         for num_rows in sorted({round_up(one, topology.num_microbatches_multiple) for one in counts}):
             share_ns = self.total_ns / topology.num_lanes / num_rows

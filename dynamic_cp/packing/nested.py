@@ -7,7 +7,8 @@ parallel machines:
 1. Quota: a sample longer than the limit in nanoseconds gets a larger CP size (`choose_cp_sizes`); all others the
    smallest that holds them. Each sample above the base size opens a bucket of its own.
 2. Memory: where the base buckets of the given number of rows cannot hold the remaining tokens, the large buckets are
-   topped up, first where their exchange stays hidden behind attention, then anywhere.
+   topped up, first where their exchange stays hidden behind attention, then anywhere; where even the large buckets are
+   too many, large samples share them.
 3. Balance: large buckets go to the aligned block of lanes that ends first; the remaining samples, longest first, to the
    lane that ends first, there into the fullest bucket with room.
 
@@ -17,6 +18,8 @@ the frozen cases (docs/planner.md).
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 import numpy as np
 
@@ -31,6 +34,9 @@ _WORTHWHILE_GAIN = 0.98
 """A larger CP size must take at most this share of the time of the smaller one."""
 _FILL_SHARE = 0.996
 """Base buckets are counted on to hold this share of their capacity."""
+_NUM_ROW_COUNTS = 6
+_TOP_UP_SHARE = 0.9
+"""Large buckets are counted on to take short samples for this share of their room."""
 
 
 def pack_nested(
@@ -54,6 +60,17 @@ def pack_nested(
         return None
     rows, first_lanes, sizes = rows[:num_buckets], first_lanes[:num_buckets], sizes[:num_buckets]
     return end_ns, Packing(num_rows, bucket_of_sample, rows, first_lanes, sizes)
+
+
+def row_counts(seqlens: Ints, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float) -> list[int]:
+    """Return numbers of rows worth trying, from `num_rows` to where no large bucket needs to take short samples."""
+    base = int(np.flatnonzero(durations.capacities)[0])
+    log2_cp_sizes = choose_cp_sizes(seqlens, durations, base, quota_ns)
+    large = log2_cp_sizes > base
+    places = (1 << (log2_cp_sizes[large] - base)).sum()
+    places += seqlens[~large].sum() / (_FILL_SHARE * durations.capacities[base])
+    last = max(num_rows, ceil(places / (num_lanes >> base))) + 1
+    return sorted({round(count) for count in np.linspace(num_rows, last, _NUM_ROW_COUNTS).tolist()})
 
 
 @compiled
@@ -83,44 +100,14 @@ def _pack(
     num_blocks = num_lanes >> base
     most = num_blocks * num_rows
     bucket_of_sample = np.full(num_samples, -1, np.int64)
-    rows, first_lanes = np.zeros(most, np.int64), np.zeros(most, np.int64)
-    sizes = np.full(most, base, np.int64)
-    tokens, squares = np.zeros(most), np.zeros(most)
-
-    # The large samples, each in a bucket of its own; CP sizes descend with the lengths.
-    num_large = 0
-    places = 0
-    while num_large < num_samples and log2_cp_sizes[num_large] > base:
-        places += 1 << (log2_cp_sizes[num_large] - base)
-        if places > most:
-            return num_samples, 0.0, 0, bucket_of_sample, rows, first_lanes, sizes
-        num_large += 1
-    order = np.argsort(-log2_cp_sizes[:num_large], kind="mergesort")
-    for bucket in range(num_large):
-        sample = order[bucket]
-        padded = padded_seqlen(durations, log2_cp_sizes[sample], seqlens[sample])
-        bucket_of_sample[sample] = bucket
-        sizes[bucket] = log2_cp_sizes[sample]
-        tokens[bucket] = padded
-        squares[bucket] = float(padded) * float(padded)
-    small_tokens = seqlens[num_large:].sum()
-    missing_tokens = small_tokens - (most - places) * durations.capacities[base] * _FILL_SHARE
-    _top_up(
-        seqlens, durations, num_large, missing_tokens, bucket_of_sample, sizes, tokens, squares,
-    )  # fmt: skip
-
+    rows, first_lanes, sizes = np.zeros(most, np.int64), np.zeros(most, np.int64), np.full(most, base, np.int64)
+    num_large, large_sizes, tokens, squares = _gather(seqlens, durations, log2_cp_sizes, base, most, bucket_of_sample)
     lane_ns, lane_rows = np.zeros(num_lanes), np.zeros(num_lanes, np.int64)
-    for bucket in range(num_large):
-        lanes = 1 << sizes[bucket]
-        chosen = -1
-        for first in range(0, num_lanes - lanes + 1, lanes):
-            if lane_rows[first] < num_rows and (chosen < 0 or lane_ns[first] < lane_ns[chosen]):
-                chosen = first
-        if chosen < 0:
-            return num_samples, 0.0, 0, bucket_of_sample, rows, first_lanes, sizes
-        rows[bucket], first_lanes[bucket] = lane_rows[chosen], chosen
-        lane_ns[chosen : chosen + lanes] += bucket_ns(durations, sizes[bucket], tokens[bucket], squares[bucket])
-        lane_rows[chosen : chosen + lanes] += 1
+    if num_large < 0 or not _place(
+        durations, large_sizes, tokens, squares, num_rows, lane_ns, lane_rows, rows, first_lanes
+    ):
+        return num_samples, 0.0, 0, bucket_of_sample, rows, first_lanes, sizes
+    sizes[:num_large] = large_sizes
 
     # The free places, block after block: bins of the short samples.
     first_bin = np.zeros(num_blocks + 1, np.int64)
@@ -137,6 +124,88 @@ def _pack(
 
 
 @compiled
+def _gather(
+    seqlens: Ints, durations: Durations, log2_cp_sizes: Ints, base: int, most: int, bucket_of_sample: Ints
+) -> tuple[int, Ints, Floats, Floats]:
+    """Put the large samples into buckets, each into its own where memory allows; fill `bucket_of_sample` for them.
+
+    Returns:
+        (number of buckets, -1 where they need more than `most` places; log2 CP size, tokens, tokens squared of each,
+        the largest CP sizes first.)
+    """
+    num_samples = len(seqlens)
+    num_large = 0
+    while num_large < num_samples and log2_cp_sizes[num_large] > base:
+        num_large += 1
+    tokens, squares = np.zeros(num_large), np.zeros(num_large)
+    capacity = durations.capacities[base] * _FILL_SHARE
+    places, spare = 0, 0.0
+    for sample in range(num_large):
+        k = log2_cp_sizes[sample]
+        tokens[sample] = float(padded_seqlen(durations, k, seqlens[sample]))
+        squares[sample] = tokens[sample] ** 2
+        bucket_of_sample[sample] = sample
+        places += 1 << (k - base)
+        spare += durations.capacities[k] - tokens[sample]
+    small_tokens = float(seqlens[num_large:].sum())
+    # Large samples share buckets only where there is no other way: a larger CP size than needed costs exchange.
+    unused = next_unused(num_samples, 0)
+    for only_hidden in (True, False):
+        for host in range(num_large):
+            if bucket_of_sample[host] != host:
+                continue
+            if unused[host] == host:
+                skip(unused, host)
+            k, sample = log2_cp_sizes[host], host + 1
+            while places > most or small_tokens - (most - places) * capacity > _TOP_UP_SHARE * spare:
+                sample = longest_that_fits(seqlens, durations, unused, sample, k, tokens[host], squares[host], np.inf)
+                if sample >= num_large:
+                    break
+                if only_hidden and not _is_hidden(durations, k, tokens[host], squares[host], seqlens[sample]):
+                    break
+                own = log2_cp_sizes[sample]
+                places -= 1 << (own - base)
+                spare -= durations.capacities[own] - tokens[sample]
+                padded = float(padded_seqlen(durations, k, seqlens[sample]))
+                spare -= padded
+                tokens[host] += padded
+                squares[host] += padded * padded
+                bucket_of_sample[sample] = host
+                skip(unused, sample)
+    if places > most:
+        return -1, log2_cp_sizes[:0], tokens, squares
+
+    # Number the buckets that are left by descending CP size.
+    hosts = np.zeros(num_large, np.int64)
+    num_hosts = 0
+    for sample in range(num_large):
+        if bucket_of_sample[sample] == sample:
+            hosts[num_hosts] = sample
+            num_hosts += 1
+    hosts = hosts[:num_hosts]
+    hosts = hosts[np.argsort(-log2_cp_sizes[hosts], kind="mergesort")]
+    number = np.zeros(num_large, np.int64)
+    for bucket in range(num_hosts):
+        number[hosts[bucket]] = bucket
+    for sample in range(num_large):
+        bucket_of_sample[sample] = number[bucket_of_sample[sample]]
+    sizes, tokens, squares = log2_cp_sizes[hosts], tokens[hosts], squares[hosts]
+    _top_up(seqlens, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, sizes, tokens,
+            squares)  # fmt: skip
+    return num_hosts, sizes, tokens, squares
+
+
+@compiled
+def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, seqlen: int) -> bool:
+    """Return whether a sample of `seqlen` adds compute to the bucket, but no exchange in the open."""
+    padded = float(padded_seqlen(durations, k, seqlen))
+    grown_ns = bucket_ns(durations, k, tokens + padded, squares + padded * padded)
+    terms = durations.terms[k, 0]
+    compute_ns = terms[1] * padded + terms[2] * padded * padded
+    return grown_ns - bucket_ns(durations, k, tokens, squares) <= 1.001 * compute_ns  # type: ignore[no-any-return]
+
+
+@compiled
 def _top_up(
     seqlens: Ints, durations: Durations, num_large: int, missing_tokens: float, bucket_of_sample: Ints,
     sizes: Ints, tokens: Floats, squares: Floats,
@@ -145,30 +214,56 @@ def _top_up(
     num_samples = len(seqlens)
     unused = next_unused(num_samples, num_large)
     for only_hidden in (True, False):
-        for bucket in range(num_large - 1, -1, -1):
-            k = sizes[bucket]
-            sample = num_large
+        for bucket in range(len(sizes) - 1, -1, -1):
+            k, sample = sizes[bucket], num_large
             while missing_tokens > 0:
-                # Exposed exchange is what the bucket's lanes take beyond the cost of the same tokens elsewhere.
                 sample = longest_that_fits(
                     seqlens, durations, unused, sample, k, tokens[bucket], squares[bucket], np.inf
                 )
                 if sample == num_samples:
                     break
+                if only_hidden and not _is_hidden(durations, k, tokens[bucket], squares[bucket], seqlens[sample]):
+                    break
                 padded = float(padded_seqlen(durations, k, seqlens[sample]))
-                if only_hidden:
-                    grown = bucket_ns(durations, k, tokens[bucket] + padded, squares[bucket] + padded * padded)
-                    grown -= bucket_ns(durations, k, tokens[bucket], squares[bucket])
-                    terms = durations.terms[k, 0]
-                    if grown > 1.001 * (terms[1] * padded + terms[2] * padded * padded):
-                        break
                 tokens[bucket] += padded
                 squares[bucket] += padded * padded
                 bucket_of_sample[sample] = bucket
                 missing_tokens -= seqlens[sample]
                 skip(unused, sample)
-        if missing_tokens <= 0:
-            break
+
+
+@compiled
+def _place(
+    durations: Durations, sizes: Ints, tokens: Floats, squares: Floats, num_rows: int,
+    lane_ns: Floats, lane_rows: Ints, rows: Ints, first_lanes: Ints,
+) -> bool:  # fmt: skip
+    """Give each large bucket the block of lanes that ends first, the largest CP sizes first; False: no rows left."""
+    num_lanes = len(lane_ns)
+    block_ns, blocks = np.zeros(num_lanes), np.zeros(num_lanes, np.int64)
+    num_open, present = 0, -1
+    for bucket in range(len(sizes)):
+        k = sizes[bucket]
+        if k != present:
+            present, num_open = k, 0
+            for block in range(num_lanes >> k):
+                block_ns[block] = lane_ns[block << k]
+                if lane_rows[block << k] < num_rows:
+                    blocks[num_open] = block
+                    num_open += 1
+                    sift_up(block_ns, blocks, num_open - 1)
+        if num_open == 0:
+            return False
+        block = blocks[0]
+        first, end = block << k, (block + 1) << k
+        rows[bucket], first_lanes[bucket] = lane_rows[first], first
+        block_ns[block] += bucket_ns(durations, k, tokens[bucket], squares[bucket])
+        lane_ns[first:end] = block_ns[block]
+        lane_rows[first:end] += 1
+        if lane_rows[first] == num_rows:
+            num_open -= 1
+            blocks[0] = blocks[num_open]
+        sift_down(block_ns, blocks, num_open)
+    return True
 
 
 @compiled
@@ -177,18 +272,21 @@ def _spread(
 ) -> tuple[int, float]:
     """Give each sample without a bucket to the block that ends first; return how many find no room, and the last end.
 
-    Blocks without room for the present sample are parked, ordered by room, until samples are short enough.
+    Within a block the emptiest bin takes it. Blocks without room for the present sample are parked, ordered by room,
+    until samples are short enough.
     """
     num_blocks = len(block_ns)
     capacity = durations.capacities[base]
-    bin_room = np.full(first_bin[num_blocks], capacity, np.int64)
+    empty_ns = bucket_ns(durations, base, 0.0, 0.0)
+    filled = np.full(first_bin[num_blocks], -float(capacity))  # minus the room of each bin
+    bins = np.arange(first_bin[num_blocks])  # of each block: a heap, the emptiest first
     end_ns = block_ns.copy()
     minus_room = np.zeros(num_blocks)
     by_end, by_room = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
     num_open = num_parked = num_missing = 0
     for block in range(num_blocks):
         num_bins = first_bin[block + 1] - first_bin[block]
-        end_ns[block] += num_bins * bucket_ns(durations, base, 0.0, 0.0)
+        end_ns[block] += num_bins * empty_ns
         if num_bins:
             minus_room[block] = -float(capacity)
             by_end[num_open] = block
@@ -216,17 +314,12 @@ def _spread(
             num_missing += 1
             continue
         block = by_end[0]
-        chosen, most_room = -1, 0
-        for one in range(first_bin[block], first_bin[block + 1]):
-            if bin_room[one] >= padded and (chosen < 0 or bin_room[one] < bin_room[chosen]):
-                chosen = one
-        bin_room[chosen] -= padded
-        for one in range(first_bin[block], first_bin[block + 1]):
-            most_room = max(most_room, bin_room[one])
-        bucket_of_sample[sample] = chosen
-        minus_room[block] = -float(most_room)
+        own = bins[first_bin[block] : first_bin[block + 1]]
+        bucket_of_sample[sample] = own[0]
+        filled[own[0]] += padded
+        sift_down(filled, own, len(own))
+        minus_room[block] = filled[own[0]]
         # At the base size prices are close to additive; exactly so without an exchange.
-        added = bucket_ns(durations, base, float(padded), float(padded) * float(padded))
-        end_ns[block] += added - bucket_ns(durations, base, 0.0, 0.0)
+        end_ns[block] += bucket_ns(durations, base, float(padded), float(padded) * float(padded)) - empty_ns
         sift_down(end_ns, by_end, num_open)
     return num_missing, end_ns.max()
