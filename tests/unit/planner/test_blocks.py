@@ -1,0 +1,128 @@
+"""Packing for a pipeline: blocks of lanes, exact times of each, critical paths, and that learning pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynamic_cp.longest_path import common_operations, end_times
+from dynamic_cp.packing.blocks import EFFORTS, _BlockPacker, _cut, _follow, _middle_out, pack_blocks
+from dynamic_cp.packing.durations import durations_of
+from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
+from dynamic_cp.packing.profile import lane_graph
+from dynamic_cp.packing.static import fewest_rows
+from dynamic_cp.types import Topology
+from dynamic_cp.validate import check_plan
+from tests.unit.planner.packings import check_packing, descending
+from tests.unit.planner.support import samples_of, tiny_cost_model
+
+
+def batch(num_samples, longest, seed=0):
+    lengths = np.random.default_rng(seed).lognormal(3.5, 1.3, num_samples).astype(int).clip(1, longest)
+    return descending([longest, *lengths[1:]])
+
+
+def setting(num_lanes=8, pp_size=4, vp_size=1, **options):
+    topology = Topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
+    return tiny_cost_model(topology, **{"max_tokens_per_rank": 512, **options})
+
+
+def first_effort(name="fast"):
+    return EFFORTS[name][0] if not hasattr(EFFORTS[name], "_fields") else EFFORTS[name]
+
+
+def packed(seqlens, model, effort=None):
+    durations = durations_of(model.table, model.topology.num_lanes)
+    base = int(np.flatnonzero(durations.capacities)[0])
+    fewest = fewest_rows(seqlens, durations, base, model.topology.num_lanes)
+    return pack_blocks(seqlens, model, fewest, effort or first_effort())
+
+
+def test_blocks_are_aligned_and_cover_all_lanes():
+    for num_lanes in range(1, 70):
+        for width in (1 << k for k in range(num_lanes.bit_length())):
+            blocks = _cut(num_lanes, width)
+            first = 0
+            for start, lanes in zip(blocks.first_lanes.tolist(), blocks.num_lanes.tolist(), strict=True):
+                assert start == first
+                assert start % lanes == 0
+                assert lanes <= width
+                first += lanes
+            assert first == num_lanes
+    assert _cut(14, 4).num_lanes.tolist() == [4, 4, 4, 2]
+
+
+def test_long_samples_stand_in_neighbouring_rows_the_longest_in_the_middle():
+    assert _middle_out(3, 5) == [5, 4, 6, 3, 7]
+    assert _middle_out(0, 4) == [1, 0, 2, 3]
+    assert _middle_out(2, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "pp_size", "vp_size"), [(8, 4, 1), (7, 2, 1), (12, 3, 2), (1, 2, 1), (2, 8, 1), (6, 4, 2)]
+)
+def test_packings_are_legal_and_their_times_exact(num_lanes, pp_size, vp_size):
+    model = setting(num_lanes, pp_size, vp_size)
+    seqlens = batch(80, 400)
+    results = packed(seqlens, model)
+    assert results
+    assert [one.makespan_ns for one in results] == sorted(one.makespan_ns for one in results)
+    for one in results:
+        check_packing(one.packing, seqlens, durations_of(model.table, num_lanes), num_lanes)
+        assert one.makespan_ns == makespan_ns(seqlens, one.packing, model)
+        assert one.packing.num_rows % model.topology.num_microbatches_multiple == 0
+        check_plan(build_plan(samples_of(seqlens), seqlens, one.packing, model, "blocks"), samples_of(seqlens))
+
+
+def test_groups_never_cross_blocks():
+    model = setting(14, 2)
+    seqlens = batch(100, 300)
+    for one in packed(seqlens, model):
+        widest = 1 << int(one.packing.log2_cp_sizes.max())
+        assert widest <= _BlockPacker(seqlens, model, first_effort()).blocks.num_lanes[0]
+
+
+def test_learning_never_loses_and_pays():
+    """Against the packings that it starts from."""
+    gains = []
+    for seed in range(6):
+        model, seqlens = setting(8, 4), batch(150, 900, seed)
+        plain = packed(seqlens, model, first_effort()._replace(num_learned=0))
+        learned = packed(seqlens, model)
+        assert learned[0].makespan_ns <= plain[0].makespan_ns
+        gains.append(1 - learned[0].makespan_ns / plain[0].makespan_ns)
+    assert np.mean(gains) > 0.005
+
+
+@pytest.mark.parametrize("vp_size", [1, 2])
+def test_the_critical_path_is_a_path(vp_size):
+    """Its operations, edges and hops add up to the makespan, so it starts at time 0."""
+    model = setting(4, 2, vp_size)
+    seqlens = batch(40, 300, 3)
+    packing = packed(seqlens, model)[0].packing
+    grid = grid_of_packing(seqlens, packing, model)
+    operations = common_operations(2, packing.num_rows, vp_size)
+    ends = np.zeros((len(operations), 4), np.int64)
+    end_ns = end_times(operations, 2, vp_size, grid, ends)
+    crossings = np.zeros(packing.num_rows)
+    _follow(operations, lane_graph(2, packing.num_rows, vp_size), 2, vp_size, grid, ends, 1.0, crossings)
+    backward = crossings.copy()
+    crossings[:] = 0
+    _follow(operations, lane_graph(2, packing.num_rows, vp_size), 2, vp_size, grid, ends, 0.0, crossings)
+    forward = crossings
+    # A path through any lanes is no longer than with each row's slowest lane, and no shorter than with its fastest.
+    assert (forward > 0).any()
+    assert (backward > 0).any()
+    slowest = grid.chunk_ns.max(axis=2)
+    extra = (grid.edge_ns.sum(axis=0).max(axis=2) + grid.hop_ns.max(axis=1)).sum(axis=0)
+    assert (forward * slowest[0] + backward * slowest[1] + (forward + backward) * extra).sum() >= end_ns
+    fastest = grid.chunk_ns.min(axis=2)
+    assert (forward * fastest[0] + backward * fastest[1]).sum() <= end_ns
+
+
+def test_one_sample_alone():
+    for num_lanes, pp_size, vp_size in ((3, 3, 1), (1, 2, 2), (8, 4, 1)):
+        model = setting(num_lanes, pp_size, vp_size)
+        for seqlen in (1, 2, 512, 512 * model.topology.max_cp_size):
+            for one in packed(descending([seqlen]), model):
+                assert one.makespan_ns == makespan_ns(descending([seqlen]), one.packing, model)

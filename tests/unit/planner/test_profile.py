@@ -1,0 +1,112 @@
+"""Targets of rows for a pipeline: the graph of a lane, its longest path, and how close the profile is to the best."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from dynamic_cp.longest_path import Grid, common_operations, end_times
+from dynamic_cp.packing.profile import Lanes, _cross, best_profile, lane_graph
+
+SHAPES = [(2, 1, 1), (2, 5, 1), (4, 3, 1), (4, 9, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3)]
+
+
+def one_lane(forward, backward):
+    shape = (len(forward), 1)
+    chunk_ns = np.stack([forward, backward]).reshape(2, *shape).astype(np.int64)
+    edges = np.zeros((2, 2, *shape), np.int64)
+    return Grid(np.ones(shape, np.int64), chunk_ns, edges, np.zeros(shape, np.int64))
+
+
+def path(graph, forward, backward):
+    """Return (makespan, crossings forward, crossings backward)."""
+    crossed = np.zeros(len(forward)), np.zeros(len(forward))
+    makespan = _cross(graph, np.array(forward, float), np.array(backward, float), np.zeros(len(graph.kind)), *crossed)
+    return makespan, *crossed
+
+
+@pytest.mark.parametrize(("pp_size", "num_rows", "vp_size"), SHAPES)
+def test_the_longest_path_of_the_graph_is_the_end_of_one_simulated_lane(pp_size, num_rows, vp_size):
+    rng = random.Random(pp_size * 100 + num_rows)
+    graph, operations = lane_graph(pp_size, num_rows, vp_size), common_operations(pp_size, num_rows, vp_size)
+    for _ in range(20):
+        forward = np.array([rng.randint(1, 50) for _ in range(num_rows)])
+        backward = np.array([rng.randint(1, 99) for _ in range(num_rows)])
+        makespan, crossed_forward, crossed_backward = path(graph, forward, backward)
+        grid = one_lane(forward, backward)
+        assert makespan == end_times(operations, pp_size, vp_size, grid, np.zeros((0, 1), np.int64))
+        # The path is as long as the operations that it crosses: the counts are its gradient.
+        assert makespan == (crossed_forward * forward).sum() + (crossed_backward * backward).sum()
+
+
+def profile(pp_size, num_rows, vp_size, lanes, total_ns, empty_ns=0.0, ratio=2.0, num_iterations=250):
+    return best_profile(
+        lane_graph(pp_size, num_rows, vp_size), lanes, vp_size, total_ns, ratio, empty_ns, 2 * empty_ns, num_iterations
+    )
+
+
+def lanes_of(num_lanes, long_ns, ratio=2.0):
+    """`long_ns`: [class][row] forward + backward."""
+    long_ns = np.array(long_ns, float)
+    return Lanes(np.array(num_lanes, float), long_ns / (1 + ratio), long_ns * ratio / (1 + ratio))
+
+
+def test_all_work_is_in_the_profile():
+    lanes = lanes_of([2, 6], [[0, 0, 9e7, 0, 0, 0], [0] * 6])
+    _, work = profile(2, 6, 1, lanes, 6e8)
+    assert (np.array([2.0, 6.0])[:, None] * work).sum() == pytest.approx(6e8, rel=0.01)
+    assert work[0, 2] >= 9e7 * 0.9999
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size"), [(2, 1), (4, 1), (2, 2)])
+def test_without_long_samples_and_with_many_rows_nothing_beats_the_uniform_profile_by_much(pp_size, vp_size):
+    """Uniform rows take (m + (p - 1) / v) W / m; no profile is below the work W itself."""
+    num_rows, work_ns = 16 * pp_size, 1e9
+    makespan, _ = profile(pp_size, num_rows, vp_size, lanes_of([4.0], [[0.0] * num_rows]), 4 * work_ns)
+    uniform = work_ns * (num_rows + (pp_size - 1) / vp_size) / num_rows
+    assert work_ns < makespan <= 1.005 * uniform
+
+
+@pytest.mark.parametrize("pp_size", [2, 3])
+def test_one_lane_comes_close_to_the_best_of_all_profiles(pp_size):
+    """Brute force over a grid of shares of three rows."""
+    num_rows, total_ns, empty_ns = 3, 3e8, 1e6
+    graph = lane_graph(pp_size, num_rows, 1)
+    best = np.inf
+    for parts in itertools.product(range(41), repeat=2):
+        if sum(parts) <= 40:
+            work = np.array([*parts, 40 - sum(parts)]) * total_ns / 40
+            best = min(best, path(graph, empty_ns + work / 3, 2 * empty_ns + work * 2 / 3)[0])
+    makespan, work = profile(pp_size, num_rows, 1, lanes_of([1.0], [[0.0] * 3]), total_ns, empty_ns)
+    assert makespan == pytest.approx(path(graph, empty_ns + work[0] / 3, 2 * empty_ns + work[0] * 2 / 3)[0], rel=1e-6)
+    assert makespan <= 1.03 * best
+
+
+def test_a_long_row_is_a_bound_and_other_lanes_take_the_rest():
+    long_ns, num_rows = 5e8, 9
+    rows = [[0.0] * 4 + [long_ns] + [0.0] * 4, [0.0] * num_rows]
+    makespan, work = profile(4, num_rows, 1, lanes_of([1.0, 3.0], rows), 2e9)
+    assert makespan >= 4 * long_ns, "the long row passes four stages"
+    assert makespan <= 1.2 * 4 * long_ns
+    assert work[0].sum() < 2e9 / 4 + long_ns
+    assert work[1].sum() > work[0].sum() - long_ns
+
+
+def test_more_iterations_are_never_worse():
+    rows = [[0.0, 0.0, 2e8, 0.0, 0.0, 0.0], [0.0] * 6]
+    times = [profile(3, 6, 1, lanes_of([2.0, 2.0], rows), 8e8, 1e5, num_iterations=count)[0] for count in (1, 5, 30)]
+    assert times[0] > times[2]
+
+
+def test_the_work_of_the_long_rows_may_be_all_there_is():
+    """One sample alone: other rows are empty, and nothing is divided by zero."""
+    for empty_ns in (0.0, 1e4):
+        makespan, work = profile(
+            3, 9, 1, lanes_of([2.0, 1.0], [[0.0] * 4 + [6e6] + [0.0] * 4, [0.0] * 9]), 1.2e7, empty_ns
+        )
+        assert np.isfinite(makespan)
+        assert np.isfinite(work).all()
+        assert makespan >= 3 * 6e6
