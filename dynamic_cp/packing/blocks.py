@@ -1,7 +1,7 @@
 """Packs for a pipeline: independent blocks of lanes, rows filled to target durations, targets learned by simulating.
 
-1. Cut the lanes into blocks as wide as the largest CP size that pays; groups never cross blocks, so each block can be
-   simulated alone.
+1. Cut the lanes into blocks as wide as the largest CP size that pays, or narrower; groups never cross blocks, so each
+   block can be simulated alone.
 2. For several numbers of rows: the samples that are long beside a row's share are dealt to 1, 2, 3, ... blocks and
    stand there in neighbouring rows, because the bubbles that they tear then overlap. `profile.best_profile` gives all
    other rows their targets; the fastest profiles survive.
@@ -25,7 +25,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, common_operations, end_times
-from dynamic_cp.packing.durations import bucket_ns, durations_of
+from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
 from dynamic_cp.packing.profile import SMALLEST_SHARE, LaneGraph, Lanes, best_profile, lane_graph
 from dynamic_cp.packing.rows import alone_ns, fill_least
@@ -70,6 +70,8 @@ _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
 """Tried in turn on the targets of a lesson, until all samples have a place."""
 _TIGHTER = 0.001
 _NUM_TIGHTER = 5
+_SLOWER_IN_NARROW = 2.5
+"""Widths of blocks are tried in which the longest sample lasts at most so many times its least."""
 _STAGE_MULTIPLES = (2, 3, 5)
 """Numbers of rows to try besides, in units of pp_size."""
 _HEAVY_BLOCKS = (1, 2, 3, 4)
@@ -99,6 +101,14 @@ class Packed(NamedTuple):
     name: str
 
 
+class _Start(NamedTuple):
+    """A packing with the targets and floors of its rows, [block, row] nanoseconds, to learn from."""
+
+    packed: Packed
+    targets: Floats
+    floors: Floats
+
+
 def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: Effort) -> list[Packed]:
     """Return packings for a pipeline, the fastest first; none when no target places all samples.
 
@@ -108,47 +118,60 @@ def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: 
         fewest_rows: rows that the tokens need at least.
         effort: how much to try.
     """
-    return _BlockPacker(seqlens, cost_model, effort).pack(fewest_rows)
+    num_lanes = cost_model.topology.num_lanes
+    durations = durations_of(cost_model.table, num_lanes)
+    alone = alone_ns(seqlens, durations, num_lanes.bit_length())
+    packers = [_BlockPacker(seqlens, cost_model, durations, alone, k, effort) for k in _widths(alone[:, 0])]
+    refined = []
+    for packer in packers:
+        candidates = sorted(packer.candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
+        profiles = [packer.profile(one, effort.num_profile_iterations) for one in candidates]
+        refined.append([(one, packer) for one in sorted(profiles, key=lambda one: one.makespan_ns)])
+    # Of every width the best profile, then the best of all.
+    first = [profiles[0] for profiles in refined if profiles]
+    rest = sorted((one for profiles in refined for one in profiles[1:]), key=lambda one: one[0].makespan_ns)
+    packed = ((packer.pack(one), packer) for one, packer in [*first, *rest])
+    found = ((start, packer) for start, packer in packed if start is not None)
+    num_packed = effort.num_packed + 2 * (len(first) - 1)
+    started = sorted(islice(found, num_packed), key=lambda one: one[0].packed.makespan_ns)
+    results = [start.packed for start, _ in started]
+    results += [packer.learn(start) for start, packer in started[: effort.num_learned]]
+    return sorted(results, key=lambda one: one.makespan_ns)
+
+
+def _widths(longest_ns: Floats) -> list[int]:
+    """Return log2 of the widths of blocks to try, from [log2 of CP size] -> nanoseconds of the longest sample.
+
+    Blocks wider than the longest sample can use only couple more lanes. Narrower ones make it last longer but leave
+    more blocks to even out.
+    """
+    widest = int(np.argmin(longest_ns))
+    return [k for k in range(widest, -1, -1) if longest_ns[k] <= _SLOWER_IN_NARROW * longest_ns[widest]]
 
 
 class _BlockPacker:
-    """What all candidates of one global batch share."""
+    """What all candidates of one global batch in blocks of 2^k lanes share."""
 
-    def __init__(self, seqlens: Ints, cost_model: CostModel, effort: Effort) -> None:
-        topology = cost_model.topology
-        self.seqlens, self.cost_model, self.effort = seqlens, cost_model, effort
-        self.durations = durations_of(cost_model.table, topology.num_lanes)
-        alone = alone_ns(seqlens, self.durations, topology.num_lanes.bit_length())
-        # Wider blocks than the longest sample can use only couple more lanes.
-        width = 1 << int(np.argmin(alone[:, 0]))
-        self.alone = alone[: width.bit_length()].copy()
-        self.blocks = _cut(topology.num_lanes, width)
+    def __init__(
+        self, seqlens: Ints, cost_model: CostModel, durations: Durations, alone: Floats, k: int, effort: Effort
+    ) -> None:
+        self.seqlens, self.cost_model, self.durations, self.effort = seqlens, cost_model, durations, effort
+        self.alone = alone[: k + 1].copy()
+        self.best_ns = self.alone.min(axis=0)
+        self.blocks = _cut(cost_model.topology.num_lanes, 1 << k)
         table = cost_model.table
-        base = int(np.flatnonzero(self.durations.capacities)[0])
+        base = int(np.flatnonzero(durations.capacities)[0])
         first = int(table.first_option[base, 0])
         totals = float(seqlens.sum()), float((seqlens.astype(np.float64) ** 2).sum())
         self.empty_ns = [1e9 * seconds(table.terms[first, way], 0.0, 0.0) for way in (FORWARD, BACKWARD)]
         batch_ns = [1e9 * seconds(table.terms[first, way], *totals) for way in (FORWARD, BACKWARD)]
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
-        self.total_ns = (1 << base) * (
-            bucket_ns(self.durations, base, *totals) - bucket_ns(self.durations, base, 0.0, 0.0)
-        )
-        self.best_ns = self.alone.min(axis=0)
+        self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))
 
-    def pack(self, fewest_rows: int) -> list[Packed]:
-        effort = self.effort
-        candidates = sorted(self._candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
-        refined = [self._profile(one, effort.num_profile_iterations) for one in candidates]
-        refined.sort(key=lambda one: one.makespan_ns)
-        packed = (one for one in map(self._pack, refined) if one is not None)
-        started = sorted(islice(packed, effort.num_packed), key=lambda one: one[0].makespan_ns)
-        results = [one for one, _, _ in started]
-        results += [self._learn(*one) for one in started[: effort.num_learned]]
-        return sorted(results, key=lambda one: one.makespan_ns)
-
-    def _candidates(self, fewest_rows: int) -> Iterator[_Candidate]:
-        topology = self.cost_model.topology
+    def candidates(self, fewest_rows: int) -> Iterator[_Candidate]:
+        """Yield profiles of few iterations: numbers of rows, and how the long samples are dealt to blocks."""
+        topology, widths = self.cost_model.topology, self.blocks.num_lanes
         counts = {ceil(factor * fewest_rows) for factor in self.effort.row_factors}
         # A loose token limit needs few rows, a pipeline many.
         counts |= {k * topology.pp_size for k in _STAGE_MULTIPLES if k * topology.pp_size > max(counts)}
@@ -166,9 +189,9 @@ class _BlockPacker:
                     seen.add(key)
                     lanes = self._lanes(num_rows, num_long, num_heavy, position)
                     if lanes is not None:
-                        name = f"m={num_rows} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
+                        name = f"m={num_rows} width={widths[0]} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
                         start = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
-                        yield self._profile(start, self.effort.num_ranking_iterations)
+                        yield self.profile(start, self.effort.num_ranking_iterations)
 
     def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> Lanes | None:
         """Deal the longest `num_long` samples to `num_heavy` blocks; None when they do not fit there."""
@@ -197,7 +220,8 @@ class _BlockPacker:
         cost = self.cost_model.cost(1 << k, 0, seqlen, seqlen * seqlen)
         return 1e9 * cost.forward_s, 1e9 * cost.backward_s
 
-    def _profile(self, one: _Candidate, num_iterations: int) -> _Candidate:
+    def profile(self, one: _Candidate, num_iterations: int) -> _Candidate:
+        """Return `one` with the best profile that so many iterations find."""
         topology = self.cost_model.topology
         makespan_ns, work_ns = best_profile(
             lane_graph(topology.pp_size, one.num_rows, topology.vp_size), one.lanes, topology.vp_size, self.total_ns,
@@ -205,7 +229,7 @@ class _BlockPacker:
         )  # fmt: skip
         return one._replace(makespan_ns=float(makespan_ns), work_ns=work_ns)
 
-    def _pack(self, one: _Candidate) -> tuple[Packed, Floats, Floats] | None:
+    def pack(self, one: _Candidate) -> _Start | None:
         """Pack to the targets of a profile; then shift work between blocks until they end together."""
         num_blocks, num_classes = len(self.blocks.num_lanes), len(one.lanes.num_lanes)
         class_of_block = np.minimum(np.arange(num_blocks), num_classes - 1)
@@ -214,22 +238,22 @@ class _BlockPacker:
         targets = (one.work_ns + overhead_ns)[class_of_block]
         targets[one.work_ns[class_of_block] < 0.05 * self.total_ns / self.blocks.num_lanes.sum() / one.num_rows] = 0.0
         floors = np.where(long_ns > 0.0, 1.001 * (long_ns + overhead_ns), 0.0)[class_of_block]
-        best: tuple[Packed, Floats, Floats] | None = None
+        best: _Start | None = None
         packing, factor = self._fill(targets, floors, 0.95, 1.6, 5)
         for _ in range(3):
             if packing is None:
                 break
             targets = targets * factor
             ends_ns, _, _ = self._simulate(packing)
-            if best is None or ends_ns.max() < best[0].makespan_ns:
-                best = Packed(int(ends_ns.max()), packing, one.name), targets, floors
+            if best is None or ends_ns.max() < best.packed.makespan_ns:
+                best = _Start(Packed(int(ends_ns.max()), packing, one.name), targets, floors)
             packing, factor = self._fill_first(targets * (ends_ns.mean() / ends_ns)[:, None], floors)
         return best
 
-    def _learn(self, one: Packed, targets: Floats, floors: Floats) -> Packed:
+    def learn(self, start: _Start) -> Packed:
         """Return the best packing of a number of lessons: simulate, shrink the rows that are critical, fill again."""
-        best, best_targets = one, targets
-        packing = one.packing
+        best, targets, floors = start
+        best_targets, packing = targets, best.packing
         overhead_ns = sum(self.empty_ns)
         lanes = self.blocks.num_lanes[:, None]
         smallest_ns = SMALLEST_SHARE * self.total_ns / lanes.sum() / targets.shape[1]
@@ -240,7 +264,7 @@ class _BlockPacker:
             ends_ns, row_ns, crossings = self._simulate(packing)
             worst = ends_ns.max()
             if worst < best.makespan_ns:
-                best, best_targets = Packed(int(worst), packing, one.name + " learned"), targets
+                best, best_targets = Packed(int(worst), packing, start.packed.name + " learned"), targets
             memory = 0.5 * memory + 0.5 * crossings
             movable_ns = np.where(row_ns > 1.002 * floors, row_ns, 0.0)
             mean = ((memory * movable_ns).sum(axis=1) + 1e-9) / (movable_ns.sum(axis=1) + 1e-9)
