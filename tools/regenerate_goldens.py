@@ -2,8 +2,9 @@
 
 python tools/regenerate_goldens.py
 
-tests/golden/*.txt: what the planner makes of given samples. tests/golden/timelines/*.txt: what the simulator makes of
-the given plan at the top of the file, at round prices, so that a reader can redo the times by hand.
+tests/golden/*.txt: what the planner makes of given samples, at given prices that no hardware file changes.
+tests/golden/timelines/*.txt: what the simulator makes of the given plan at the top of the file, at round prices, so
+that a reader can redo the times by hand.
 """
 
 from __future__ import annotations
@@ -12,17 +13,38 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.cost_model import BucketCost, CostModel
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.serialize import format_plan, parse_plan
 from dynamic_cp.simulator import Timeline, simulate
-from dynamic_cp.types import Bucket, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Sample, Topology
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 TIMELINES = FOLDER / "timelines"
 
+MODEL = ModelShape(
+    num_layers=8,
+    hidden_size=1024,
+    ffn_hidden_size=4096,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=32000,
+)
+HARDWARE = Hardware(
+    name="round",
+    peak_flops_per_s=2e14,
+    linear_flops_per_s=1e14,
+    attention_flops_per_s=1e14,
+    bandwidth_in_node_bytes_per_s=1e11,
+    bandwidth_across_nodes_bytes_per_s=1e10,
+    p2p_bandwidth_bytes_per_s=1e10,
+    exchange_latency_s_per_layer=1e-5,
+    forward_overhead_s_per_layer=1e-5,
+    backward_overhead_s_per_layer=1e-5,
+    overhead_s_per_bucket_stage=1e-5,
+)
 CASES = {
     # one long document, a few middle ones, many short ones; groups of 4 span nodes
     "mixed_cp_4_lanes": (Topology(num_lanes=4, ranks_per_node=2), [60000, 20000, 9000, 9000, *[1500] * 6, *[300] * 6]),
@@ -37,11 +59,10 @@ CASES = {
 def render(name: str) -> str:
     """Return the golden text of the case `name`."""
     topology, seqlens = CASES[name]
-    model, hardware = load_model("llama-3-8b"), load_hardware("h100")
     options = PlanOptions(max_tokens_per_rank=16384, recompute="full")
     samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens)]
-    planned = plan_global_batch(samples, topology=topology, model=model, hardware=hardware, options=options)
-    timeline = simulate(planned.plan, CostModel(model, hardware, topology, options))
+    planned = plan_global_batch(samples, topology=topology, model=MODEL, hardware=HARDWARE, options=options)
+    timeline = simulate(planned.plan, CostModel(MODEL, HARDWARE, topology, options))
     return f"{format_plan(planned.plan)}\n{planned.reason}\n\n{_timeline_text(timeline)}"
 
 
