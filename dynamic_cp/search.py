@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
+from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
@@ -22,7 +22,7 @@ from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.polish import polish, steps_within
-from dynamic_cp.packing.static import fewest_rows, pack_balanced, pack_next_fit, static_cp_size
+from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.padding import round_up
 from dynamic_cp.prices import Ints
@@ -72,13 +72,17 @@ def plan_global_batch(
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
         InfeasibleSampleError: a sample that no allowed CP size can hold.
+        UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve.
     """
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples))
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_capacity(batch.samples[0], topology, options)
-    search = _Search(batch, CostModel(model, hardware, topology, options))
+    cost_model = CostModel(model, hardware, topology, options)
+    if policy not in ("static", "balanced") or options.static_cp_size is None:
+        _check_exchanges(batch.samples[0], cost_model)
+    search = _Search(batch, cost_model)
     ranking = sorted(search.candidates(policy), key=lambda one: one.makespan_ns)
     if policy == "dynamic":
         ranking = sorted([*ranking, *search.polished(ranking)], key=lambda one: one.makespan_ns)
@@ -133,12 +137,11 @@ class _Search:
         if policy == "megatron-dev":
             return
         cp_size = options.static_cp_size
-        if policy == "dynamic" and (cp_size is None or not self._may_be_static(cp_size)):
+        if cp_size is None or (policy == "dynamic" and not self._may_be_static(cp_size)):
             cp_size = next(cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp))
-        elif policy != "dynamic":
-            cp_size = static_cp_size(self.longest, topology, options)
-        assert cp_size is not None
-        self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
+        else:
+            check_static_cp_size(cp_size, self.longest, topology, options)
+            self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
         k = cp_size.bit_length() - 1
         if best_ns is not None and best_ns <= self._least_static_ns(k):
             return
@@ -232,9 +235,9 @@ class _Search:
 
     def _may_be_static(self, cp_size: int) -> bool:
         """Return whether a static policy at `cp_size` is one that the dynamic policy could also choose."""
-        topology, options = self.cost_model.topology, self.cost_model.options
-        allowed = cp_size in allowed_cp_sizes(topology, options)
-        return allowed and self.longest.seqlen <= capacity_tokens(cp_size, topology, options)
+        if cp_size not in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
+            return False
+        return self.longest.seqlen <= int(self.cost_model.table.capacities[cp_size.bit_length() - 1])
 
     def _static_durations(self, k: int) -> Durations:
         """Return the durations with the capacity of CP size 2^k, which min_cp_size and max_cp_size do not bind."""
@@ -286,6 +289,19 @@ def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -
             seqlen=longest.seqlen,
             capacity_tokens=capacity,
             cp_size=cp_size,
+        )
+
+
+def _check_exchanges(longest: Sample, cost_model: CostModel) -> None:
+    held = int(cost_model.table.capacities.max())
+    if longest.seqlen > held:
+        exchanges = " ".join(cost_model.options.cp_comm_types)
+        raise UnsupportedFeatureError(
+            f"sample {longest.sample_id} has {longest.seqlen} tokens, the largest group that --cp-comm-type {exchanges} "
+            f"can serve holds {held}: use p2p or auto",
+            sample_id=longest.sample_id,
+            seqlen=longest.seqlen,
+            capacity_tokens=held,
         )
 
 

@@ -220,7 +220,7 @@ def _free_slot(bucket_of_sample: Ints) -> int:
 def _is_legal(
     seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: tuple[Ints, Ints, Ints, Ints]
 ) -> bool:
-    """Return whether no bucket holds too much and no two buckets overlap."""
+    """Return whether every bucket lies on the lanes, none holds too much and no two overlap."""
     bucket_of_sample, row_of, first_of, size_of = trial
     num_samples = len(seqlens)
     tokens = np.zeros(num_samples, np.int64)
@@ -233,6 +233,8 @@ def _is_legal(
         if tokens[bucket] == 0:
             continue
         if tokens[bucket] > table.capacities[size_of[bucket]]:
+            return False
+        if first_of[bucket] + (1 << size_of[bucket]) > num_lanes:
             return False
         for lane in range(first_of[bucket], first_of[bucket] + (1 << size_of[bucket])):
             if taken[row_of[bucket], lane]:

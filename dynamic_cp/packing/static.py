@@ -14,7 +14,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen
 from dynamic_cp.packing.heap import sift_down, sift_up
-from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.packing.limits import capacity_tokens
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
 from dynamic_cp.prices import Floats, Ints
@@ -24,18 +24,13 @@ if TYPE_CHECKING:
     from dynamic_cp.types import PlanOptions, Sample, Topology
 
 
-def static_cp_size(longest: Sample, topology: Topology, options: PlanOptions) -> int:
-    """Return options.static_cp_size, or the smallest allowed CP size that holds the longest sample.
+def check_static_cp_size(cp_size: int, longest: Sample, topology: Topology, options: PlanOptions) -> None:
+    """Refuse a static CP size that no group has or that cannot hold the longest sample.
 
     Raises:
-        InvalidInputError: the given size is no power of two or larger than any group.
-        InfeasibleSampleError: the given size cannot hold the longest sample.
+        InvalidInputError: the size is no power of two or larger than any group.
+        InfeasibleSampleError: the size cannot hold the longest sample.
     """
-    if options.static_cp_size is None:
-        return min(
-            cp for cp in allowed_cp_sizes(topology, options) if longest.seqlen <= capacity_tokens(cp, topology, options)
-        )
-    cp_size = options.static_cp_size
     if not is_power_of_two(cp_size) or cp_size > topology.max_cp_size:
         raise InvalidInputError(
             f"static_cp_size is {cp_size}, a power of two <= {topology.max_cp_size} is needed for "
@@ -52,7 +47,6 @@ def static_cp_size(longest: Sample, topology: Topology, options: PlanOptions) ->
             seqlen=longest.seqlen,
             capacity_tokens=capacity,
         )
-    return cp_size
 
 
 def fewest_rows(seqlens: Ints, durations: Durations, k: int, num_lanes: int) -> int:
