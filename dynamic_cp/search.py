@@ -297,8 +297,8 @@ def _check_exchanges(longest: Sample, cost_model: CostModel) -> None:
     if longest.seqlen > held:
         exchanges = " ".join(cost_model.options.cp_comm_types)
         raise UnsupportedFeatureError(
-            f"sample {longest.sample_id} has {longest.seqlen} tokens, the largest group that --cp-comm-type {exchanges} "
-            f"can serve holds {held}: use p2p or auto",
+            f"sample {longest.sample_id} has {longest.seqlen} tokens, the largest group that "
+            f"--cp-comm-type {exchanges} can serve holds {held}: use p2p or auto",
             sample_id=longest.sample_id,
             seqlen=longest.seqlen,
             capacity_tokens=held,
