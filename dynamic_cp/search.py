@@ -248,13 +248,18 @@ class _Search:
 
     def _least_static_ns(self, k: int) -> float:
         """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its compute, spread evenly."""
-        terms = self.durations.terms[k, : self.durations.num_exchanges[k]]
+        table, topology = self.cost_model.table, self.cost_model.topology
+        rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
+        constant, per_token, per_token2 = table.terms[rows, :, :3].sum(axis=1).min(axis=0).tolist()
         seqlens = self.seqlens.astype(np.float64)
-        work_ns = (terms[:, 1] * seqlens.sum() + terms[:, 2] * (seqlens**2).sum()).min()
-        topology = self.cost_model.topology
-        empty_ns = terms[:, 0].min() * fewest_rows(self.seqlens, self._static_durations(k), k, topology.num_lanes)
-        # The slowest stage's edges are in the terms; every other stage does less. Rounding: 1 ns an operation.
-        return float(work_ns / (topology.num_lanes >> k) + empty_ns) * (1 - 1e-6)
+        # Every stage computes this; the slowest one the edges in addition.
+        per_token += table.slowest_s_per_token / (1 << k)
+        work_s = per_token * seqlens.sum() + per_token2 * (seqlens**2).sum()
+        num_rows = fewest_rows(self.seqlens, self._static_durations(k), k, topology.num_lanes)
+        least_s = work_s / (topology.num_lanes >> k) + constant * num_rows
+        # An operation is rounded to whole nanoseconds, by at most half of one; no row is without samples.
+        rounding_ns = (topology.vp_size + 2) * len(self.seqlens)
+        return 1e9 * float(least_s) * (1 - 1e-9) - rounding_ns
 
 
 def _batch_of(samples: Sequence[Sample]) -> _Batch:

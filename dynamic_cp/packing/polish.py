@@ -183,8 +183,10 @@ def _move(
         k = size_of[bucket] + 1
         if other_bucket == bucket or 1 << k > num_lanes or table.capacities[k] == 0:
             return state, False
-        first_of[bucket] = first_of[bucket] >> k << k
-        size_of[bucket] = k
+        first = first_of[bucket] >> k << k
+        if first + (1 << k) > num_lanes:
+            return state, False
+        first_of[bucket], size_of[bucket] = first, k
         for member in range(num_samples):
             if bucket_of_sample[member] == other_bucket:
                 bucket_of_sample[member] = bucket
@@ -220,7 +222,7 @@ def _free_slot(bucket_of_sample: Ints) -> int:
 def _is_legal(
     seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: tuple[Ints, Ints, Ints, Ints]
 ) -> bool:
-    """Return whether every bucket lies on the lanes, none holds too much and no two overlap."""
+    """Return whether no bucket holds too much and no two buckets overlap."""
     bucket_of_sample, row_of, first_of, size_of = trial
     num_samples = len(seqlens)
     tokens = np.zeros(num_samples, np.int64)
@@ -233,8 +235,6 @@ def _is_legal(
         if tokens[bucket] == 0:
             continue
         if tokens[bucket] > table.capacities[size_of[bucket]]:
-            return False
-        if first_of[bucket] + (1 << size_of[bucket]) > num_lanes:
             return False
         for lane in range(first_of[bucket], first_of[bucket] + (1 << size_of[bucket])):
             if taken[row_of[bucket], lane]:
