@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
+import shutil
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +19,13 @@ from typing import Any, TypeVar, cast
 numba: Any
 try:
     numba = importlib.import_module("numba")
-except ImportError:
+except ImportError as error:
     numba = None
+    logging.getLogger(__name__).warning(
+        "numba is missing (%s): planning runs as Python, far slower; pip install numba", error
+    )
+
+_KEPT_FOLDERS = 4
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -50,12 +57,24 @@ def _cache_folder() -> Path | None:
         source = file.read_bytes()
         if b"@compiled" in source:
             digest.update(source)
-    for parent in (package / "__pycache__", Path.home() / ".cache" / "dynamic-cp"):
-        folder = parent / f"kernels-{digest.hexdigest()}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".writable").touch()
-        except OSError:
-            continue
-        return folder
-    return None
+    name = f"kernels-{digest.hexdigest()}"
+    try:
+        return _writable(package / "__pycache__", name)
+    except OSError:
+        pass
+    try:
+        return _writable(Path.home() / ".cache" / "dynamic-cp", name)
+    except (OSError, RuntimeError):  # no home
+        return None
+
+
+def _writable(parent: Path, name: str) -> Path:
+    """Return the folder `name` in `parent`, made if it is new: then all but the newest few others go."""
+    folder = parent / name
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        others = sorted(parent.glob("kernels-*"), key=lambda other: other.stat().st_mtime)
+        for old in others[:-_KEPT_FOLDERS]:
+            shutil.rmtree(old, ignore_errors=True)
+    (folder / ".writable").touch()
+    return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -13,6 +12,8 @@ from dynamic_cp import hugging_face
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Hardware, ModelShape
 
+_LARGEST = 1e300
+"""A coefficient above this is a mistake, and no longer a float."""
 _DATA = Path(__file__).parent / "data"
 
 
@@ -44,7 +45,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
             raise InvalidInputError(f'{where}: {field.name} must be {{"value": number, "source": "where it is from"}}')
         value = entry["value"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
             raise InvalidInputError(f"{where}: {field.name} is {value!r}, it must be a number >= 0", name=field.name)
         if not isinstance(entry["source"], str) or not entry["source"].strip():
             raise InvalidInputError(f"{where}: {field.name} has no source: say where {value} is from", name=field.name)

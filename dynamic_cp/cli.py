@@ -28,6 +28,7 @@ EXIT_BAD_INPUT = 2
 _OWN_FLAGS = {
     "--max-seqlen-per-dp-cp-rank": "--max-tokens-per-rank",
     "--max-dynamic-cp-size": "--lanes",
+    "--context-parallel-size": "--static-cp-size",
     "--seq-length": "--max-seqlen",
 }
 """The planner's remedies name the flags of the trainer; these are the same here."""

@@ -30,7 +30,7 @@ import numpy as np
 
 from dynamic_cp.bounds import bound_at
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.longest_path import FORWARD, common_operations
 from dynamic_cp.padding import round_up
 from dynamic_cp.prices import NUM_KINKS, Floats
@@ -106,6 +106,15 @@ def exact_plan(
             f"tokens of a rank are rounded to a multiple of {table.rank_token_multiple}, the exact search needs 1: "
             "plan without sequence parallelism",
             rank_token_multiple=table.rank_token_multiple,
+        )
+    if not samples:
+        raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
+    longest, held = max(sample.seqlen for sample in samples), int(table.capacities.max())
+    if longest > held:
+        raise InfeasibleSampleError(
+            f"a sample has {longest} tokens, the largest group holds {held}: raise the token limit or the CP size",
+            seqlen=longest,
+            capacity_tokens=held,
         )
     multiple = topology.num_microbatches_multiple
     fewest = -(

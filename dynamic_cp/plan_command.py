@@ -28,6 +28,10 @@ from dynamic_cp.workloads import draw_lengths, workload_names, workload_source
 DEFAULT_MAX_SEQLEN = 131072
 
 
+MAX_SAMPLES = 10_000_000
+"""Samples of one global batch: more would take gigabytes and minutes."""
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Plan what the arguments of `dynamic-cp plan` say, write the files and print the plan with its figures.
 
@@ -37,6 +41,12 @@ def run(arguments: argparse.Namespace) -> None:
     model, hardware = catalog.load_model(arguments.model), catalog.load_hardware(arguments.hardware)
     topology = _topology(arguments)
     samples = global_batch(arguments)
+    num_chunks = topology.pp_size * topology.vp_size
+    if num_chunks > model.num_layers:
+        raise InvalidInputError(
+            f"--pp {topology.pp_size} times --vpp {topology.vp_size} is {num_chunks} model chunks, the model has "
+            f"{model.num_layers} layers: a chunk needs at least one, lower --pp or --vpp"
+        )
     options = _options(arguments, topology)
     if arguments.max_tokens_per_rank == "auto":
         memory = _memory(arguments, model, hardware, topology, options)
@@ -89,8 +99,10 @@ def global_batch(arguments: argparse.Namespace) -> tuple[Sample, ...]:
                     "give --global-batch-size, or leave it out"
                 )
         return _numbered(read_lengths(name))
-    if num_samples < 1:
-        raise InvalidInputError(f"--global-batch-size is {num_samples}, at least 1 sample is needed: give more")
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        raise InvalidInputError(
+            f"--global-batch-size is {num_samples}, 1 to {MAX_SAMPLES} samples can be planned at once: change it"
+        )
     max_seqlen = arguments.max_seqlen
     if max_seqlen is None:
         max_seqlen = MAX_LENGTH if is_file else DEFAULT_MAX_SEQLEN

@@ -21,7 +21,7 @@ from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
-from dynamic_cp.packing.polish import polish, steps_within
+from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.padding import round_up
@@ -39,8 +39,6 @@ _MEGATRON_DEV_LIMITS = (1, 2, 4)
 _NUM_POLISHED = 4
 _NUM_WALKS = {"fast": 6, "thorough": 32}
 _POLISH_STEPS = 2000
-_POLISH_BUDGET = 2_000_000
-"""Larger batches, for which this many operations allow fewer steps, are left alone."""
 
 
 class Candidate(NamedTuple):
@@ -160,7 +158,7 @@ class _Search:
         for walk in range(_NUM_WALKS[self.cost_model.options.search]):
             starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_POLISHED]
             start = starts[walk % len(starts)]
-            if steps_within(_POLISH_BUDGET, self.seqlens, start.packing, self.cost_model) < _POLISH_STEPS:
+            if not is_small(self.seqlens, start.packing, self.cost_model):
                 continue
             found_ns, packing = polish(self.seqlens, start.packing, self.cost_model, _POLISH_STEPS, walk)
             found = Candidate(found_ns, f"{start.name.removesuffix(' polished')} polished", packing)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Literal, get_args
 
 from dynamic_cp.errors import InvalidInputError
@@ -36,14 +37,26 @@ def largest_power_of_two(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
+MAX_COUNT = 2**31 - 1
+"""Largest length, size or number of anything: cu_seqlens and the planner's sums are integers of fixed width."""
+
+
+MAX_LANES = 2**20
+"""Largest number of lanes: arrays have one entry per micro-batch and lane."""
+
+
 def _require_at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
-        if value < minimum:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise InvalidInputError(f"{name} is {value!r}, an integer is needed", name=name, value=value)
+        if not minimum <= value <= MAX_COUNT:
             raise InvalidInputError(
-                f"{name} is {value}, the smallest allowed value is {minimum}: give {name} >= {minimum}",
+                f"{name} is {value}, the {'smallest' if value < minimum else 'largest'} allowed value is "
+                f"{minimum if value < minimum else MAX_COUNT}: give {minimum} <= {name} <= {MAX_COUNT}",
                 name=name,
                 value=value,
                 minimum=minimum,
+                maximum=MAX_COUNT,
             )
 
 
@@ -55,6 +68,13 @@ class Sample:
     seqlen: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.seqlen, Integral) or isinstance(self.seqlen, bool) or self.seqlen > MAX_COUNT:
+            raise InvalidInputError(
+                f"sample {self.sample_id} has {self.seqlen!r} tokens, an integer from 1 to {MAX_COUNT} is needed: "
+                "check where its length comes from",
+                sample_id=self.sample_id,
+                seqlen=self.seqlen,
+            )
         if self.seqlen < 1:
             raise InvalidInputError(
                 f"sample {self.sample_id} has {self.seqlen} tokens, at least 1 is needed: "
@@ -75,7 +95,7 @@ class Topology:
         ranks_per_node: ranks of one node; lanes of a node are adjacent.
         sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
         all_lanes_coupled: lanes share other collectives inside a micro-batch (expert parallel, delayed-scaling FP8),
-            so they must run micro-batches in one common order.
+            so they must run micro-batches in one common order, which plans of this package always do.
     """
 
     num_lanes: int
@@ -95,6 +115,12 @@ class Topology:
             vp_size=self.vp_size,
             ranks_per_node=self.ranks_per_node,
         )
+        if self.num_lanes > MAX_LANES:
+            raise InvalidInputError(
+                f"num_lanes is {self.num_lanes}, at most {MAX_LANES} can be planned: check world size / (TP x PP)",
+                num_lanes=self.num_lanes,
+                max_lanes=MAX_LANES,
+            )
         if self.vp_size > 1 and self.pp_size == 1:
             raise InvalidInputError(
                 f"vp_size is {self.vp_size} but pp_size is 1: interleaving needs pp_size >= 2",
@@ -455,7 +481,8 @@ class PlannedBatch:
     """A plan with what is expected of it and why it was chosen.
 
     Attributes:
-        predicted_s: simulated time of one iteration, forward and backward of all micro-batches.
+        predicted_s: simulated time of one iteration: forward and backward of all micro-batches, and the reduction of
+            gradients after them.
         predicted_busy_s: simulated compute seconds of each lane on one pipeline stage.
         reason: one line: which candidate won, against which, by how much.
     """

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, common_operations, end_times
+from dynamic_cp.longest_path import BACKWARD, FORWARD, common_operations
+from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import SMALLEST_SHARE, LaneGraph, Lanes, best_profile, lane_graph
+from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profile, lane_graph
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
@@ -75,7 +75,8 @@ _SLOWER_IN_NARROW = 2.5
 _STAGE_MULTIPLES = (2, 3, 5)
 """Numbers of rows to try besides, in units of pp_size."""
 _HEAVY_BLOCKS = (1, 2, 3, 4)
-_LONG_FACTORS = (1.5,)
+_LONG_FACTOR = 1.5
+"""A sample is long if it lasts more than this times the even share of a row."""
 
 
 class _Blocks(NamedTuple):
@@ -180,18 +181,17 @@ class _BlockPacker:
         seen = set()
         for num_rows in sorted({round_up(one, topology.num_microbatches_multiple) for one in counts}):
             share_ns = self.total_ns / topology.num_lanes / num_rows
-            for factor in _LONG_FACTORS:
-                num_long = int(np.count_nonzero(self.best_ns > factor * share_ns + sum(self.empty_ns)))
-                for num_heavy, position in product(_HEAVY_BLOCKS, self.effort.positions):
-                    key = (num_rows, num_long, min(num_heavy, num_long), position if num_long else 0.0)
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                    lanes = self._lanes(num_rows, num_long, num_heavy, position)
-                    if lanes is not None:
-                        name = f"m={num_rows} width={widths[0]} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
-                        start = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
-                        yield self.profile(start, self.effort.num_ranking_iterations)
+            num_long = int(np.count_nonzero(self.best_ns > _LONG_FACTOR * share_ns + sum(self.empty_ns)))
+            for num_heavy, position in product(_HEAVY_BLOCKS, self.effort.positions):
+                key = (num_rows, min(num_heavy, num_long), position if num_long else 0.0)
+                if key in seen:
+                    continue
+                seen.add(key)
+                lanes = self._lanes(num_rows, num_long, num_heavy, position)
+                if lanes is not None:
+                    name = f"m={num_rows} width={widths[0]} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
+                    start = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
+                    yield self.profile(start, self.effort.num_ranking_iterations)
 
     def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> Lanes | None:
         """Deal the longest `num_long` samples to `num_heavy` blocks; None when they do not fit there."""
@@ -321,7 +321,7 @@ class _BlockPacker:
         graph = lane_graph(topology.pp_size, packing.num_rows, topology.vp_size)
         operations = common_operations(topology.pp_size, packing.num_rows, topology.vp_size)
         grid = grid_of_packing(self.seqlens, packing, self.cost_model)
-        return _simulate_blocks(
+        return simulate_blocks(
             operations, graph, topology.pp_size, topology.vp_size, grid, self.blocks.first_lanes,
             self.blocks.num_lanes, self.backward_over_forward,
         )  # fmt: skip
@@ -341,64 +341,3 @@ def _middle_out(start: int, count: int) -> Sequence[int]:
     """Return the rows start .. start + count - 1, the middle one first, then outwards."""
     middle = start + (count - 1) // 2
     return sorted(range(start, start + count), key=lambda row: (abs(row - middle), row))
-
-
-@compiled
-def _simulate_blocks(
-    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, first_lanes: Ints, num_lanes: Ints,
-    backward_over_forward: float,
-) -> tuple[Ints, Floats, Floats]:  # fmt: skip
-    """See `_BlockPacker._simulate`."""
-    num_blocks, num_rows = len(first_lanes), grid.sizes.shape[0]
-    ends_ns = np.zeros(num_blocks, np.int64)
-    row_ns, crossings = np.zeros((num_blocks, num_rows)), np.zeros((num_blocks, num_rows))
-    share = backward_over_forward / (1.0 + backward_over_forward)
-    for block in range(num_blocks):
-        start, stop = first_lanes[block], first_lanes[block] + num_lanes[block]
-        part = Grid(
-            grid.sizes[:, start:stop].copy(),
-            grid.chunk_ns[:, :, start:stop].copy(),
-            grid.edge_ns[:, :, :, start:stop].copy(),
-            grid.hop_ns[:, start:stop].copy(),
-        )
-        ends = np.zeros((len(operations), stop - start), np.int64)
-        ends_ns[block] = end_times(operations, pp_size, vp_size, part, ends)
-        for row in range(num_rows):
-            for lane in range(stop - start):
-                both = part.chunk_ns[FORWARD, row, lane] + part.chunk_ns[BACKWARD, row, lane]
-                row_ns[block, row] = max(row_ns[block, row], float(both * vp_size))
-        _follow(operations, graph, pp_size, vp_size, part, ends, share, crossings[block])
-    return ends_ns, row_ns, crossings
-
-
-@compiled
-def _follow(
-    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, ends: Ints, share: float,
-    crossings: Floats,
-) -> None:  # fmt: skip
-    """Follow one critical path back from the last end; count its operations by row."""
-    last_virtual = pp_size * vp_size - 1
-    at, lane = -1, 0
-    for index in range(len(operations)):
-        for one in range(ends.shape[1]):
-            if at < 0 or ends[index, one] > ends[at, lane]:
-                at, lane = index, one
-    while at >= 0:
-        stage, row, chunk, kind = operations[at]
-        crossings[row] += share if kind == BACKWARD else 1.0 - share
-        start = ends[at, lane] - grid.chunk_ns[kind, row, lane]
-        virtual = chunk * pp_size + stage
-        if virtual == 0:
-            start -= grid.edge_ns[0, kind, row, lane]
-        if virtual == last_virtual:
-            start -= grid.edge_ns[1, kind, row, lane]
-        size = grid.sizes[row, lane]
-        first = lane // size * size
-        before = graph.before[at]
-        following = graph.source[at]
-        if before >= 0:
-            for member in range(first, first + size):
-                if ends[before, member] == start:
-                    following, lane = before, member
-                    break
-        at = following

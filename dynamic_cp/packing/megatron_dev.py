@@ -27,6 +27,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.errors import InfeasibleSampleError
+from dynamic_cp.packing.fit import first_unused, next_unused, skip
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.prices import Floats, Ints, PriceTable
 
@@ -113,18 +114,20 @@ def _place(
     block_work = np.zeros(num_blocks, np.float64)
     first = np.zeros(num_sizes, np.int64)  # groups of each size: first to end
     end = np.zeros(num_sizes, np.int64)
-    waiting = np.arange(num_samples)
-    num_waiting, num_groups, row = num_samples, 0, 0
-    while num_waiting:
-        opened, free, most_work, read, kept = 0, num_lanes, 0.0, 0, 0
-        most_allowed = seqlens[waiting[0]] * limit * _WORK_LIMIT_FACTOR
+    waiting = next_unused(num_samples, 0)
+    shortest_waiting = num_samples - 1
+    is_placed = np.zeros(num_samples + 1, np.bool_)
+    num_groups, row = 0, 0
+    sample = first_unused(waiting, 0)
+    while sample < num_samples:
+        opened, free, most_work = 0, num_lanes, 0.0
+        most_allowed = seqlens[sample] * limit * _WORK_LIMIT_FACTOR
         first[:] = 0
         end[:] = 0
         smallest = num_sizes - 1
         while capacities[smallest] == 0:
             smallest -= 1
-        while read < num_waiting:
-            sample = waiting[read]
+        while sample < num_samples:
             seqlen = seqlens[sample]
             squared = float(seqlen) * float(seqlen)
             while smallest > 0 and seqlen <= capacities[smallest - 1]:
@@ -141,12 +144,15 @@ def _place(
                 for size in range(num_sizes):
                     if 1 << size <= free:
                         longest_taken = max(longest_taken, _largest(capacities[size], most_allowed * (1 << size)))
-                while read < num_waiting and (waiting[read] == sample or seqlens[waiting[read]] > longest_taken):
-                    waiting[kept] = waiting[read]
-                    kept += 1
-                    read += 1
+                low, high = sample + 1, num_samples
+                while low < high:
+                    middle = (low + high) >> 1
+                    if seqlens[middle] <= longest_taken:
+                        high = middle
+                    else:
+                        low = middle + 1
+                sample = first_unused(waiting, low)
                 continue
-            read += 1
             if place == opened:
                 if end[k] == 0:
                     first[k] = opened
@@ -166,7 +172,11 @@ def _place(
             work[place] += squared / (1 << k)
             most_work = max(most_work, work[place])
             reach[place] = _largest(room[place], (most_allowed - work[place]) * (1 << k))
-            shortest = seqlens[waiting[num_waiting - 1]]
+            skip(waiting, sample)
+            is_placed[sample] = True
+            while shortest_waiting >= 0 and is_placed[shortest_waiting]:
+                shortest_waiting -= 1
+            shortest = seqlens[max(shortest_waiting, 0)]
             while first[k] < end[k] and reach[first[k]] < shortest:
                 first[k] += 1
             block = place >> _BLOCK_BITS
@@ -175,9 +185,10 @@ def _place(
             for member in range(block << _BLOCK_BITS, min(opened, (block + 1) << _BLOCK_BITS)):
                 block_reach[block] = max(block_reach[block], reach[member])
                 block_work[block] = min(block_work[block], work[member])
-        num_waiting = kept
+            sample = first_unused(waiting, sample)
         num_groups += opened
         row += 1
+        sample = first_unused(waiting, 0)
     return num_groups, group_of_sample, rows, log2_sizes, previous, last
 
 

@@ -149,13 +149,15 @@ def _gather(
         spare += durations.capacities[k] - tokens[sample]
     small_tokens = float(seqlens[num_large:].sum())
     # Large samples share buckets only where there is no other way: a larger CP size than needed costs exchange.
-    unused = next_unused(num_samples, 0)
     for only_hidden in (True, False):
+        unused = next_unused(num_samples, 0)
+        for sample in range(num_large):
+            if bucket_of_sample[sample] != sample:
+                skip(unused, sample)
         for host in range(num_large):
             if bucket_of_sample[host] != host:
                 continue
-            if unused[host] == host:
-                skip(unused, host)
+            skip(unused, host)
             k, sample = log2_cp_sizes[host], host + 1
             while places > most or small_tokens - (most - places) * capacity > _TOP_UP_SHARE * spare:
                 sample = longest_that_fits(seqlens, durations, unused, sample, k, tokens[host], squares[host], np.inf)
@@ -200,9 +202,11 @@ def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, seql
     """Return whether a sample of `seqlen` adds compute to the bucket, but no exchange in the open."""
     padded = float(padded_seqlen(durations, k, seqlen))
     grown_ns = bucket_ns(durations, k, tokens + padded, squares + padded * padded)
-    terms = durations.terms[k, 0]
-    compute_ns = terms[1] * padded + terms[2] * padded * padded
-    return grown_ns - bucket_ns(durations, k, tokens, squares) <= 1.001 * compute_ns  # type: ignore[no-any-return]
+    compute_ns = np.inf
+    for exchange in range(durations.num_exchanges[k]):
+        terms = durations.terms[k, exchange]
+        compute_ns = min(compute_ns, terms[1] * padded + terms[2] * padded * padded)
+    return grown_ns - bucket_ns(durations, k, tokens, squares) <= 1.001 * compute_ns
 
 
 @compiled

@@ -19,6 +19,7 @@ from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.prices import Ints, PriceTable
 
+_SMALL = 1000
 _HOTTEST, _COLDEST = 0.02, 0.0003
 """Temperatures as shares of the makespan: a step that is worse by this share is taken with probability 1 / e. Every
 second walk starts three times as hot."""
@@ -50,11 +51,11 @@ def polish(
     return int(makespan_ns), found
 
 
-def steps_within(budget: int, seqlens: Ints, packing: Packing, cost_model: CostModel) -> int:
-    """Return how many moves cost about `budget` operations of one lane, a few nanoseconds each."""
+def is_small(seqlens: Ints, packing: Packing, cost_model: CostModel) -> bool:
+    """Return whether a step on this batch costs a microsecond or two, so that thousands are worth it."""
     topology = cost_model.topology
     operations = 2 * topology.pp_size * topology.vp_size * num_microbatches_of(packing, cost_model)
-    return budget // (operations * topology.num_lanes + 8 * len(seqlens))
+    return operations * topology.num_lanes + 8 * len(seqlens) <= _SMALL
 
 
 def _one_slot_a_sample(packing: Packing, num_samples: int) -> tuple[Ints, Ints, Ints, Ints]:

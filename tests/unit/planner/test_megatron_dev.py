@@ -238,6 +238,7 @@ def test_refuses_a_sample_that_no_group_holds():
 
 
 def test_long_samples_do_not_overflow():
-    model = tiny_cost_model(Topology(num_lanes=8), max_tokens_per_rank=1 << 29)
-    samples = samples_of([1 << 32, 1 << 31, *[1 << 29] * 8])
+    """The square of the longest length that a sample may have is close to the largest 64-bit integer."""
+    model = tiny_cost_model(Topology(num_lanes=8), max_tokens_per_rank=1 << 28)
+    samples = samples_of([(1 << 31) - 1, 1 << 30, *[1 << 28] * 8])
     check_plan(plan_of_packing(pack(samples, model), samples, model), samples)
