@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
+from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.durations import Durations
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.types import PlanOptions, Topology
+from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL
+
+DEEP_MODEL = replace(TINY_MODEL, num_layers=24)
+"""Enough layers for any pipeline of the tests: every chunk needs one."""
+
+
+def deep_cost_model(topology: Topology, **options: object) -> CostModel:
+    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
+    return CostModel(DEEP_MODEL, TINY_HARDWARE, topology, PlanOptions(**settings))
 
 
 def descending(seqlens: Iterable[int]) -> np.ndarray:

@@ -16,8 +16,8 @@ from dynamic_cp.simulator import grid_of
 from dynamic_cp.simulator import makespan_ns as simulated_ns
 from dynamic_cp.types import PlanOptions, Topology
 from dynamic_cp.validate import check_plan
-from tests.unit.planner.packings import descending
-from tests.unit.planner.support import CURVED_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
+from tests.unit.planner.packings import DEEP_MODEL, deep_cost_model, descending
+from tests.unit.planner.support import CURVED_HARDWARE, samples_of
 
 
 def random_packing(rng: random.Random, model: CostModel) -> tuple[np.ndarray, Packing]:
@@ -63,10 +63,10 @@ def random_model(rng: random.Random) -> CostModel:
     exchanges = rng.choice([("p2p",), ("all_gather",), ("p2p", "all_gather", "a2a"), ("a2a", "p2p")])
     options = {"max_tokens_per_rank": rng.randint(2 * topology.rank_token_multiple, 90), "cp_comm_types": exchanges}
     if rng.random() < 0.5:
-        return tiny_cost_model(topology, **options)
+        return deep_cost_model(topology, **options)
     options["recompute"] = rng.choice(["none", "selective", "full"])
     # Many heads and a fast exchange, so that a2a is possible and pays.
-    many_heads = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv_channels=8)
+    many_heads = replace(DEEP_MODEL, num_attention_heads=16, num_query_groups=16, kv_channels=8)
     hardware = replace(CURVED_HARDWARE, bandwidth_in_node_bytes_per_s=1e9, exchange_latency_s_per_layer=1e-6)
     return CostModel(many_heads, hardware, topology, PlanOptions(bytes_per_element=2, **options))
 
@@ -100,7 +100,7 @@ def test_the_judge_is_the_simulator():
 
 
 def test_sums_of_buckets_charge_the_last_sample_for_the_rank():
-    model = tiny_cost_model(Topology(num_lanes=2, tp_size=4, sequence_parallel=True))
+    model = deep_cost_model(Topology(num_lanes=2, tp_size=4, sequence_parallel=True))
     packing = Packing(1, np.array([0, 0]), np.array([0]), np.array([0]), np.array([1]))
     assert padded_seqlens([9, 5], 2, 4) == (12, 12)
     tokens, squares = bucket_sums(descending([9, 5]), packing, model.table)
@@ -108,7 +108,7 @@ def test_sums_of_buckets_charge_the_last_sample_for_the_rank():
 
 
 def test_interleaving_gets_empty_micro_batches():
-    model = tiny_cost_model(Topology(num_lanes=2, pp_size=4, vp_size=2))
+    model = deep_cost_model(Topology(num_lanes=2, pp_size=4, vp_size=2))
     packing = Packing(1, np.array([0]), np.array([0]), np.array([0]), np.array([1]))
     plan = build_plan(samples_of([9]), descending([9]), packing, model, "dynamic")
     assert plan.num_microbatches == 4

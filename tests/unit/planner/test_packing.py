@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.packing.durations import bucket_ns, durations_of, padded_seqlen, sample_ns
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
@@ -15,7 +16,7 @@ from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.prices import duration_ns
 from dynamic_cp.types import PlanOptions, Topology
-from tests.unit.planner.support import tiny_cost_model
+from tests.unit.planner.support import CURVED_HARDWARE, TINY_MODEL, tiny_cost_model
 
 
 def test_allowed_cp_sizes():
@@ -59,7 +60,11 @@ def test_the_price_table_and_the_limits_agree_on_capacities():
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_durations_are_the_price_of_a_group_across_nodes_where_there_is_one(exchanges, pp_size):
     rng = random.Random(5)
-    model = tiny_cost_model(Topology(num_lanes=8, ranks_per_node=2, pp_size=pp_size), cp_comm_types=exchanges)
+    topology = Topology(num_lanes=8, ranks_per_node=2, pp_size=pp_size)
+    model = CostModel(
+        TINY_MODEL, CURVED_HARDWARE, topology, PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges)
+    )
+    assert model.table.slowest_s_per_token > 0
     durations = durations_of(model.table, 8)
     for k in range(4):
         for _ in range(30):

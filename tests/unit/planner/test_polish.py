@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import makespan_ns
-from dynamic_cp.packing.polish import _is_legal, _move, _one_slot_a_sample, polish, steps_within
+from dynamic_cp.packing.polish import _is_legal, _move, _one_slot_a_sample, is_small, polish
 from dynamic_cp.packing.static import pack_next_fit
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.types import Topology
@@ -25,24 +26,25 @@ def one_a_row(lengths, num_lanes, **sizes):
     return seqlens, packing, model, durations
 
 
-# Not run: what they write out of bounds may end the process.
-RUINOUS = pytest.mark.xfail(run=False, reason="see BEYOND")
-BEYOND = pytest.mark.xfail(
-    strict=True, reason="merging buckets makes groups beyond the last lane (lanes 2-3 of 3), which kernels then write"
-)
-
-
-@pytest.mark.parametrize("num_lanes", [1, 2, 8, *(pytest.param(lanes, marks=BEYOND) for lanes in (3, 5, 7))])
-def test_no_move_leaves_the_lanes_the_rows_or_the_slots(num_lanes):
-    """A later check cannot mend it: the kernels that check and price a state do not check bounds."""
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 5, 6, 8])
+def test_what_is_legal_stays_on_the_lanes_in_the_rows_and_in_the_slots(num_lanes):
+    """Kernels do not check bounds, so the judge of a move runs as Python here, which does."""
+    is_legal = getattr(_is_legal, "py_func", _is_legal)
     seqlens, start, model, _ = one_a_row(range(20, 35), num_lanes)
     trial = _one_slot_a_sample(start, len(seqlens))
+    before = tuple(part.copy() for part in trial)
     state = np.uint64(5)
-    changes = 0
-    for _ in range(3000):
+    outcomes = Counter()
+    for _ in range(2000):
         state, changed = _move(state, seqlens, model.table, start.num_rows, num_lanes, trial)
         state = np.uint64(state)
-        changes += changed
+        legal = is_legal(seqlens, model.table, start.num_rows, num_lanes, trial)
+        assert legal == _is_legal(seqlens, model.table, start.num_rows, num_lanes, trial)
+        outcomes[bool(changed), bool(legal)] += 1
+        if not legal:
+            trial = tuple(part.copy() for part in before)
+            continue
+        before = tuple(part.copy() for part in trial)
         bucket_of_sample, rows, first_lanes, sizes = trial
         assert 0 <= bucket_of_sample.min() <= bucket_of_sample.max() < len(seqlens)
         assert 0 <= rows.min() <= rows.max() < start.num_rows
@@ -50,12 +52,11 @@ def test_no_move_leaves_the_lanes_the_rows_or_the_slots(num_lanes):
         assert (first_lanes[used] % (1 << sizes[used]) == 0).all()
         assert first_lanes[used].min() >= 0
         assert (first_lanes[used] + (1 << sizes[used])).max() <= num_lanes
-        if not _is_legal(seqlens, model.table, start.num_rows, num_lanes, trial):
-            trial = _one_slot_a_sample(start, len(seqlens))
-    assert changes > 500
+    assert outcomes[True, True] > 100
+    assert outcomes[True, False] > 100
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 4, *(pytest.param(lanes, marks=RUINOUS) for lanes in (3, 5, 7))])
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 4, 6, 7])
 def test_a_walk_stays_legal_and_never_gets_worse(num_lanes):
     rng = random.Random(num_lanes)
     better = 0
@@ -92,7 +93,8 @@ def test_an_obvious_improvement_is_found():
     assert found_ns < 0.35 * makespan_ns(seqlens, start, model)
 
 
-def test_steps_within_a_budget():
+def test_small_batches():
     seqlens, start, model, _ = one_a_row([60, 50, 40, 30], 2, pp_size=2)
-    assert start.num_rows == 2
-    assert steps_within(10_000, seqlens, start, model) == 10_000 // (2 * 2 * 2 * 2 + 8 * 4)
+    assert is_small(seqlens, start, model)
+    seqlens, start, model, _ = one_a_row([60] * 100, 2, pp_size=2)
+    assert not is_small(seqlens, start, model)

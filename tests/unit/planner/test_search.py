@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.search import POLICIES, _batch_of, _Search, check_feasible, plan_global_batch
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import PlanOptions, Sample, Topology
@@ -139,20 +139,17 @@ def test_a_group_that_no_exchange_can_serve_is_no_choice():
     planned = plan(samples_of([250, 100, 20]), Topology(num_lanes=4), **A2A_ONLY)
     assert max(planned.plan.cp_histogram) == 2
     for policy in ("dynamic", "megatron-dev"):
-        with pytest.raises(InfeasibleSampleError, match=r"300 tokens.*holds 256"):
+        with pytest.raises(UnsupportedFeatureError, match=r"300 tokens.*a2a can serve holds 256"):
             plan(samples_of([300, 20]), Topology(num_lanes=4), policy, **A2A_ONLY)
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
 @pytest.mark.parametrize("given", [{"static_cp_size": 4}, {}])
 def test_a_static_size_that_no_exchange_can_serve_is_refused(policy, given):
-    with pytest.raises(DynamicCPError, match=r"a2a|holds 256"):
+    with pytest.raises(UnsupportedFeatureError, match=r"--cp-comm-type a2a"):
         plan(samples_of([300, 20]), Topology(num_lanes=4), policy, **A2A_ONLY, **given)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=UnsupportedFeatureError, reason="the dynamic policy prices the static size without need"
-)
 def test_a_static_size_that_no_exchange_can_serve_does_not_stop_the_dynamic_policy():
     plan(samples_of([100]), Topology(num_lanes=4), static_cp_size=4, **A2A_ONLY)
 
@@ -170,11 +167,6 @@ SLOW_ACROSS = replace(TINY_HARDWARE, bandwidth_in_node_bytes_per_s=1e9, bandwidt
 MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv_channels=8)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the bound below which static candidates are left out prices groups inside a node as if they spanned nodes, "
-    "and ignores that prices are rounded to nanoseconds",
-)
 @pytest.mark.parametrize(
     ("topology", "options", "model", "hardware", "lengths"),
     [
@@ -200,6 +192,13 @@ def test_static_candidates_are_left_out_only_when_they_cannot_win(topology, opti
     search = _Search(_batch_of(samples_of(lengths)), CostModel(model, hardware, topology, options))
     static_ns = min(one.makespan_ns for policy in ("static", "balanced") for one in search.candidates(policy))
     assert search._least_static_ns(options.min_cp_size.bit_length() - 1) <= static_ns
+
+
+@pytest.mark.parametrize("policy", ["static", "balanced"])
+def test_without_a_given_size_the_static_policies_take_the_smallest_that_holds_the_batch(policy):
+    for seqlen, size in ((256, 1), (257, 2), (512, 2), (513, 4)):
+        assert set(plan(samples_of([seqlen, 9]), Topology(num_lanes=6), policy).plan.cp_histogram) == {size}
+    assert set(plan(samples_of([9]), Topology(num_lanes=6), policy, min_cp_size=2).plan.cp_histogram) == {2}
 
 
 def test_a_given_static_size_changes_only_what_is_compared_with():

@@ -10,7 +10,7 @@ import pytest
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan
-from dynamic_cp.packing.static import fewest_rows, pack_balanced, pack_next_fit, static_cp_size
+from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import check_packing, contents, descending
@@ -115,22 +115,17 @@ def test_fewest_rows_counts_padding_and_whole_blocks():
     assert fewest([17, 1], 2) == 2  # 20 + 4 padded tokens
 
 
-def test_static_cp_size():
+def test_a_static_cp_size_that_cannot_be_is_refused():
     topology, options = Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=16)
-
-    def size_for(seqlen, options):
-        return static_cp_size(Sample(sample_id=0, seqlen=seqlen), topology, options)
-
-    assert [size_for(seqlen, options) for seqlen in (16, 17, 32, 33)] == [1, 2, 2, 4]
-    given = PlanOptions(max_tokens_per_rank=16, static_cp_size=2)
-    assert [size_for(seqlen, given) for seqlen in (1, 32)] == [2, 2]
+    for fine, seqlen in ((1, 16), (2, 1), (2, 32), (4, 64)):
+        check_static_cp_size(fine, Sample(sample_id=0, seqlen=seqlen), topology, options)
     with pytest.raises(
         InfeasibleSampleError, match=r"sample 0 has 33 tokens.*2 lanes holds 32.*--context-parallel-size"
     ):
-        size_for(33, given)
+        check_static_cp_size(2, Sample(sample_id=0, seqlen=33), topology, options)
     for wrong in (3, 8, 0):
         with pytest.raises(InvalidInputError, match="--context-parallel-size"):
-            size_for(5, PlanOptions(max_tokens_per_rank=16, static_cp_size=wrong))
+            check_static_cp_size(wrong, Sample(sample_id=0, seqlen=5), topology, options)
 
 
 def test_lanes_that_no_group_covers_stay_empty():
