@@ -38,4 +38,4 @@ bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf dynamic_cp/__pycache__/kernels-* $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

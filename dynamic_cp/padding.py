@@ -3,7 +3,7 @@
 Each sample is padded after planning to a multiple of 2 * cp_size (the two zigzag chunks of every rank) if cp_size > 1,
 and not at all if cp_size == 1. With sequence parallelism the tokens of a rank are then rounded up to a multiple of
 tp_size; that rest is added to the last sample. Padding before planning to 2 * DP * CP, as other schedulers do, costs
-1.14 to 2.6 times the tokens at 512 to 4096 ranks.
+1.14 to 2.6 times the tokens at 512 to 4096 ranks (counted for lognormal lengths of mean 4096 and sigma 1.5).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Chooses the plan of a global batch: make candidates, simulate each exactly, keep the fastest.
 
 No packing wins everywhere, so the candidates are a small fixed portfolio and the simulator decides. The number of
-micro-batches is swept well beyond the least that the token limit allows: with a pipeline, too few cost 1.6 to 4.2
-times. The search has no clock: it ends after a counted number of candidates, so equal input gives an equal plan.
+micro-batches is swept well beyond the least that the token limit allows: with a pipeline, too few cost 1.6 to 4.2 times
+(planner experiments on the frozen cost model, 2026-11-20). The search has no clock: it ends after a counted number of
+candidates, so equal input gives an equal plan.
 """
 
 from __future__ import annotations
