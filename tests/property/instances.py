@@ -156,8 +156,8 @@ def comparable(case: Case) -> bool:
     return max(case.seqlens) <= capacities[cp_size.bit_length() - 1]
 
 
-def check_case(case: Case, seed: int) -> Counter[str]:
-    """Assert everything that a plan promises; return what was covered."""
+def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]:
+    """Assert everything that a plan promises, if light all but other orders and the bound; return what was covered."""
     samples, cost_model = case.samples, case.cost_model
     planned: dict[str, PlannedBatch] = {}
     for policy in POLICIES:
@@ -180,6 +180,8 @@ def check_case(case: Case, seed: int) -> Counter[str]:
     if comparable(case):
         for policy in ("static", "balanced"):
             assert dynamic.predicted_s <= planned[policy].predicted_s, f"slower than {policy}"
+    if is_light:
+        return _covered(case, dynamic)
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
     for policy in ("dynamic", *(one for one in POLICIES[1:] if one in planned and seed % 4 == 0)):
         again = case.plan(policy, shuffled)
