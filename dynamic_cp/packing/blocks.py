@@ -45,7 +45,8 @@ class Effort(NamedTuple):
         row_factors: numbers of rows to try, in units of the fewest that hold all tokens.
         num_ranking_iterations, num_profile_iterations: of `best_profile`, for all candidates and for the best ones.
         num_profiles: candidates whose profile is refined.
-        num_packed: profiles that are packed.
+        num_packed: profiles that are packed, two more for every further width of blocks.
+        num_other_rows: how many of these must differ from the best one in the number of rows, where there are some.
         num_learned: packings whose targets learn from simulation.
         num_lessons: simulations of each.
         positions: places of the long samples in their block, as a share of the rows.
@@ -56,13 +57,14 @@ class Effort(NamedTuple):
     num_profile_iterations: int
     num_profiles: int
     num_packed: int
+    num_other_rows: int
     num_learned: int
     num_lessons: int
     positions: tuple[float, ...]
 
 
-_FAST = Effort((1.1, 1.25, 1.5, 1.75, 2.0), 60, 200, 5, 3, 1, 12, (0.5,))
-_THOROUGH = Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 6, 30, (0.1, 0.3, 0.5))
+_FAST = Effort((1.1, 1.25, 1.5, 1.75, 2.0), 60, 200, 6, 4, 2, 1, 12, (0.5,))
+_THOROUGH = Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 4, 6, 30, (0.1, 0.3, 0.5))
 EFFORTS = {"fast": (_FAST,), "thorough": (_FAST, _THOROUGH)}
 _LEARNING_RATE = 0.004
 _SPREAD_RATE = 0.05
@@ -128,10 +130,17 @@ def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: 
         candidates = sorted(packer.candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
         profiles = [packer.profile(one, effort.num_profile_iterations) for one in candidates]
         refined.append([(one, packer) for one in sorted(profiles, key=lambda one: one.makespan_ns)])
-    # Of every width the best profile, then the best of all.
+    # Of every width the best profile, then the best of other numbers of rows: profiles flatter those with many rows.
     first = [profiles[0] for profiles in refined if profiles]
     rest = sorted((one for profiles in refined for one in profiles[1:]), key=lambda one: one[0].makespan_ns)
-    packed = ((packer.pack(one), packer) for one, packer in [*first, *rest])
+    rows_seen = {one.num_rows for one, _ in first}
+    others: list[tuple[_Candidate, _BlockPacker]] = []
+    again: list[tuple[_Candidate, _BlockPacker]] = []
+    for one, packer in rest:
+        is_new = one.num_rows not in rows_seen and len(others) < effort.num_other_rows
+        (others if is_new else again).append((one, packer))
+        rows_seen.add(one.num_rows)
+    packed = ((packer.pack(one), packer) for one, packer in [*first, *others, *again])
     found = ((start, packer) for start, packer in packed if start is not None)
     num_packed = effort.num_packed + 2 * (len(first) - 1)
     started = sorted(islice(found, num_packed), key=lambda one: one[0].packed.makespan_ns)
