@@ -217,8 +217,9 @@ def test_thorough_is_rarely_worse_than_fast():
         topology = Topology(num_lanes=8, pp_size=2 + seed % 3)
         fast, thorough = (plan(samples, topology, search=search).predicted_s for search in ("fast", "thorough"))
         worse.append(thorough / fast)
-    assert max(worse) <= 1.0, "what fast finds is among what thorough looks at"
-    assert min(worse) < 1.0
+    # What fast packs is among what thorough packs, but small batches are annealed from other starts.
+    assert max(worse) <= 1.02
+    assert np.mean(worse) < 1.0
 
 
 PROGRAM = """
