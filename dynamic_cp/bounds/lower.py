@@ -290,7 +290,9 @@ def _sweep(
     first: list[tuple[float, int]] = []
     num_above = 0
     num_microbatches = batch.min_microbatches
-    while len(first) < 64:
+    # Where rows cost nothing the work bound never passes; rows without samples gain nothing either.
+    most = max(batch.min_microbatches, round_up(len(batch.seqlens), multiple))
+    while len(first) < 64 and num_microbatches <= most:
         value_s = bound_s(num_microbatches, int(sweep.positions[0] * num_microbatches), sweep.first_steps, np.inf)
         least_s = min((value for value, _ in first), default=np.inf)
         first.append((value_s, num_microbatches))

@@ -191,6 +191,7 @@ class _BlockPacker:
         for num_rows in sorted({round_up(one, topology.num_microbatches_multiple) for one in counts}):
             share_ns = self.total_ns / topology.num_lanes / num_rows
             num_long = int(np.count_nonzero(self.best_ns > _LONG_FACTOR * share_ns + sum(self.empty_ns)))
+            found = False
             for num_heavy, position in product(_HEAVY_BLOCKS, self.effort.positions):
                 key = (num_rows, min(num_heavy, num_long), position if num_long else 0.0)
                 if key in seen:
@@ -198,9 +199,14 @@ class _BlockPacker:
                 seen.add(key)
                 lanes = self._lanes(num_rows, num_long, num_heavy, position)
                 if lanes is not None:
+                    found = True
                     name = f"m={num_rows} width={widths[0]} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
                     start = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
                     yield self.profile(start, self.effort.num_ranking_iterations)
+            everywhere = None if found else self._lanes(num_rows, 0, 0, 0.0)
+            if everywhere is not None:  # too many long samples for blocks of their own: let them go where they fit
+                start = _Candidate(0.0, num_rows, everywhere, np.zeros(0), f"m={num_rows} width={widths[0]} spread")
+                yield self.profile(start, self.effort.num_ranking_iterations)
 
     def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> Lanes | None:
         """Deal the longest `num_long` samples to `num_heavy` blocks; None when they do not fit there."""
@@ -249,6 +255,8 @@ class _BlockPacker:
         floors = np.where(long_ns > 0.0, 1.001 * (long_ns + overhead_ns), 0.0)[class_of_block]
         best: _Start | None = None
         packing, factor = self._fill(targets, floors, 0.95, 1.6, 5)
+        if packing is None:
+            packing, factor = self._fill(targets, floors, 1.6, 6.4, 5)
         for _ in range(3):
             if packing is None:
                 break

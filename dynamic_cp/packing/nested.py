@@ -10,7 +10,7 @@ parallel machines:
    topped up, first where their exchange stays hidden behind attention, then anywhere; where even the large buckets are
    too many, large samples share them.
 3. Balance: large buckets go to the aligned block of lanes that ends first; the remaining samples, longest first, to the
-   lane that ends first, there into the fullest bucket with room.
+   lane that ends first, there into the emptiest bucket.
 
 That is the three-stage method of NVIDIA's article on dynamic CP (quotas, memory-oriented filling, remaining samples in
 descending order) in own words, with the nesting that makes the lanes' ends exact. Within 0.1 to 3 % of a lower bound on
