@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.activations import activation_bytes
+from dynamic_cp.edges import GRADIENT_BYTES
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.prices import Floats
@@ -21,7 +22,6 @@ from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Topology
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
-_GRADIENT_BYTES = 4
 _MOMENT_BYTES = 8
 _MASTER_BYTES = 4
 
@@ -212,7 +212,7 @@ class MemoryModel:
         state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
         return StageMemory(
             weights_bytes=weights * element,
-            gradients_bytes=weights * _GRADIENT_BYTES,
+            gradients_bytes=weights * GRADIENT_BYTES,
             optimizer_bytes=weights * state / (topology.num_lanes if self._distributed_optimizer else 1),
             communicators_bytes=self._num_groups() * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),

@@ -33,3 +33,36 @@ def sift_down(keys: Floats, items: Ints, num_items: int) -> None:
             return
         items[at], items[child] = item, other
         at = child
+
+
+@compiled
+def push(keys: Floats, items: Ints, num_items: int, item: int) -> None:
+    """Add `item` to the heap `items[:num_items]`."""
+    items[num_items] = item
+    sift_up(keys, items, num_items)
+
+
+@compiled
+def pop(keys: Floats, items: Ints, num_items: int) -> int:
+    """Remove and return the first item of the heap `items[:num_items]`."""
+    item = items[0]
+    items[0] = items[num_items - 1]
+    sift_down(keys, items, num_items - 1)
+    return item  # type: ignore[no-any-return]
+
+
+@compiled
+def find_room(
+    keys: Floats, items: Ints, num_items: int, minus_room: Floats, parked: Ints, num_parked: int, needed: float
+) -> tuple[int, int]:
+    """Make the first of `items[:num_items]` one that has room; return (number of items, number of parked ones).
+
+    Items without room for `needed` are parked, ordered by room, until a call needs less. No item left: none has room.
+    """
+    while num_parked and -minus_room[parked[0]] >= needed:
+        push(keys, items, num_items, pop(minus_room, parked, num_parked))
+        num_items, num_parked = num_items + 1, num_parked - 1
+    while num_items and -minus_room[items[0]] < needed:
+        push(minus_room, parked, num_parked, pop(keys, items, num_items))
+        num_items, num_parked = num_items - 1, num_parked + 1
+    return num_items, num_parked

@@ -26,7 +26,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen, sample_ns
 from dynamic_cp.packing.fit import longest_that_fits, next_unused, skip
-from dynamic_cp.packing.heap import sift_down, sift_up
+from dynamic_cp.packing.heap import find_room, push, sift_down
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.prices import Floats, Ints
 
@@ -252,9 +252,8 @@ def _place(
             for block in range(num_lanes >> k):
                 block_ns[block] = lane_ns[block << k]
                 if lane_rows[block << k] < num_rows:
-                    blocks[num_open] = block
+                    push(block_ns, blocks, num_open, block)
                     num_open += 1
-                    sift_up(block_ns, blocks, num_open - 1)
         if num_open == 0:
             return False
         block = blocks[0]
@@ -293,27 +292,13 @@ def _spread(
         end_ns[block] += num_bins * empty_ns
         if num_bins:
             minus_room[block] = -float(capacity)
-            by_end[num_open] = block
+            push(end_ns, by_end, num_open, block)
             num_open += 1
-            sift_up(end_ns, by_end, num_open - 1)
     for sample in range(len(seqlens)):
         if bucket_of_sample[sample] >= 0:
             continue
-        padded = padded_seqlen(durations, base, seqlens[sample])
-        while num_parked and -minus_room[by_room[0]] >= padded:
-            num_parked -= 1
-            by_end[num_open] = by_room[0]
-            by_room[0] = by_room[num_parked]
-            sift_down(minus_room, by_room, num_parked)
-            num_open += 1
-            sift_up(end_ns, by_end, num_open - 1)
-        while num_open and -minus_room[by_end[0]] < padded:
-            num_open -= 1
-            by_room[num_parked] = by_end[0]
-            by_end[0] = by_end[num_open]
-            sift_down(end_ns, by_end, num_open)
-            num_parked += 1
-            sift_up(minus_room, by_room, num_parked - 1)
+        padded = float(padded_seqlen(durations, base, seqlens[sample]))
+        num_open, num_parked = find_room(end_ns, by_end, num_open, minus_room, by_room, num_parked, padded)
         if num_open == 0:
             num_missing += 1
             continue
@@ -324,6 +309,6 @@ def _spread(
         sift_down(filled, own, len(own))
         minus_room[block] = filled[own[0]]
         # At the base size prices are close to additive; exactly so without an exchange.
-        end_ns[block] += bucket_ns(durations, base, float(padded), float(padded) * float(padded)) - empty_ns
+        end_ns[block] += bucket_ns(durations, base, padded, padded * padded) - empty_ns
         sift_down(end_ns, by_end, num_open)
     return num_missing, end_ns.max()

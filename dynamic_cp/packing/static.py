@@ -13,7 +13,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen
-from dynamic_cp.packing.heap import sift_down, sift_up
+from dynamic_cp.packing.heap import find_room, sift_down
 from dynamic_cp.packing.limits import capacity_tokens
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
@@ -125,20 +125,7 @@ def _spread_evenly(seqlens: Ints, durations: Durations, k: int, num_buckets: int
     bucket_of_sample = np.full(len(seqlens), -1, np.int64)
     for sample in range(len(seqlens)):
         padded = float(padded_seqlen(durations, k, seqlens[sample]))
-        while num_parked and -minus_room[by_room[0]] >= padded:
-            num_parked -= 1
-            by_price[num_open] = by_room[0]
-            by_room[0] = by_room[num_parked]
-            sift_down(minus_room, by_room, num_parked)
-            num_open += 1
-            sift_up(price, by_price, num_open - 1)
-        while num_open and -minus_room[by_price[0]] < padded:
-            num_open -= 1
-            by_room[num_parked] = by_price[0]
-            by_price[0] = by_price[num_open]
-            sift_down(price, by_price, num_open)
-            num_parked += 1
-            sift_up(minus_room, by_room, num_parked - 1)
+        num_open, num_parked = find_room(price, by_price, num_open, minus_room, by_room, num_parked, padded)
         if num_open == 0:
             num_missing += 1
             continue
