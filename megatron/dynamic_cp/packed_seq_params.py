@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
 
 from dynamic_cp.types import CpCommType
 
@@ -20,6 +22,11 @@ class ExchangeStats:
     """
 
     bytes_sent: int = 0
+
+
+def boundaries(padded_seqlens: Sequence[int]) -> NDArray[np.int32]:
+    """Return where the sequences of a pack begin and end, int32 [num_sequences + 1]."""
+    return np.concatenate([[0], np.cumsum(padded_seqlens)]).astype(np.int32)
 
 
 @dataclass
@@ -58,10 +65,15 @@ class DynamicPackedSeqParams(PackedSeqParams):
         cp_comm_type: CpCommType,
         label: str,
         stats: ExchangeStats,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> DynamicPackedSeqParams:
-        """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`."""
-        boundaries = np.concatenate([[0], np.cumsum(padded_seqlens)]).astype(np.int32)
-        cu_seqlens = torch.from_numpy(boundaries).to(positions.device)
+        """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
+
+        Args:
+            cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
+        """
+        if cu_seqlens is None:
+            cu_seqlens = torch.from_numpy(boundaries(padded_seqlens)).to(positions.device)
         longest = max(padded_seqlens)
         return cls(
             qkv_format="thd",

@@ -1,0 +1,144 @@
+"""What one lane needs of a plan: its own buckets and the figures of the whole, small enough to send to every rank.
+
+A plan of 4096 lanes is a megabyte; a lane's part of it some hundred bytes. Rank 0 publishes one message per lane,
+so that the traffic of a step grows with the samples, not with samples times ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dynamic_cp.errors import DisagreementError
+from dynamic_cp.padding import padding_fraction
+from dynamic_cp.serialize import digest
+from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """What every rank knows of a whole plan.
+
+    Attributes:
+        digest: of the whole plan (hex).
+        predicted_s: simulated time of the iteration; imbalance: max / mean of the lanes' simulated busy seconds.
+        reason: why this plan.
+        seqlen_sum, seqlen_squared_sum: over the samples, without padding.
+        cp_histogram: cp size -> number of non-empty buckets.
+        padding_fraction: share of padding in all tokens computed.
+        rank_token_multiple: what the padded tokens of a rank are rounded up to.
+        planner_s: seconds that planning took.
+        fallback: why this is the static plan instead of the planner's, or None.
+    """
+
+    digest: str
+    policy: str
+    num_microbatches: int
+    predicted_s: float
+    imbalance: float
+    reason: str
+    num_samples: int
+    seqlen_sum: int
+    seqlen_squared_sum: int
+    cp_histogram: Mapping[int, int]
+    padding_fraction: float
+    rank_token_multiple: int
+    planner_s: float = 0.0
+    fallback: str | None = None
+
+    @classmethod
+    def of(cls, planned: PlannedBatch, *, planner_s: float = 0.0, fallback: str | None = None) -> PlanFacts:
+        """Return the facts of `planned`."""
+        plan = planned.plan
+        seqlens = [sample.seqlen for sample in plan.samples]
+        return cls(
+            digest=digest(plan),
+            policy=plan.policy,
+            num_microbatches=plan.num_microbatches,
+            predicted_s=planned.predicted_s,
+            imbalance=planned.imbalance,
+            reason=planned.reason,
+            num_samples=len(seqlens),
+            seqlen_sum=sum(seqlens),
+            seqlen_squared_sum=sum(seqlen * seqlen for seqlen in seqlens),
+            cp_histogram=plan.cp_histogram,
+            padding_fraction=padding_fraction(plan),
+            rank_token_multiple=plan.topology.rank_token_multiple,
+            planner_s=planner_s,
+            fallback=fallback,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePlan:
+    """A plan as one lane sees it.
+
+    Attributes:
+        lane: whose plan this is.
+        buckets: that hold this lane, one per micro-batch.
+        facts: of the whole plan.
+    """
+
+    lane: int
+    buckets: tuple[Bucket, ...]
+    facts: PlanFacts
+
+
+def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
+    """Return the part of `lane`."""
+    return LanePlan(lane=lane, buckets=tuple(mb.bucket_of_lane(lane) for mb in plan.micro_batches), facts=facts)
+
+
+def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
+    """Return one message per lane, in lane order, for `decode_lane`."""
+    parts: list[list[str]] = [[] for _ in range(plan.topology.num_lanes)]
+    for micro_batch in plan.micro_batches:
+        for bucket in micro_batch.buckets:
+            text = _encode_bucket(bucket)
+            for lane in bucket.lanes:
+                parts[lane].append(text)
+    head = json.dumps(asdict(facts), separators=(",", ":"))
+    return [_message(lane, f"[{','.join(part)}]", head) for lane, part in enumerate(parts)]
+
+
+def decode_lane(message: bytes) -> LanePlan:
+    """Return what `encode_lanes` wrote.
+
+    Raises:
+        DisagreementError: the message was changed on its way.
+    """
+    checksum, _, body = message.partition(b"\n")
+    found = hashlib.sha256(body).hexdigest()
+    if checksum.decode("latin-1") != found:
+        raise DisagreementError(
+            f"a lane's part of the plan arrived with digest {found[:15]}, it was sent with {checksum[:15]!r}: "
+            "the job's store returned other bytes than were written; restart the job",
+        )
+    lane, head, rows = json.loads(body)
+    head["cp_histogram"] = {int(size): number for size, number in head["cp_histogram"].items()}
+    return LanePlan(lane=lane, buckets=tuple(_decode_bucket(row) for row in rows), facts=PlanFacts(**head))
+
+
+def _message(lane: int, buckets: str, head: str) -> bytes:
+    body = f"[{lane},{head},{buckets}]".encode()
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _encode_bucket(bucket: Bucket) -> str:
+    ids = [sample.sample_id for sample in bucket.samples]
+    seqlens = [sample.seqlen for sample in bucket.samples]
+    row = [bucket.first_lane, bucket.cp_size, bucket.cp_comm_type, ids, seqlens]
+    return json.dumps(row, separators=(",", ":"))
+
+
+def _decode_bucket(row: Sequence[Any]) -> Bucket:
+    first_lane, cp_size, cp_comm_type, ids, seqlens = row
+    return Bucket(
+        first_lane=first_lane,
+        cp_size=cp_size,
+        cp_comm_type=cp_comm_type,
+        samples=tuple(Sample(sample_id=i, seqlen=s) for i, s in zip(ids, seqlens, strict=True)),
+    )

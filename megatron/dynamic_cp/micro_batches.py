@@ -1,0 +1,236 @@
+"""From the buckets of a lane to the tensors of its micro-batches.
+
+    buckets -> pack_step (numpy, any process: reads, pads, shards) -> PackedStep -> micro_batches (this rank's device)
+
+A packed step is two flat tensors and a short list, so that it moves between processes and to a GPU in two copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynamic_cp.errors import DataError
+from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.types import Bucket, Sample
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
+
+
+class SampleTokens(Protocol):
+    """What is read of one sample; labels are shifted already: labels[i] follows tokens[i]."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+class _Values(NamedTuple):
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+_EMPTY_PLACE = _Values(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+
+ReadSample = Callable[[int], SampleTokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkNeeds:
+    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask."""
+
+    tokens: bool
+    labels: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBucket:
+    """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place."""
+
+    first_lane: int
+    cp_size: int
+    cp_comm_type: str
+    padded_seqlens: tuple[int, ...]
+
+    @property
+    def rank_tokens(self) -> int:
+        """Padded tokens on each lane."""
+        return sum(self.padded_seqlens) // self.cp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedStep:
+    """What one lane computes in a step, its micro-batches one after the other (T local tokens in all).
+
+    Attributes:
+        buckets: one per micro-batch.
+        positions: int64 [T], position of each local token within its sequence.
+        cu_seqlens: int32, the boundaries of the padded sequences of each bucket, bucket after bucket.
+        columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
+        loss_mask: float32 [T], 0 for padding; None where `columns` is.
+    """
+
+    buckets: tuple[PackedBucket, ...]
+    positions: Tensor
+    cu_seqlens: Tensor
+    columns: Tensor | None
+    loss_mask: Tensor | None
+
+    def pin_memory(self) -> PackedStep:
+        """Return the step in page-locked memory, from which a GPU copies without waiting (called by DataLoader)."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def to(self, device: torch.device) -> PackedStep:
+        """Return the step on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> PackedStep:
+        return replace(
+            self,
+            positions=move(self.positions),
+            cu_seqlens=move(self.cu_seqlens),
+            columns=None if self.columns is None else move(self.columns),
+            loss_mask=None if self.loss_mask is None else move(self.loss_mask),
+        )
+
+
+def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
+    """Return the padded shard of every micro-batch of a lane.
+
+    Args:
+        read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
+            reads tokens or labels.
+
+    Raises:
+        DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
+    """
+    packed, positions = [], []
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
+    for bucket in plan.buckets:
+        seqlens = padded_seqlens(
+            (sample.seqlen for sample in bucket.samples), bucket.cp_size, plan.facts.rank_token_multiple
+        )
+        packed.append(
+            PackedBucket(
+                first_lane=bucket.first_lane,
+                cp_size=bucket.cp_size,
+                cp_comm_type=bucket.cp_comm_type,
+                padded_seqlens=tuple(seqlens),
+            )
+        )
+        shard = packed_shard_positions(seqlens, bucket.cp_size, plan.lane - bucket.first_lane)
+        positions.append(shard)
+        if read_sample is not None:
+            ends = np.cumsum(seqlens) // bucket.cp_size
+            for name, part in read_shard(bucket, np.split(shard, ends[:-1]), read_sample).items():
+                columns[name].append(part)
+    joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+    return PackedStep(
+        buckets=tuple(packed),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        cu_seqlens=torch.from_numpy(np.concatenate([boundaries(bucket.padded_seqlens) for bucket in packed])),
+        columns=torch.from_numpy(np.stack([joined[name] for name in _COLUMNS[:3]])) if joined else None,
+        loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
+    )
+
+
+_COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
+
+
+def read_shard(bucket: Bucket, shards: Sequence[NDArray[np.int64]], read_sample: ReadSample) -> dict[str, NDArray[Any]]:
+    """Return tokens, labels, loss mask and position ids of the local tokens, 0 in all of them for padding.
+
+    Args:
+        shards: for each sequence of the pack the positions that this rank holds.
+    """
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
+    read = [_read(sample, read_sample) for sample in bucket.samples] or [_EMPTY_PLACE]
+    for values, shard in zip(read, shards, strict=True):
+        for name in ("tokens", "labels", "loss_mask"):
+            columns[name].append(take_shard(getattr(values, name), shard))
+        columns["position_ids"].append(take_shard(np.arange(len(values.tokens)), shard))
+    return {name: np.concatenate(column) for name, column in columns.items()}
+
+
+def _read(sample: Sample, read_sample: ReadSample) -> SampleTokens:
+    values = read_sample(sample.sample_id)
+    lengths = [len(values.tokens), len(values.labels), len(values.loss_mask)]
+    if lengths != [sample.seqlen] * 3:
+        raise DataError(
+            f"sample {sample.sample_id} has {lengths[0]} tokens, {lengths[1]} labels and a loss mask of "
+            f"{lengths[2]}, its index says {sample.seqlen}: the data changed after it was indexed; restart to "
+            "index it again",
+            sample_id=sample.sample_id,
+        )
+    return values
+
+
+def micro_batches(
+    packed: PackedStep, groups: DynamicCPGroups, device: torch.device, label: str, stats: ExchangeStats
+) -> Iterator[dict[str, Any]]:
+    """Yield the micro-batches of a lane: [1, T] views of the step's tensors, and the packed-sequence parameters.
+
+    Args:
+        label: where in the run this is, for error messages.
+        stats: counter that the attention of all of them adds to.
+
+    Raises:
+        InvalidInputError: a bucket whose CP group was not built.
+    """
+    held = [groups.group(bucket.first_lane, bucket.cp_size) for bucket in packed.buckets]
+    on_device = packed.to(device)
+    start = first_boundary = 0
+    for index, (bucket, group) in enumerate(zip(packed.buckets, held, strict=True)):
+        part = slice(start, start + bucket.rank_tokens)
+        start = part.stop
+        num_boundaries = len(bucket.padded_seqlens) + 1
+        cu_seqlens = on_device.cu_seqlens[first_boundary : first_boundary + num_boundaries]
+        first_boundary += num_boundaries
+        batch: dict[str, Any] = {
+            "packed_seq_params": DynamicPackedSeqParams.build(
+                bucket.padded_seqlens,
+                on_device.positions[part],
+                group,
+                cu_seqlens=cu_seqlens,
+                cp_comm_type=bucket.cp_comm_type,
+                label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
+                f"{bucket.first_lane + bucket.cp_size - 1}",
+                stats=stats,
+            )
+        }
+        if on_device.columns is not None:
+            tokens, labels, position_ids = on_device.columns[:, None, part]
+            batch |= {
+                "tokens": tokens,
+                "labels": labels,
+                "position_ids": position_ids,
+                "loss_mask": on_device.loss_mask[None, part],
+            }
+        yield batch
+
+
+def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
+    """Yield for each micro-batch what a chunk reads, None for the rest.
+
+    Lets go of a micro-batch once it is handed out: what layers cache on it then ends with its backward pass.
+    """
+    waiting = deque(batches)
+    while waiting:
+        batch = waiting.popleft()
+        yield {
+            "tokens": batch.get("tokens") if needs.tokens else None,
+            "position_ids": batch.get("position_ids") if needs.tokens else None,
+            "labels": batch.get("labels") if needs.labels else None,
+            "loss_mask": batch.get("loss_mask") if needs.labels else None,
+            "packed_seq_params": batch["packed_seq_params"],
+        }
