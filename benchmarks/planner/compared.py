@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.planner import flexsp, megatron_0161, wlb
-from benchmarks.planner.peer import PeerResult
 from benchmarks.planner.problem import Problem, best_static, timed
 from benchmarks.planner.report import Row, table
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.peers import flexsp, wlb
+from dynamic_cp.peers.peer import PeerResult
 from dynamic_cp.types import PlanOptions, Topology
 from dynamic_cp.workloads import draw_lengths
+from megatron.dynamic_cp import hybrid_peer
 
 
 class Setting(NamedTuple):
@@ -110,7 +111,7 @@ def _tuned_0161(problem: Problem) -> PeerResult:
     for limit in (problem.options.max_tokens_per_rank // divisor for divisor in (1, 2, 4)):
         if limit * problem.topology.max_cp_size >= problem.seqlens.max():
             lowered = replace(problem, options=replace(problem.options, max_tokens_per_rank=limit))
-            result = megatron_0161.peer(lowered.samples, lowered.cost_model)
+            result = hybrid_peer.peer(lowered.samples, lowered.cost_model)
             found.append(result._replace(note=f"limit {limit}, {result.note}"))
     return min(found, key=lambda result: float("inf") if result.seconds is None else result.seconds)
 

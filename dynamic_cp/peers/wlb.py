@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import ceil
 
-from benchmarks.planner.peer import PeerBucket, PeerResult, best_order, longest_first
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.padding import round_up
+from dynamic_cp.peers.peer import PeerBucket, PeerResult, best_order, longest_first
 from dynamic_cp.types import Sample
 
 SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)

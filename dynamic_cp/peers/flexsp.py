@@ -15,15 +15,17 @@ simulator has none, which is generous to it. A solver is stopped by the clock, s
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
+from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.peer import PeerBucket, PeerResult, best_order, longest_first
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.padding import round_up
+from dynamic_cp.peers.peer import PeerBucket, PeerResult, best_order, longest_first
 from dynamic_cp.prices import NUM_KINKS, Floats
 from dynamic_cp.types import Sample
 
@@ -102,7 +104,7 @@ def _length_classes(ordered: Sequence[Sample]) -> list[int]:
 def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> list[PeerBucket] | None:
     """Return the buckets of one micro-batch; None when the solver found nothing in time or nothing fits."""
     try:
-        import pulp
+        pulp = importlib.import_module("pulp")
     except ImportError as error:
         raise ImportError("the FlexSP peer solves MILPs with pulp: pip install pulp") from error
 
@@ -112,8 +114,8 @@ def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> 
     problem = pulp.LpProblem("flexsp", pulp.LpMinimize)
     slowest = pulp.LpVariable("slowest_ms", 0)
     problem += slowest
-    opened: dict[tuple[int, int], pulp.LpVariable] = {}
-    taken: dict[tuple[int, int, int], pulp.LpVariable] = {}
+    opened: dict[tuple[int, int], Any] = {}
+    taken: dict[tuple[int, int, int], Any] = {}
     for k, capacity in enumerate(table.capacities.tolist()):
         padded = [round_up(length, int(table.multiples[k])) for length in longest]
         if not capacity or padded[-1] > capacity:
@@ -144,8 +146,8 @@ def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> 
     for key, variable in taken.items():
         variable.setInitialValue(start.get(key, 0))
     in_use = {(k, group) for k, group, _ in start}
-    for key, variable in opened.items():
-        variable.setInitialValue(int(key in in_use))
+    for place, variable in opened.items():
+        variable.setInitialValue(int(place in in_use))
     for index, size in enumerate(sizes):
         problem += pulp.lpSum(variable for (_, _, of), variable in taken.items() if of == index) == size
     problem += pulp.lpSum((1 << k) * variable for (k, _), variable in opened.items()) <= num_lanes

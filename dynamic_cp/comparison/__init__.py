@@ -1,0 +1,34 @@
+"""Policies side by side on the same global batches: seconds, where they go, speed-ups and what to conclude.
+
+    compare_policies(batches, ...) -> Comparison -> to_dict(comparison)
+
+Read in this order: parts.py (the split of an iteration), speedup.py, values.py, job.py,
+compare.py, peer_policies.py, verdict.py, as_dict.py.
+"""
+
+from dynamic_cp.comparison.as_dict import SCHEMA_VERSION, to_dict
+from dynamic_cp.comparison.compare import COMPARED_BY_DEFAULT, compare_policies, compared_policies
+from dynamic_cp.comparison.parts import PART_LABELS, TimeParts, time_parts
+from dynamic_cp.comparison.peer_policies import PEERS
+from dynamic_cp.comparison.speedup import Speedup, speedup_of
+from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
+from dynamic_cp.comparison.verdict import Verdict, verdict_of
+
+__all__ = [
+    "COMPARED_BY_DEFAULT",
+    "PART_LABELS",
+    "PEERS",
+    "SCHEMA_VERSION",
+    "BatchOutcome",
+    "Comparison",
+    "PolicyOutcome",
+    "Speedup",
+    "TimeParts",
+    "Verdict",
+    "compare_policies",
+    "compared_policies",
+    "speedup_of",
+    "time_parts",
+    "to_dict",
+    "verdict_of",
+]

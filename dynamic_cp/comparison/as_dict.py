@@ -1,0 +1,124 @@
+"""A comparison as plain data for JSON.
+
+    {"schema_version": 1, "inputs": {...}, "policies": {"dynamic": {"batches": [{...}], "mean": {...}, ...}, ...},
+     "speedup": {"static": {...}, ...}, "verdict": {...}}
+
+Every figure has its unit in its name; fractions are of iteration_s, but padding_fraction, which is of all tokens that
+are computed. null stands for what is unknown. All but plan_s is the same on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dynamic_cp.comparison.speedup import CONFIDENCE
+from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
+from dynamic_cp.comparison.verdict import verdict_of
+from dynamic_cp.serialize import digest
+
+SCHEMA_VERSION = 1
+
+_SPREAD = ("iteration_s", "makespan_s", "time_over_bound", "tokens_per_s_per_gpu", "tflops_per_gpu")
+
+
+def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return `comparison` as plain data; `inputs`: more of what the user gave, such as where the lengths are from."""
+    verdict = verdict_of(comparison)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "inputs": {
+            "model": comparison.model_name,
+            "hardware": comparison.hardware_name,
+            "topology": {**asdict(comparison.topology), "world_size": comparison.topology.world_size},
+            "options": asdict(comparison.options),
+            "num_batches": len(comparison.batches),
+            "num_samples": [len(batch) for batch in comparison.batches],
+            "num_tokens": [sum(sample.seqlen for sample in batch) for batch in comparison.batches],
+            **(inputs or {}),
+        },
+        "policies": {one.policy: _policy(one) for one in comparison.policies},
+        "speedup": {
+            one.baseline: {
+                "ratio": one.ratio,
+                "low": one.low,
+                "high": one.high,
+                "confidence": CONFIDENCE,
+                "per_batch": list(one.per_batch),
+            }
+            for one in comparison.speedups
+        },
+        "verdict": None
+        if verdict is None
+        else {
+            "pays": verdict.pays,
+            "baseline": verdict.baseline,
+            "headline": verdict.headline,
+            "reason": verdict.reason,
+            "saved_s": dict(verdict.saved_s),
+        },
+    }
+
+
+def _policy(outcome: PolicyOutcome) -> dict[str, Any]:
+    batches = [_batch(one) for one in outcome.batches]
+    return {
+        "max_tokens_per_rank": outcome.max_tokens_per_rank,
+        "static_cp_size": outcome.static_cp_size,
+        "available_bytes": outcome.available_bytes,
+        "fits_memory": outcome.fits_memory,
+        "batches": batches,
+        "mean": _mean(batches),
+        "stdev": {name: outcome.stdev(name) for name in _SPREAD},
+    }
+
+
+def _batch(outcome: BatchOutcome) -> dict[str, Any]:
+    parts = outcome.parts
+    plan = outcome.planned.plan if outcome.planned else None
+
+    def fraction(name: str) -> float | None:
+        return None if parts is None else getattr(parts, f"{name}_s") / outcome.iteration_s
+
+    return {
+        "iteration_s": outcome.iteration_s,
+        "makespan_s": outcome.makespan_s,
+        "lower_bound_s": outcome.lower_bound_s,
+        "time_over_bound": outcome.time_over_bound,
+        "num_microbatches": outcome.num_microbatches,
+        "num_tokens": outcome.num_tokens,
+        "tokens_per_s_per_gpu": outcome.tokens_per_s_per_gpu,
+        "tflops_per_gpu": outcome.tflops_per_gpu,
+        "busy_fraction": fraction("busy"),
+        "exchange_fraction": fraction("exchange"),
+        "bubble_fraction": fraction("bubble"),
+        "pipeline_bubble_fraction": fraction("pipeline_bubble"),
+        "cp_wait_fraction": fraction("cp_wait"),
+        "dp_wait_fraction": fraction("dp_wait"),
+        "padding_fraction": outcome.padding_fraction,
+        "parts_s": None if parts is None else dict(parts),
+        "imbalance": outcome.planned.imbalance if outcome.planned else None,
+        "cp_histogram": None if plan is None else {str(cp): count for cp, count in plan.cp_histogram.items()},
+        "peak_bytes": outcome.peak_bytes,
+        "plan_s": outcome.plan_s,
+        "digest": None if plan is None else digest(plan),
+        "reason": outcome.planned.reason if outcome.planned else outcome.note,
+    }
+
+
+def _mean(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means of all numbers; None where one is unknown."""
+    means: dict[str, Any] = {}
+    for name, first in batches[0].items():
+        values = [batch[name] for batch in batches]
+        if name == "parts_s":
+            unknown = any(value is None for value in values)
+            means[name] = None if unknown else {key: _average([value[key] for value in values]) for key in first}
+        elif name not in ("cp_histogram", "digest", "reason"):
+            means[name] = None if any(value is None for value in values) else _average(values)
+    return means
+
+
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)

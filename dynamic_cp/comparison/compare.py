@@ -1,0 +1,177 @@
+"""Plans every global batch with every policy and says what comes of it.
+
+A static policy has one CP size for all global batches, as a training run has: the given one, else the fastest of those
+that hold the longest sample. With a token limit that follows from memory every policy gets its own: smaller groups
+need smaller buffers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.comparison.job import Job, batch_outcome
+from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
+from dynamic_cp.comparison.values import Comparison, PolicyOutcome
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.packing.limits import allowed_cp_sizes
+from dynamic_cp.search import POLICIES, plan_global_batch
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+
+COMPARED_BY_DEFAULT = POLICIES
+STATIC_POLICIES = ("static", "balanced")
+
+Batches = Sequence[Sequence[Sample]]
+Progress = Callable[[int, int, str], None]
+"""Called with (steps done, steps in all, what comes next)."""
+
+
+def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
+    """Return `names`, each once.
+
+    Raises:
+        InvalidInputError: an unknown policy, or none.
+    """
+    known = (*POLICIES, *PEERS)
+    for name in names:
+        if name not in known:
+            raise InvalidInputError(f"policy {name!r} is unknown: use some of {', '.join(known)}", policy=name)
+    if not names:
+        raise InvalidInputError(f"0 policies are given, at least 1 is needed: use some of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def compare_policies(
+    batches: Batches,
+    *,
+    topology: Topology,
+    model: ModelShape,
+    hardware: Hardware,
+    options: PlanOptions,
+    policies: Sequence[str] = COMPARED_BY_DEFAULT,
+    limit_from_memory: bool = False,
+    distributed_optimizer: bool = True,
+    model_name: str = "",
+    hardware_name: str = "",
+    progress: Progress | None = None,
+) -> Comparison:
+    """Return what each of `policies` makes of each of `batches`; the same for the same arguments, but for `plan_s`.
+
+    Args:
+        batches: global batches, at least one.
+        topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
+        policies: names of POLICIES and PEERS.
+        limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
+        distributed_optimizer: the optimizer state is sharded over the lanes.
+        model_name, hardware_name: kept in the result.
+        progress: called before every step.
+
+    Raises:
+        InvalidInputError: no batches, or an unknown policy.
+        InfeasibleSampleError, MemoryLimitError: a sample, or a limit, that the job cannot hold.
+        UnsupportedFeatureError: a peer that is not installed, or that refuses this job.
+    """
+    names = compared_policies(policies)
+    if not batches or not all(batches):
+        raise InvalidInputError(f"{len(batches)} global batches are given, each needs at least 1 sample: give lengths")
+    peers = {name: load_peer(name) for name in names if name in PEERS}
+    job = Job(
+        batches=tuple(tuple(batch) for batch in batches),
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=options,
+        limit_from_memory=limit_from_memory,
+        distributed_optimizer=distributed_optimizer,
+    )
+    base = job.options_of("dynamic", None)
+    report = _Steps(progress, 1 + len(names))
+    report.next("lower bounds")
+    bounds_s = [lower_bound(batch, CostModel(model, hardware, topology, base)).seconds for batch in job.batches]
+    outcomes = []
+    for name in names:
+        report.next(name)
+        if name in peers:
+            outcomes.append(outcome_of_peer(name, peers[name], job, base, bounds_s))
+        elif name in STATIC_POLICIES:
+            outcomes.append(_fastest_static(name, job, bounds_s))
+        else:
+            outcomes.append(_outcome(name, job, base, bounds_s))
+    report.next("done")
+    return Comparison(
+        model_name=model_name,
+        hardware_name=hardware_name or hardware.name,
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=base,
+        batches=job.batches,
+        policies=tuple(outcomes),
+    )
+
+
+class _Steps:
+    """Counts the steps of a comparison for whoever draws a bar."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def next(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(self._done, self._total, what)
+        self._done += 1
+
+
+def _fastest_static(policy: str, job: Job, bounds_s: Sequence[float]) -> PolicyOutcome:
+    """Return the outcome of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
+    given = job.options.static_cp_size
+    sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
+    outcomes = []
+    for cp_size in sizes:
+        if job.topology.num_lanes % cp_size:
+            continue
+        try:
+            options = job.options_of(policy, cp_size)
+        except MemoryLimitError:
+            if given is not None:
+                raise
+            continue
+        table = CostModel(job.model, job.hardware, job.topology, options).table
+        if given is None and table.capacities[cp_size.bit_length() - 1] < job.max_seqlen:
+            continue  # too small, or no allowed exchange serves it
+        outcomes.append(_outcome(policy, job, options, bounds_s))
+    if not outcomes:  # no divisor of the lanes holds the longest sample: the planner's own choice may leave lanes idle
+        return _outcome(policy, job, job.options_of(policy, None), bounds_s)
+    return min(outcomes, key=lambda one: (not one.fits_memory, one.iteration_s))
+
+
+def _outcome(policy: str, job: Job, options: PlanOptions, bounds_s: Sequence[float]) -> PolicyOutcome:
+    def planned(batch: Sequence[Sample]) -> PlannedBatch:
+        return plan_global_batch(
+            batch,
+            topology=job.topology,
+            model=job.model,
+            hardware=job.hardware,
+            options=options,
+            policy=policy,
+        )
+
+    static_cp_size = options.static_cp_size if policy in STATIC_POLICIES else None
+    prices = job.prices(options)
+    memory = job.memory(options, static_cp_size)
+    planned(job.batches[0])  # loads compiled code: not what planning a batch takes
+    batches = []
+    for batch, bound_s in zip(job.batches, bounds_s, strict=True):
+        start_s = time.perf_counter()
+        result = planned(batch)
+        plan_s = time.perf_counter() - start_s
+        batches.append(batch_outcome(job, result, prices, memory, bound_s, plan_s))
+    return PolicyOutcome(
+        policy=policy,
+        batches=tuple(batches),
+        max_tokens_per_rank=options.max_tokens_per_rank,
+        static_cp_size=static_cp_size,
+        available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
+    )

@@ -1,0 +1,91 @@
+"""One comparison: its batches, job and limits, and the outcome of one plan in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dynamic_cp.comparison.parts import PricesByPart, prices_by_part, time_parts
+from dynamic_cp.comparison.values import BatchOutcome
+from dynamic_cp.flops import batch_flops, length_sums, tflops_per_rank
+from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.padding import padding_fraction
+from dynamic_cp.simulator import simulate
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+
+
+class Job(NamedTuple):
+    """What all policies of a comparison share; the attributes are the arguments of `compare_policies`."""
+
+    batches: tuple[tuple[Sample, ...], ...]
+    topology: Topology
+    model: ModelShape
+    hardware: Hardware
+    options: PlanOptions
+    limit_from_memory: bool
+    distributed_optimizer: bool
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sample of all batches."""
+        return max(sample.seqlen for batch in self.batches for sample in batch)
+
+    def options_of(self, policy: str, static_cp_size: int | None) -> PlanOptions:
+        """Return the options with the limit that memory sets `policy`, if it is to."""
+        options = replace(self.options, static_cp_size=static_cp_size or self.options.static_cp_size)
+        if self.limit_from_memory:
+            limit = self.memory(options, static_cp_size).max_tokens_per_rank(self.max_seqlen)
+            options = replace(options, max_tokens_per_rank=limit)
+        return options
+
+    def memory(self, options: PlanOptions, static_cp_size: int | None) -> MemoryModel:
+        """Return the memory model of the CP sizes that are used."""
+        if static_cp_size is not None:
+            options = replace(options, min_cp_size=static_cp_size, max_cp_size=static_cp_size)
+        return MemoryModel(
+            self.model, self.hardware, self.topology, options, distributed_optimizer=self.distributed_optimizer
+        )
+
+    def prices(self, options: PlanOptions) -> PricesByPart:
+        """Return the cost models that tell the parts of an iteration apart."""
+        return prices_by_part(self.model, self.hardware, self.topology, options)
+
+
+def batch_outcome(
+    job: Job,
+    planned: PlannedBatch,
+    prices: PricesByPart,
+    memory: MemoryModel,
+    bound_s: float,
+    plan_s: float,
+    note: str = "",
+) -> BatchOutcome:
+    """Return the figures of a plan of one of the job's batches."""
+    plan = planned.plan
+    timeline = simulate(plan, prices.all)
+    return BatchOutcome(
+        planned=planned,
+        timeline=timeline,
+        parts=time_parts(timeline, prices),
+        lower_bound_s=bound_s,
+        num_microbatches=plan.num_microbatches,
+        padding_fraction=padding_fraction(plan),
+        peak_bytes=max(stage.total_bytes for stage in memory.peak(plan)),
+        plan_s=plan_s,
+        note=note,
+        **rates(job, [sample.seqlen for sample in plan.samples], timeline.makespan_s, prices),
+    )
+
+
+def rates(job: Job, seqlens: Sequence[int], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
+    """Return the figures of `BatchOutcome` that need no plan, from the lengths and the makespan."""
+    seconds, num_ranks = makespan_s + prices.all.gradient_reduction_s, job.topology.world_size
+    flops = batch_flops(job.model, *length_sums(seqlens), job.options.recompute)
+    return {
+        "iteration_s": seconds,
+        "makespan_s": makespan_s,
+        "num_tokens": sum(seqlens),
+        "tokens_per_s_per_gpu": sum(seqlens) / seconds / num_ranks,
+        "tflops_per_gpu": tflops_per_rank(flops.model_flops, seconds, num_ranks),
+    }

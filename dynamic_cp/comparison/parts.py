@@ -1,0 +1,209 @@
+"""Where the seconds of an iteration go: parts of the mean rank's time that add up to the iteration.
+
+    iteration = compute + launch + tensor parallel + padding + exchange        (busy)
+              + pipeline bubble + CP wait + DP wait                            (nothing runs)
+              + gradient reduction
+
+A busy second is split by prices: what the bucket costs less what it would cost if the exchange of keys and values were
+free is the exchange; less what it would cost if tensor parallelism were free, too, is that; less the price of its true
+tokens alone is padding (all of a place without samples is); the price of no tokens at all is launch; the rest computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.prices import NUM_KINKS, Floats, Ints
+from dynamic_cp.timeline import Timeline
+from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology
+
+_FREE_BYTES_PER_S = 1e30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeParts:
+    """Seconds of the mean rank (all stages and lanes), which add up to the iteration.
+
+    Attributes:
+        compute_s: kernels on true tokens, embedding, head and loss included.
+        launch_s: fixed costs of a bucket: launches, and kernels that short packs do not fill.
+        tensor_parallel_s: collectives of tensor and sequence parallelism.
+        padding_s: computing padding, places without samples included.
+        exchange_s: exchange of keys and values inside CP groups that no computing hides.
+        pipeline_bubble_s: waiting for another pipeline stage (time on the way between stages included).
+        cp_wait_s: waiting for other lanes of the CP group.
+        dp_wait_s: done, while other lanes still work.
+        gradient_reduction_s: reduction of gradients at the end, an upper bound.
+    """
+
+    compute_s: float
+    launch_s: float
+    tensor_parallel_s: float
+    padding_s: float
+    exchange_s: float
+    pipeline_bubble_s: float
+    cp_wait_s: float
+    dp_wait_s: float
+    gradient_reduction_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        """Sum of all parts."""
+        return sum(seconds for _, seconds in self)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which something runs, without the gradient reduction."""
+        return self.compute_s + self.launch_s + self.tensor_parallel_s + self.padding_s + self.exchange_s
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds in which nothing runs: pipeline bubble, CP wait and DP wait."""
+        return self.pipeline_bubble_s + self.cp_wait_s + self.dp_wait_s
+
+    def __iter__(self) -> Iterator[tuple[str, float]]:
+        """Yield (name of the part without its unit, seconds)."""
+        return ((name, getattr(self, f"{name}_s")) for name in PART_LABELS)
+
+
+PART_LABELS: Mapping[str, str] = {
+    "compute": "computing",
+    "launch": "launches and part-filled kernels",
+    "tensor_parallel": "tensor-parallel collectives",
+    "padding": "computing padding",
+    "exchange": "exposed CP exchange",
+    "pipeline_bubble": "pipeline bubble",
+    "cp_wait": "waiting inside CP groups",
+    "dp_wait": "waiting for the slowest lane",
+    "gradient_reduction": "gradient reduction",
+}
+"""Part -> what to call it, in the order in which parts are shown."""
+
+
+def mean_parts(all_parts: tuple[TimeParts, ...]) -> TimeParts:
+    """Return the mean of each part."""
+    return TimeParts(
+        **{
+            field.name: sum(getattr(parts, field.name) for parts in all_parts) / len(all_parts)
+            for field in fields(TimeParts)
+        }
+    )
+
+
+class PricesByPart(NamedTuple):
+    """Cost models that differ in what is free."""
+
+    all: CostModel
+    without_exchange: CostModel
+    without_communication: CostModel
+
+
+def prices_by_part(model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> PricesByPart:
+    """Return the cost models that `time_parts` subtracts from each other."""
+    no_exchange = replace(
+        hardware,
+        bandwidth_in_node_bytes_per_s=_FREE_BYTES_PER_S,
+        bandwidth_across_nodes_bytes_per_s=_FREE_BYTES_PER_S,
+        exchange_latency_s_per_layer=0.0,
+        ring_step_overhead_s_per_layer=0.0,
+    )
+    nothing = replace(no_exchange, collective_bandwidth_in_node_bytes_per_s=0.0)  # 0: not priced
+    return PricesByPart(*(CostModel(model, one, topology, options) for one in (hardware, no_exchange, nothing)))
+
+
+def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
+    """Return the parts of `timeline`, which was simulated with `prices.all`; they add up to its iteration_s."""
+    split = timeline.split
+    num_places = split.busy_ns.size
+    buckets = _buckets_of(timeline.plan, prices.all)
+    full = buckets.seconds(prices.all, buckets.padded)
+    free_exchange = buckets.seconds(prices.without_exchange, buckets.padded)
+    computing = buckets.seconds(prices.without_communication, buckets.padded)
+    true = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, buckets.true))
+    launch = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, np.zeros_like(buckets.true)))
+    exchange_s = buckets.mean_over_places(full - free_exchange)
+    tensor_parallel_s = buckets.mean_over_places(free_exchange - computing)
+    padding_s = buckets.mean_over_places(computing - true)
+    launch_s = buckets.mean_over_places(launch)
+    busy_s = float(split.busy_ns.sum()) / num_places / 1e9
+    return TimeParts(
+        # What is left, so that rounding to nanoseconds breaks no sum.
+        compute_s=busy_s - exchange_s - tensor_parallel_s - padding_s - launch_s,
+        launch_s=launch_s,
+        tensor_parallel_s=tensor_parallel_s,
+        padding_s=padding_s,
+        exchange_s=exchange_s,
+        pipeline_bubble_s=float(split.pipeline_bubble_ns.sum()) / num_places / 1e9,
+        cp_wait_s=float(split.cp_wait_ns.sum()) / num_places / 1e9,
+        dp_wait_s=float(split.dp_wait_ns.sum()) / num_places / 1e9,
+        gradient_reduction_s=timeline.gradient_reduction_s,
+    )
+
+
+class _Buckets(NamedTuple):
+    """All buckets of a plan as arrays.
+
+    Attributes:
+        rows: [bucket] -> row of the price tables.
+        cp_sizes: [bucket] lanes.
+        padded, true: [bucket, 2] -> sum of lengths and of their squares.
+        is_empty: [bucket] -> whether it holds no sample.
+    """
+
+    rows: Ints
+    cp_sizes: Ints
+    padded: Floats
+    true: Floats
+    is_empty: Ints
+    topology: Topology
+
+    def seconds(self, cost_model: CostModel, sums: Floats) -> Floats:
+        """Return [bucket] -> forward + backward seconds, mean over the stages, of a bucket with `sums`."""
+        table = cost_model.table
+        terms, tokens, squares = table.terms[self.rows], sums[:, :1], sums[:, 1:]
+        both = terms[:, :, 0] + terms[:, :, 1] * tokens + terms[:, :, 2] * squares
+        for kink in range(NUM_KINKS):
+            weight, constant, per_token, per_token2 = (terms[:, :, 3 + 4 * kink + one] for one in range(4))
+            both += weight * np.maximum(0.0, constant + per_token * tokens - per_token2 * squares)
+        edges = float(table.edges_s_per_token.sum()) / self.topology.pp_size
+        total: Floats = both.sum(axis=1) + edges * sums[:, 0] / self.cp_sizes
+        return total
+
+    def mean_over_places(self, seconds: Floats) -> float:
+        """Return the seconds of the mean lane from those of every bucket."""
+        return float((seconds * self.cp_sizes).sum()) / self.topology.num_lanes
+
+
+def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
+    buckets = tuple(plan.buckets)
+    multiple = plan.topology.rank_token_multiple
+    padded = [padded_seqlens((s.seqlen for s in one.samples), one.cp_size, multiple) for one in buckets]
+    true = [tuple(sample.seqlen for sample in one.samples) for one in buckets]
+    return _Buckets(
+        rows=np.array([_row_of(one, cost_model) for one in buckets], np.int64),
+        cp_sizes=np.array([one.cp_size for one in buckets], np.int64),
+        padded=_sums(padded),
+        true=_sums(true),
+        is_empty=np.array([not one.samples for one in buckets]),
+        topology=plan.topology,
+    )
+
+
+def _row_of(bucket: Bucket, cost_model: CostModel) -> int:
+    """Return the row of the price table that `bucket` pays."""
+    table, k = cost_model.table, bucket.cp_size.bit_length() - 1
+    link = table.links[k, bucket.first_lane >> k]
+    first, end = int(table.first_option[k, link]), int(table.end_option[k, link])
+    if bucket.cp_size == 1:
+        return first
+    return next(row for row in range(first, end) if cost_model.exchanges[row] == bucket.cp_comm_type)
+
+
+def _sums(lengths: list[tuple[int, ...]]) -> Floats:
+    return np.array([(sum(one), sum(length * length for length in one)) for one in lengths], np.float64).reshape(-1, 2)

@@ -1,0 +1,107 @@
+"""Policies that are planners of others: found, run and judged like our own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from dynamic_cp.comparison.job import Job, batch_outcome, rates
+from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.peers.peer import PeerResult
+from dynamic_cp.simulator import simulate
+from dynamic_cp.types import PlannedBatch, PlanOptions, Sample
+from dynamic_cp.validate import check_plan
+
+PEERS = ("megatron-0.16.1", "flexsp", "wlb")
+"""Planners of others, compared on request."""
+PEER_GROUP = "dynamic_cp.peers"
+"""Entry points of peers that need more than this package."""
+
+Peer = Callable[[Sequence[Sample], CostModel], PeerResult]
+
+
+def load_peer(name: str) -> Peer:
+    """Return the planner of a peer; UnsupportedFeatureError: what it needs is not installed."""
+    if name == "wlb":
+        from dynamic_cp.peers import wlb
+
+        return wlb.peer
+    if name == "flexsp":
+        try:
+            importlib.import_module("pulp")
+        except ImportError as error:
+            raise UnsupportedFeatureError(
+                f"policy flexsp solves MILPs with pulp, which is missing ({error}): pip install 'pulp<4'"
+            ) from error
+        from dynamic_cp.peers import flexsp
+
+        return flexsp.peer
+    found = importlib.metadata.entry_points(group=PEER_GROUP, name=name)
+    remedy = "pip install 'megatron-dynamic-cp[train]', or leave it out"
+    if not found:
+        raise UnsupportedFeatureError(f"policy {name} has no entry point in group {PEER_GROUP}: {remedy}")
+    try:
+        return cast(Peer, next(iter(found)).load())
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f"policy {name} runs the scheduler of megatron-core, which cannot be imported ({error}): {remedy}"
+        ) from error
+
+
+def outcome_of_peer(
+    name: str,
+    peer: Peer,
+    job: Job,
+    options: PlanOptions,
+    bounds_s: Sequence[float],
+) -> PolicyOutcome:
+    """Return what `peer` makes of all batches; UnsupportedFeatureError: it has no result for this job."""
+    prices = job.prices(options)
+    memory = job.memory(options, None)
+    batches = []
+    for batch, bound_s in zip(job.batches, bounds_s, strict=True):
+        start_s = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PuLP 3 announces PuLP 4
+            result = peer(batch, prices.all)
+        plan_s = time.perf_counter() - start_s
+        if result.seconds is None:
+            raise UnsupportedFeatureError(f"policy {name} has no result here: {result.note}; leave it out")
+        if result.plan is None:
+            batches.append(
+                BatchOutcome(
+                    planned=None,
+                    timeline=None,
+                    parts=None,
+                    lower_bound_s=bound_s,
+                    num_microbatches=None,
+                    padding_fraction=None,
+                    peak_bytes=None,
+                    plan_s=plan_s,
+                    note=result.note,
+                    **rates(job, [sample.seqlen for sample in batch], result.seconds, prices),
+                )
+            )
+            continue
+        check_plan(result.plan, batch)
+        timeline = simulate(result.plan, prices.all)
+        planned = PlannedBatch(
+            plan=result.plan,
+            predicted_s=timeline.iteration_s,
+            predicted_busy_s=timeline.lane_busy_s,
+            reason=result.note,
+        )
+        batches.append(batch_outcome(job, planned, prices, memory, bound_s, plan_s, result.note))
+    return PolicyOutcome(
+        policy=name,
+        batches=tuple(batches),
+        max_tokens_per_rank=options.max_tokens_per_rank,
+        static_cp_size=None,
+        available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
+    )

@@ -1,0 +1,146 @@
+"""The values of a comparison; `compare.py` fills them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dynamic_cp.comparison.parts import TimeParts, mean_parts
+from dynamic_cp.comparison.speedup import Speedup, speedup_of
+from dynamic_cp.timeline import Timeline
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """What one policy makes of one global batch.
+
+    Attributes:
+        planned, timeline, parts, peak_bytes: None where a peer's method has no such plan, only a time.
+        iteration_s: forward, backward and reduction of gradients; the parts add up to it.
+        makespan_s: the same without the reduction.
+        lower_bound_s: no legal plan of this batch has a smaller makespan_s.
+        num_microbatches: of the plan; None where there is none.
+        num_tokens: true tokens of the batch.
+        tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
+        padding_fraction: share of padding in all tokens that are computed.
+        peak_bytes: of the rank that needs most.
+        plan_s: seconds of planning on this machine (measured, so never the same twice).
+        note: what a peer says about its result.
+    """
+
+    planned: PlannedBatch | None
+    timeline: Timeline | None
+    parts: TimeParts | None
+    iteration_s: float
+    makespan_s: float
+    lower_bound_s: float
+    num_microbatches: int | None
+    num_tokens: int
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    padding_fraction: float | None
+    peak_bytes: float | None
+    plan_s: float
+    note: str = ""
+
+    @property
+    def time_over_bound(self) -> float:
+        """makespan_s / lower_bound_s, at least 1."""
+        return self.makespan_s / self.lower_bound_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutcome:
+    """What one policy makes of all global batches.
+
+    Attributes:
+        max_tokens_per_rank: its limit of tokens (with an automatic limit, that of its own CP sizes).
+        static_cp_size: CP size of a static policy; None = it has none.
+        available_bytes: memory of a rank that may be planned with; None = unknown.
+    """
+
+    policy: str
+    batches: tuple[BatchOutcome, ...]
+    max_tokens_per_rank: int
+    static_cp_size: int | None
+    available_bytes: float | None
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean over the batches of a figure of `BatchOutcome`; None where it is unknown."""
+        values = [getattr(one, name) for one in self.batches]
+        return None if None in values else sum(values) / len(values)
+
+    def stdev(self, name: str) -> float | None:
+        """Return the standard deviation over the batches of a figure; None where it is unknown or of one batch."""
+        mean = self.mean(name)
+        if mean is None or len(self.batches) == 1:
+            return None
+        return math.sqrt(sum((getattr(one, name) - mean) ** 2 for one in self.batches) / (len(self.batches) - 1))
+
+    @property
+    def iteration_s(self) -> float:
+        """Mean seconds of an iteration."""
+        return sum(one.iteration_s for one in self.batches) / len(self.batches)
+
+    @property
+    def parts(self) -> TimeParts | None:
+        """Mean parts of an iteration; they add up to `iteration_s`."""
+        parts = tuple(one.parts for one in self.batches if one.parts is not None)
+        return mean_parts(parts) if len(parts) == len(self.batches) else None
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Most memory that any of the batches needs."""
+        peaks = [one.peak_bytes for one in self.batches if one.peak_bytes is not None]
+        return max(peaks) if len(peaks) == len(self.batches) else None
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether no batch needs more memory than there is (as far as both are known)."""
+        return self.peak_bytes is None or self.available_bytes is None or self.peak_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Policies side by side on the same global batches.
+
+    Attributes:
+        model_name, hardware_name: what the user called them.
+        options: as given; max_tokens_per_rank is that of the dynamic policy where it followed from memory.
+        batches: the global batches, in order.
+        policies: in the order in which they were asked for.
+    """
+
+    model_name: str
+    hardware_name: str
+    topology: Topology
+    model: ModelShape
+    hardware: Hardware
+    options: PlanOptions
+    batches: tuple[tuple[Sample, ...], ...]
+    policies: tuple[PolicyOutcome, ...]
+
+    def policy(self, name: str) -> PolicyOutcome:
+        """Return the outcome of a policy; KeyError when it was not compared."""
+        for one in self.policies:
+            if one.policy == name:
+                return one
+        raise KeyError(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the compared policies."""
+        return tuple(one.policy for one in self.policies)
+
+    @property
+    def speedups(self) -> tuple[Speedup, ...]:
+        """Speed-up of the dynamic policy over each other one; empty without it."""
+        if "dynamic" not in self.names:
+            return ()
+        ours = [one.iteration_s for one in self.policy("dynamic").batches]
+        return tuple(
+            speedup_of("dynamic", ours, other.policy, [one.iteration_s for one in other.batches])
+            for other in self.policies
+            if other.policy != "dynamic"
+        )

@@ -1,0 +1,201 @@
+"""What to conclude from a comparison, in plain words, with the numbers that say why.
+
+Nothing here is a fixed sentence about dynamic CP: the reason names the parts of the iteration that shrank most (or that
+leave nothing to gain), how many tokens changed their CP size, and what the lengths are like.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from dynamic_cp.comparison.parts import PART_LABELS
+from dynamic_cp.comparison.speedup import Speedup
+from dynamic_cp.comparison.values import Comparison, PolicyOutcome
+
+MIN_GAIN = 1.02
+"""Below this factor dynamic CP is not worth a change: what a cost model says is no more exact than that."""
+_STATIC_POLICIES = ("static", "balanced")
+_LARGE_SHARE = 0.2
+_SMALL_SECONDS = 0.002
+"""Parts that change by less than this share of the iteration are not named."""
+
+Pays = Literal["yes", "no", "unclear"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether dynamic CP pays.
+
+    Attributes:
+        pays: "unclear" where the interval holds both a gain that is worth it and one that is not.
+        baseline: the policy it was judged against: the fastest static one that fits in memory.
+        headline: the judgement with its factor.
+        reason: why, one to three sentences.
+        saved_s: part -> seconds that dynamic CP saves of it (negative: it spends more), largest first.
+    """
+
+    pays: Pays
+    baseline: str
+    headline: str
+    reason: str
+    saved_s: tuple[tuple[str, float], ...]
+
+    @property
+    def text(self) -> str:
+        """Headline and reason."""
+        return f"{self.headline}\n{self.reason}"
+
+
+def verdict_of(comparison: Comparison) -> Verdict | None:
+    """Return what to conclude; None where dynamic CP was not compared with a planned policy."""
+    others = [one for one in comparison.policies if one.policy != "dynamic" and one.parts is not None]
+    if "dynamic" not in comparison.names or not others:
+        return None
+    ours = comparison.policy("dynamic")
+    static = [one for one in others if one.policy in _STATIC_POLICIES] or others
+    baseline = min(static, key=lambda one: (not one.fits_memory, one.iteration_s))
+    speedups = {one.baseline: one for one in comparison.speedups}
+    speedup = speedups[baseline.policy]
+    low, high = speedup.low or speedup.ratio, speedup.high or speedup.ratio
+    pays: Pays = "yes" if low >= MIN_GAIN else "no" if high < MIN_GAIN else "unclear"
+    saved_s = _saved(ours, baseline)
+    headline = _headline(pays, speedup, baseline, [one for name, one in speedups.items() if name != baseline.policy])
+    if not ours.fits_memory:
+        headline += f"; but its plan needs {_gb(ours.peak_bytes)} of {_gb(ours.available_bytes)}: lower the token limit"
+    if pays == "yes":
+        reason = _why_it_pays(ours, baseline, saved_s)
+    else:
+        reason = _why_it_does_not(comparison, ours, baseline, saved_s)
+        if pays == "unclear":
+            reason += f" {len(comparison.batches)} global batches differ too much to tell: compare more of them."
+    return Verdict(pays=pays, baseline=baseline.policy, headline=headline, reason=reason, saved_s=saved_s)
+
+
+def described(policy: PolicyOutcome) -> str:
+    """Return the name of a policy, with its CP size if that is static."""
+    return policy.policy if policy.static_cp_size is None else f"{policy.policy} CP {policy.static_cp_size}"
+
+
+def cp_token_shares(policy: PolicyOutcome) -> dict[int, float]:
+    """Return CP size -> share of all tokens that run in buckets of that size, ascending; empty without plans."""
+    tokens: Counter[int] = Counter()
+    for one in policy.batches:
+        if one.planned is not None:
+            for bucket in one.planned.plan.buckets:
+                tokens[bucket.cp_size] += bucket.num_tokens
+    total = sum(tokens.values())
+    return {cp_size: tokens[cp_size] / total for cp_size in sorted(tokens) if tokens[cp_size]}
+
+
+def _saved(ours: PolicyOutcome, theirs: PolicyOutcome) -> tuple[tuple[str, float], ...]:
+    """Return (part, seconds saved), most saved first."""
+    assert ours.parts is not None
+    assert theirs.parts is not None
+    mine = dict(ours.parts)
+    return tuple(sorted(((name, seconds - mine[name]) for name, seconds in theirs.parts), key=lambda one: -one[1]))
+
+
+def _headline(pays: Pays, speedup: Speedup, baseline: PolicyOutcome, others: list[Speedup]) -> str:
+    start = {
+        "yes": "dynamic CP gains",
+        "no": "dynamic CP does not pay here: it gains",
+        "unclear": "dynamic CP may pay: it gains",
+    }[pays]
+    among = " (the fastest static policy)" if any(one.baseline in _STATIC_POLICIES for one in others) else ""
+    text = f"{start} {factor(speedup)} over {described(baseline)}{among}"
+    for one in others:
+        text += f", {one.ratio:.2f}x over {one.baseline}"
+    return text
+
+
+def factor(speedup: Speedup) -> str:
+    """Return a speed-up with its interval, such as `1.31x (95 % 1.27..1.35)`."""
+    if speedup.low is None or speedup.high is None:
+        return f"{speedup.ratio:.2f}x (one batch, no interval)"
+    return f"{speedup.ratio:.2f}x (95 % {speedup.low:.2f}..{speedup.high:.2f})"
+
+
+def _why_it_pays(ours: PolicyOutcome, baseline: PolicyOutcome, saved_s: tuple[tuple[str, float], ...]) -> str:
+    net_s = baseline.iteration_s - ours.iteration_s
+    gross_s = sum(seconds for _, seconds in saved_s if seconds > 0)
+    named = [one for index, one in enumerate(saved_s) if index == 0 or one[1] >= _LARGE_SHARE * gross_s][:3]
+    text = f"Of {baseline.iteration_s:.3f} s it saves {net_s:.3f} s: " + _joined(
+        [f"{_change(name, ours, baseline)}" for name, _ in named]
+    )
+    lost = [one for one in saved_s if -one[1] >= _LARGE_SHARE * net_s]
+    if lost:
+        text += "; it pays with " + _joined([_change(name, ours, baseline) for name, _ in lost[-2:]])
+    return f"{text}. {_moved_tokens(ours, baseline)}"
+
+
+def _why_it_does_not(
+    comparison: Comparison, ours: PolicyOutcome, baseline: PolicyOutcome, saved_s: tuple[tuple[str, float], ...]
+) -> str:
+    assert baseline.parts is not None
+    parts, iteration_s = dict(baseline.parts), baseline.iteration_s
+    fixed_s = parts["compute"] + parts["tensor_parallel"] + parts["gradient_reduction"]
+    seqlens = [sample.seqlen for batch in comparison.batches for sample in batch]
+    sentences = []
+    if min(seqlens) == max(seqlens):
+        sentences.append(f"All samples have {seqlens[0]} tokens, so one CP size is right for all of them.")
+    changes = [name for name, seconds in saved_s if abs(seconds) >= _SMALL_SECONDS * iteration_s]
+    sentences.append(
+        f"{described(baseline)} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, tensor "
+        "parallelism and gradient reduction, which no plan avoids; the rest is "
+        + _joined([f"{label(name)} {seconds / iteration_s:.1%}" for name, seconds in _largest_avoidable(parts)[:2]])
+        + (
+            "; with dynamic CP " + _joined([_change(name, ours, baseline) for name in changes[:2]]) + "."
+            if changes
+            else "; dynamic CP changes none of it."
+        )
+    )
+    sentences.append(_moved_tokens(ours, baseline))
+    bound = max(one.time_over_bound for one in baseline.batches)
+    if bound < MIN_GAIN:
+        sentences.append(f"No plan can gain more: {baseline.policy} is within {bound - 1:.1%} of the lower bound.")
+    return " ".join(sentences)
+
+
+def _largest_avoidable(parts: dict[str, float]) -> list[tuple[str, float]]:
+    names = ("launch", "padding", "exchange", "pipeline_bubble", "cp_wait", "dp_wait")
+    return sorted(((name, parts[name]) for name in names), key=lambda one: -one[1])
+
+
+def _moved_tokens(ours: PolicyOutcome, baseline: PolicyOutcome) -> str:
+    """Return where dynamic CP runs the tokens, against the one size of a static policy."""
+    shares = cp_token_shares(ours)
+    main = max(shares, key=lambda cp_size: shares[cp_size])
+    if baseline.static_cp_size is None:
+        return f"{shares[main]:.0%} of the tokens run at CP {main}."
+    smaller = sum(share for cp_size, share in shares.items() if cp_size < baseline.static_cp_size)
+    larger = sum(share for cp_size, share in shares.items() if cp_size > baseline.static_cp_size)
+    same = shares.get(baseline.static_cp_size, 0.0)
+    if same > 0.995:
+        return f"Dynamic CP, too, runs all tokens at CP {baseline.static_cp_size}."
+    moves = [f"{share:.0%} at a {word} one" for share, word in ((smaller, "smaller"), (larger, "larger")) if share > 0]
+    most = f" ({shares[main]:.0%} at CP {main})" if main != baseline.static_cp_size else ""
+    return (
+        f"It runs {same:.0%} of the tokens at CP {baseline.static_cp_size}, as {baseline.policy} does, "
+        f"{_joined(moves)}{most}."
+    )
+
+
+def label(name: str) -> str:
+    """Return what to call a part."""
+    return PART_LABELS[name]
+
+
+def _change(name: str, ours: PolicyOutcome, theirs: PolicyOutcome) -> str:
+    assert ours.parts is not None
+    assert theirs.parts is not None
+    return f"{label(name)} {dict(theirs.parts)[name]:.3f} -> {dict(ours.parts)[name]:.3f} s"
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _gb(value: float | None) -> str:
+    return "unknown memory" if value is None else f"{value / 1e9:.1f} GB"
