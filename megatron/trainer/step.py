@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,29 +10,53 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.loss import forward_step
+from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 
 
 def run_schedule(
-    model: Sequence[torch.nn.Module], data: StepData, seq_length: int, *, forward_only: bool
+    model: Sequence[torch.nn.Module],
+    data: StepData,
+    seq_length: int,
+    *,
+    forward_only: bool,
+    rank_tokens: Sequence[int] | None = None,
+    verify_messages: bool = False,
+    forward_step_func: Callable[..., Any] = forward_step,
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward); return what the loss function logged, [] before the last stage.
 
     Args:
         seq_length: an upper bound; pipeline stages exchange the real lengths.
+        rank_tokens: padded tokens of this lane in each micro-batch, from the plan; None: pipeline stages tell each
+            other before every tensor (megatron-core's handshake).
+        verify_messages: first compare the messages of the step between stages; collective over the job.
+        forward_step_func: runs one micro-batch.
     """
     single = len(model) == 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
+    planned: dict[str, Any] = {}
+    if rank_tokens is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        pp_group, config = parallel_state.get_pipeline_model_parallel_group(), get_model_config(model[0])
+        communicator = PlannedP2PCommunicator(pp_group, config, rank_tokens, forward_only=forward_only)
+        if verify_messages:
+            communicator.check_neighbours()
+        planned = {"p2p_communicator": communicator, "pg_collection": schedule_groups()}
+    logged = get_forward_backward_func()(
+        forward_step_func=forward_step_func,
         data_iterator=data.data_iterators[0] if single else data.data_iterators,
         model=model[0] if single else list(model),
         num_microbatches=data.num_microbatches,
         seq_length=seq_length,
         micro_batch_size=1,
         forward_only=forward_only,
+        **planned,
     )
+    if planned:
+        communicator.finish()
+    return logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,304 @@
+"""Pipelines whose message shapes come from the plan: bit-equal to megatron-core's handshake, without its messages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.transformer.module import Float16Module
+
+from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
+from dynamic_cp.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.schedule import stage_operations
+from dynamic_cp.types import Plan, PlannedBatch, Sample
+from megatron.dynamic_cp.data_iterator_wrapper import StepData
+from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, for_chunk, micro_batches, pack_step
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, message_orders
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.trainer.step import run_schedule
+from tests.distributed import reference
+from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.distributed.parity import BATCHES, Layout, build_chunks, mixed_plan, samples_of, static_plan
+
+SHAPE_MESSAGE = torch.int64
+"""What the handshake sends; activations and gradients are floating point."""
+
+
+class Trainee:
+    """A model on this rank, ready to run passes."""
+
+    def __init__(self, layout: Layout, **settings: Any) -> None:
+        initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
+        self.groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
+        variant = reference.VARIANTS[layout.variant]
+        self.config, chunks = build_chunks(layout, variant)
+        for name, value in settings.items():
+            setattr(self.config, name, value)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.needs = [ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks]
+        if self.config.bf16:
+            self.config.pipeline_dtype = torch.bfloat16
+            chunks = [Float16Module(self.config, chunk) for chunk in chunks]
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.model = [DistributedDataParallel(self.config, ddp_config, chunk) for chunk in chunks]
+
+    def pack(self, plan: Plan, samples: Sequence[Sample]) -> PackedStep:
+        by_id = {sample.sample_id: sample for sample in samples}
+        planned = PlannedBatch(
+            plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * plan.topology.num_lanes, reason="test"
+        )
+        return pack_step(
+            lane_plan(plan, self.groups.lane, PlanFacts.of(planned)),
+            lambda sample_id: reference.read_sample(by_id[sample_id]),
+        )
+
+    def step_data(self, packed: PackedStep) -> StepData:
+        batches = list(micro_batches(packed, self.groups, torch.device("cpu"), "test", ExchangeStats()))
+        return StepData([for_chunk(batches, needs) for needs in self.needs], len(batches), 0, 0)
+
+    def run(self, packed: PackedStep, *, forward_only: bool = False, **options: Any) -> dict[str, Any]:
+        """Run a pass; return what is logged, all gradients, and how many messages of which type were sent."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        with counted_messages() as sent, torch.no_grad() if forward_only else nullcontext():
+            logged = run_schedule(self.model, self.step_data(packed), 64, forward_only=forward_only, **options)
+        gradients = {
+            f"{index}.{name}": parameter.main_grad.clone()
+            for index, chunk in enumerate(self.model)
+            for name, parameter in chunk.named_parameters()
+        }
+        return {"logged": [entry["lm loss"] for entry in logged], "gradients": gradients, "sent": sent}
+
+
+@contextmanager
+def counted_messages() -> Iterator[Counter[torch.dtype]]:
+    """Count the tensors that megatron-core sends between stages, by type."""
+    sent: Counter[torch.dtype] = Counter()
+    batched, single = dist.batch_isend_irecv, p2p_communication._p2p_ops
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+
+    def count_batched(operations: list[Any]) -> Any:
+        # Ring attention sends this way, too, in groups of its own.
+        ours = [one for one in operations if one.op is dist.isend and one.group is pp_group]
+        sent.update(operation.tensor.dtype for operation in ours)
+        return batched(operations)
+
+    def count_single(**tensors: Any) -> Any:
+        sent.update(t.dtype for name, t in tensors.items() if name.startswith("tensor_send") and t is not None)
+        return single(**tensors)
+
+    dist.batch_isend_irecv, p2p_communication._p2p_ops = count_batched, count_single
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv, p2p_communication._p2p_ops = batched, single
+
+
+def run_both(
+    layout: Layout, plans: Sequence[Plan], samples: Sequence[Sample], settings: dict[str, Any], handshake: bool
+) -> list[dict[str, Any]]:
+    """Return for each plan, and each of training and evaluation, the outcome with and without the handshake."""
+    trainee = Trainee(layout, **settings)
+    outcomes = []
+    for plan in plans:
+        packed = trainee.pack(plan, samples)
+        rank_tokens = [bucket.rank_tokens for bucket in packed.buckets]
+        for forward_only in (False, True):
+            planned = trainee.run(packed, forward_only=forward_only, rank_tokens=rank_tokens, verify_messages=True)
+            stock = trainee.run(packed, forward_only=forward_only) if handshake else None
+            outcomes.append({"stock": stock, "planned": planned, "tokens": rank_tokens, "forward_only": forward_only})
+    return outcomes
+
+
+LAYOUTS = {
+    "pp2": Layout(1, pp=2),
+    "pp2_two_lanes": Layout(2, pp=2),
+    "pp2_vpp2": Layout(1, pp=2, vpp=2),
+    "pp4": Layout(1, pp=4),
+    "tp2_sp_pp2": Layout(1, tp=2, sp=True, pp=2),
+    "pp2_bf16": Layout(1, pp=2, config={"bf16": True, "params_dtype": torch.bfloat16}),
+}
+
+
+def expected_messages(layout: Layout, num_microbatches: int, forward_only: bool) -> int:
+    """Return the tensors that all ranks of a pipeline send: one across each border of virtual stages, and back."""
+    borders = layout.pp * layout.vpp - 1
+    return borders * num_microbatches * (1 if forward_only else 2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_shapes_change_nothing_but_messages(name: str) -> None:
+    layout, samples = LAYOUTS[name], BATCHES["long_tail"]
+    plans = [mixed_plan(samples, layout)]
+    if layout.vpp == 1:
+        plans.append(static_plan(samples, layout, cp_size=layout.lanes))  # one micro-batch: fewer than stages
+    ranks = run_ranks(layout.topology.world_size, run_both, layout, plans, samples, {}, True, timeout_s=90)
+    for outcomes in zip(*ranks, strict=True):
+        check_equal(layout, outcomes)
+        pipelines = layout.topology.world_size // layout.pp
+        num_messages = pipelines * expected_messages(layout, len(outcomes[0]["tokens"]), outcomes[0]["forward_only"])
+        planned = sum((outcome["planned"]["sent"] for outcome in outcomes), Counter())
+        stock = sum((outcome["stock"]["sent"] for outcome in outcomes), Counter())
+        assert planned.total() == num_messages > 0
+        assert planned[SHAPE_MESSAGE] == 0
+        assert stock[SHAPE_MESSAGE] == num_messages, "the handshake has gone: this file compares nothing"
+        assert stock.total() == 2 * num_messages
+    assert max(len(set(outcome["tokens"])) for outcomes in ranks for outcome in outcomes) >= 3, "lengths are not ragged"
+    if layout.lanes > 1:
+        assert any(min(outcome["tokens"]) == 1 for outcomes in ranks for outcome in outcomes), "no empty place"
+
+
+def check_equal(layout: Layout, outcomes: Sequence[dict[str, Any]]) -> None:
+    """Losses and gradients are the same bit by bit; some of both exist."""
+    num_losses = 0
+    for outcome in outcomes:
+        stock, planned = outcome["stock"], outcome["planned"]
+        assert len(stock["logged"]) == len(planned["logged"])
+        assert all(torch.equal(a, b) for a, b in zip(stock["logged"], planned["logged"], strict=True))
+        num_losses += len(planned["logged"])
+        assert stock["gradients"].keys() == planned["gradients"].keys() != set()
+        for parameter, gradient in planned["gradients"].items():
+            assert torch.equal(gradient, stock["gradients"][parameter]), parameter
+        total = sum(gradient.abs().sum().item() for gradient in planned["gradients"].values())
+        assert (total == 0) == outcome["forward_only"]
+    assert num_losses == layout.lanes * layout.tp * len(outcomes[0]["tokens"])
+
+
+def test_interleaving_without_overlap() -> None:
+    """The handshake aborts here on gloo (it is always batched); with planned shapes unequal lengths are right."""
+    layout, samples = LAYOUTS["pp2_vpp2"], BATCHES["long_tail"]
+    plans = [mixed_plan(samples, layout)]
+    settings = {"overlap_p2p_comm": False, "batch_p2p_comm": False}
+    ranks = run_ranks(2, run_both, layout, plans, samples, settings, False, timeout_s=60)
+    overlapped = run_ranks(2, run_both, layout, plans, samples, {}, False, timeout_s=60)
+    for outcomes, expected in zip(zip(*ranks, strict=True), zip(*overlapped, strict=True), strict=True):
+        pairs = zip(outcomes, expected, strict=True)
+        check_equal(layout, [{**outcome, "stock": wanted["planned"]} for outcome, wanted in pairs])
+
+
+def run_with_tokens(layout: Layout, samples: Sequence[Sample], tokens_of_stage: Sequence[Sequence[int]]) -> str:
+    """Run a planned pass in which each stage believes its own tokens; return the error that it met."""
+    trainee = Trainee(layout)
+    packed = trainee.pack(plan_of_three(layout, samples), samples)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    believed = tokens_of_stage[stage]
+    assert [bucket.rank_tokens for bucket in packed.buckets] == [5, 9, 30]
+    with pytest.raises(DisagreementError) as caught:
+        trainee.run(packed, rank_tokens=believed, verify_messages=len({tuple(t) for t in tokens_of_stage}) > 1)
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the ranks are still in step
+    assert total.item() == layout.pp
+    return str(caught.value)
+
+
+def plan_of_three(layout: Layout, samples: Sequence[Sample]) -> Plan:
+    """Return a plan of one sample per micro-batch."""
+    micro_batches = [static_plan((sample,), layout, cp_size=1).micro_batches[0] for sample in samples]
+    return Plan(topology=layout.topology, max_tokens_per_rank=100, micro_batches=tuple(micro_batches))
+
+
+def test_neighbours_with_different_plans_are_found_before_they_exchange() -> None:
+    layout, samples = LAYOUTS["pp4"], samples_of(5, 9, 30)
+    tokens = [[5, 9, 30], [5, 9, 30], [5, 8, 30], [5, 9, 30]]
+    messages = run_ranks(4, run_with_tokens, layout, samples, tokens, timeout_s=60)
+    assert len(set(messages)) == 1
+    assert "stage 1 sends message 1 as (9, 1, 128), stage 2 expects (8, 1, 128)" in messages[0]
+
+
+def test_neighbours_with_other_numbers_of_messages_are_found() -> None:
+    layout, samples = LAYOUTS["pp2"], samples_of(5, 9, 30)
+    messages = run_ranks(2, run_with_tokens, layout, samples, [[5, 9, 30], [5, 9]], timeout_s=60)
+    assert "stage 0 sends 3 messages, stage 1 expects 2" in messages[0]
+
+
+def test_unfinished_plan_is_an_error_on_all_stages() -> None:
+    layout, samples = LAYOUTS["pp2"], samples_of(5, 9, 30)
+    messages = run_ranks(2, run_with_tokens, layout, samples, [[5, 9, 30, 7]] * 2, timeout_s=60)
+    assert all("is done with 3 of 4 messages" in message for message in messages)
+
+
+def run_wrong_plan(layout: Layout, samples: Sequence[Sample], tokens: Sequence[int]) -> None:
+    trainee = Trainee(layout)
+    trainee.run(trainee.pack(plan_of_three(layout, samples), samples), rank_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([5, 30, 9], "(9, 1, 128) torch.float32 for micro-batch 1 (send_next), the plan says (30, 1, 128)"),
+        (
+            [5, 9, 31],
+            "stage 0 has (30, 1, 128) torch.float32 for micro-batch 2 (send_next), the plan says (31, 1, 128)",
+        ),
+        ([5, 9], "stage 0 is asked for message 3 (send_next), the plan has 2"),
+    ],
+    ids=["order", "length", "number"],
+)
+def test_wrong_plan_is_caught_by_its_sender(tokens: list[int], message: str) -> None:
+    """All stages believe the same wrong plan: the sender stops before the neighbour reads other numbers."""
+    layout, samples = LAYOUTS["pp2"], samples_of(5, 9, 30)
+    with pytest.raises(RankError, match=re.escape(message)):
+        run_ranks(2, run_wrong_plan, layout, samples, tokens, timeout_s=20)
+
+
+def refuse_fixed_lengths() -> str:
+    initialize_model_parallel(1, 2)
+    config, _ = build_chunks(Layout(1, pp=2), reference.LLAMA)
+    config.variable_seq_lengths = False
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, [5])
+    return str(caught.value)
+
+
+def test_fixed_lengths_are_refused() -> None:
+    assert "variable_seq_lengths is False" in run_ranks(2, refuse_fixed_lengths, timeout_s=30)[0]
+
+
+# The order of messages, without ranks.
+
+
+@pytest.mark.parametrize("pp_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("vp_size", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_orders_are_those_of_the_planner(pp_size: int, vp_size: int, groups: int) -> None:
+    """Two sources: megatron-core's table here, the simulator's schedule there."""
+    num_microbatches = groups * pp_size
+    for stage in range(pp_size):
+        orders = message_orders(stage, pp_size, num_microbatches, vp_size, pp_size, forward_only=False)
+        operations = stage_operations(stage, pp_size, num_microbatches, vp_size)
+        virtual = [(op.kind, op.micro_batch, op.chunk * pp_size + stage) for op in operations]
+        last = pp_size * vp_size - 1
+        forward = [(index, at) for kind, index, at in virtual if kind == "F"]
+        backward = [(index, at) for kind, index, at in virtual if kind == "B"]
+        assert orders.recv_prev == tuple(index for index, at in forward if at > 0)
+        assert orders.send_next == tuple(index for index, at in forward if at < last)
+        assert orders.recv_next == tuple(index for index, at in backward if at < last)
+        assert orders.send_prev == tuple(index for index, at in backward if at > 0)
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "vp_size", "num_microbatches", "group_size"), [(2, 2, 5, 3), (4, 3, 13, 8), (2, 1, 1, 2)]
+)
+def test_both_ends_of_a_pipe_have_one_order(pp_size: int, vp_size: int, num_microbatches: int, group_size: int) -> None:
+    """Also with groups of micro-batches that are larger than the pipeline or unequal."""
+    orders = [
+        message_orders(stage, pp_size, num_microbatches, vp_size, group_size, forward_only=False)
+        for stage in range(pp_size)
+    ]
+    for stage in range(pp_size):
+        following = (stage + 1) % pp_size
+        assert orders[stage].send_next == orders[following].recv_prev
+        assert orders[following].send_prev == orders[stage].recv_next
+    assert sum(len(one.send_next) for one in orders) == (pp_size * vp_size - 1) * num_microbatches
+    evaluation = message_orders(0, pp_size, num_microbatches, vp_size, group_size, forward_only=True)
+    assert evaluation == orders[0]._replace(recv_next=(), send_prev=())
