@@ -16,6 +16,7 @@ TRAIN = [
     "psutil",  # dist_checkpointing.save needs it without declaring it: without psutil a save hangs
     "tensorboard",
 ]
+REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout"]
 
 setup(
@@ -27,15 +28,16 @@ setup(
     packages=find_namespace_packages(
         include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*"]
     ),
-    package_data={"dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "py.typed"]},
+    package_data={"dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "report/templates/*", "py.typed"]},
     install_requires=["numpy>=1.26"],
     extras_require={
         "fast": FAST,
         "exact": EXACT,
+        "report": REPORT,
         "train": TRAIN,
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
         "test": TEST,
-        "dev": [*TEST, "matplotlib", "mypy", "ruff"],
+        "dev": [*TEST, *REPORT, "mypy", "ruff"],
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],

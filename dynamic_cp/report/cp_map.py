@@ -1,0 +1,103 @@
+"""Heat map of the CP sizes of plans: lanes × micro-batches. A group is one tile over its lanes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dynamic_cp.prices import Ints
+from dynamic_cp.report.drawing import (
+    FONT_PT,
+    MEDIUM_IN,
+    Rectangle,
+    add_legend,
+    add_rectangles,
+    new_figure,
+)
+from dynamic_cp.report.gantt import cp_legend
+from dynamic_cp.report.theme import Theme
+from dynamic_cp.types import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_LANES, _MAX_MICRO_BATCHES = 64, 96
+
+
+def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float = MEDIUM_IN, title: str = "") -> Figure:
+    """Return the picture of (policy, plan) pairs, one above the other.
+
+    With more lanes or micro-batches than a picture can show, a tile stands for several and takes the largest CP size
+    among them; the picture says so.
+    """
+    grids = [_reduced(_cp_sizes(plan)) for _, plan in plans]
+    heights = [min(1.9, max(0.5, 0.07 * len(grid))) for grid in grids]
+    figure = new_figure(width_in, sum(heights) + 0.62 * len(plans) + 0.75 + (0.3 if title else 0.0))
+    panels = figure.subplots(len(plans), 1, squeeze=False, height_ratios=heights)[:, 0]
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    sizes: set[int] = set()
+    for panel, grid, (name, plan) in zip(panels, grids, plans, strict=True):
+        _draw(panel, grid, theme)
+        sizes |= set(np.unique(grid).tolist())
+        _describe(panel, name, plan, grid)
+    entries = cp_legend(sizes - {0}, theme) + [("only padding", theme.empty)] * (0 in sizes)
+    add_legend(figure, entries, width_in=width_in, title="CP size")
+    return figure
+
+
+def _cp_sizes(plan: Plan) -> Ints:
+    """Return [lane, micro-batch] -> CP size, 0 for a place that computes only padding."""
+    sizes = np.zeros((plan.topology.num_lanes, plan.num_microbatches), np.int64)
+    for column, micro_batch in enumerate(plan.micro_batches):
+        for bucket in micro_batch.buckets:
+            if bucket.samples:
+                sizes[bucket.first_lane : bucket.lanes.stop, column] = bucket.cp_size
+    return sizes
+
+
+def _reduced(sizes: Ints) -> Ints:
+    """Return the largest of every block of lanes and micro-batches, at most _MAX_LANES x _MAX_MICRO_BATCHES."""
+    lanes, columns = (-(-n // most) for n, most in zip(sizes.shape, (_MAX_LANES, _MAX_MICRO_BATCHES), strict=True))
+    sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[0], lanes), axis=0)
+    reduced: Ints = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], columns), axis=1)
+    return reduced
+
+
+def _draw(panel: Axes, grid: Ints, theme: Theme) -> None:
+    tiles: dict[int, list[Rectangle]] = defaultdict(list)
+    for column, sizes in enumerate(grid.T.tolist()):
+        row = 0
+        while row < len(sizes):
+            size = sizes[row]
+            # Tiles of the same size are separate groups, but where rows stand for several lanes the group is thinner.
+            height = max(1, size) if len(sizes) >= size else len(sizes)
+            height = min(height, next((i for i, other in enumerate(sizes[row:]) if other != size), len(sizes) - row))
+            tiles[size].append(Rectangle(column, column + 1, row, row + height))
+            row += height
+    for size, rectangles in sorted(tiles.items()):
+        color = theme.cp_color(size) if size else theme.empty
+        add_rectangles(panel, rectangles, color, edgecolor=theme.background, linewidth=0.5)
+    panel.set_xlim(0, grid.shape[1])
+    panel.set_ylim(len(grid), 0)
+    panel.spines[["left", "bottom"]].set_visible(False)
+    panel.tick_params(length=2)
+
+
+def _describe(panel: Axes, name: str, plan: Plan, grid: Ints) -> None:
+
+    num_lanes = plan.topology.num_lanes
+    lanes, columns = -(-num_lanes // _MAX_LANES), -(-plan.num_microbatches // _MAX_MICRO_BATCHES)
+    panel.set_title(name, fontweight="bold", pad=4)
+    panel.set_xlabel(f"micro-batch (each column the largest of {columns})" if columns > 1 else "micro-batch")
+    panel.set_ylabel(f"lane (rows of {lanes})" if lanes > 1 else "lane")
+    for axis, count, scale in ((panel.xaxis, grid.shape[1], columns), (panel.yaxis, len(grid), lanes)):
+        step = max(1, -(-count // (12 if axis is panel.xaxis else 4)))
+        step = 1 << (step - 1).bit_length()
+        axis.set_ticks(
+            [place + 0.5 for place in range(0, count, step)], [str(place * scale) for place in range(0, count, step)]
+        )

@@ -1,0 +1,230 @@
+"""What all pictures share: matplotlib at first use, one look, and files that are the same bytes for the same input.
+
+Only matplotlib's object API is used and its settings are put back after every call: no global state, no display.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.report.files import write_whole
+from dynamic_cp.report.theme import CSS, Theme, with_variables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDE_IN, MEDIUM_IN, NARROW_IN = 8.4, 5.6, 4.0
+"""Widths of a picture across a page, in half of it, and on a phone; the text is equally large in all."""
+FONT_PT, SMALL_PT = 9.0, 8.0
+_DPI = 160
+_FORMATS = (".png", ".svg")
+
+
+class Rectangle(NamedTuple):
+    """From (x0, y0) to (x1, y1) in data coordinates."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+
+@contextmanager
+def look(theme: Theme) -> Iterator[None]:
+    """Set colours and sizes for the figures made and saved inside; before and after, settings are the caller's.
+
+    Raises:
+        UnsupportedFeatureError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f"pictures need matplotlib ({error}): install the extra, pip install 'megatron-dynamic-cp[report]'"
+        ) from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {
+                "figure.facecolor": theme.background,
+                "figure.constrained_layout.h_pad": 0.06,
+                "axes.facecolor": theme.background,
+                "axes.edgecolor": theme.grid,
+                "axes.labelcolor": theme.ink,
+                "axes.titlecolor": theme.ink,
+                "axes.titlelocation": "left",
+                "axes.titlesize": FONT_PT,
+                "axes.labelsize": SMALL_PT,
+                "axes.axisbelow": True,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "grid.color": theme.grid,
+                "grid.linewidth": 0.7,
+                "text.color": theme.ink,
+                "xtick.color": theme.muted,
+                "ytick.color": theme.muted,
+                "xtick.labelcolor": theme.ink,
+                "ytick.labelcolor": theme.ink,
+                "xtick.labelsize": SMALL_PT,
+                "ytick.labelsize": SMALL_PT,
+                "font.size": FONT_PT,
+                "legend.fontsize": SMALL_PT,
+                "legend.frameon": False,
+                "savefig.facecolor": theme.background,
+                "savefig.edgecolor": "none",
+                "svg.fonttype": "none",
+                "svg.hashsalt": "dynamic-cp",
+            }
+        )
+        yield
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """Return an empty figure; call it inside `look`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(path: str | Path, draw: Callable[[Theme], Figure], theme: Theme) -> None:
+    """Write `draw(theme)` to `path`, whole or not at all.
+
+    Args:
+        path: ends in .png or .svg.
+        draw: draws a picture, such as `functools.partial(gantt, timelines)`.
+        theme: `theme.LIGHT` or `theme.DARK`.
+
+    Raises:
+        InvalidInputError: another ending, or a place that cannot be written.
+        UnsupportedFeatureError: matplotlib is not installed.
+    """
+    kind = Path(path).suffix.lower()
+    if kind not in _FORMATS:
+        raise InvalidInputError(
+            f"{path} ends in {kind or 'nothing'}, pictures end in {' or '.join(_FORMATS)}: rename it"
+        )
+    write_whole(path, png_bytes(draw, theme) if kind == ".png" else svg_text(draw, theme).encode())
+
+
+def png_bytes(draw: Callable[[Theme], Figure], theme: Theme) -> bytes:
+    """Return `draw(theme)` as PNG, 160 pixels an inch."""
+    buffer = io.BytesIO()
+    with look(theme):
+        draw(theme).savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def svg_text(draw: Callable[[Theme], Figure], theme: Theme) -> str:
+    """Return `draw(theme)` as SVG with its text as text."""
+    buffer = io.StringIO()
+    with look(theme):
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        draw(theme).savefig(buffer, format="svg", metadata=nothing)
+    return _compact(buffer.getvalue())
+
+
+def inline_svg(draw: Callable[[Theme], Figure], *, name: str, label: str) -> str:
+    """Return an <svg> element for an HTML page, in the colours of the page.
+
+    Args:
+        draw: draws a picture of a theme.
+        name: of letters and hyphens, used once on the page: ids inside start with it.
+        label: what a screen reader says; escaped here.
+    """
+    from html import escape
+
+    svg = with_variables(svg_text(draw, CSS))
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+    svg = re.sub(r' (?:xmlns(?::xlink)?|version)="[^"]*"', "", svg, count=3)
+    svg = svg.replace("xlink:href", "href")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+
+
+def _compact(svg: str) -> str:
+    """Return `svg` with numbers of two decimals, bars as short paths, and without what matplotlib says of itself."""
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
+    number = r"(-?[\d.]+)"
+    bar = rf"M {number} {number} \nL {number} \2 \nL \3 {number} \nL \1 \4 \nz\s*"
+    svg = re.sub(bar, r"M\1 \2H\3V\4H\1z", svg)
+    return re.sub(r"\n\s*", "\n", svg)
+
+
+def add_rectangles(axes: Axes, rectangles: Sequence[Rectangle], color: str, **style: Any) -> None:
+    """Draw all `rectangles` as one path: thousands then cost one element of a file."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    if not rectangles:
+        return
+    corners = [
+        corner
+        for one in rectangles
+        for corner in (
+            (one.x0, one.y0), (one.x1, one.y0), (one.x1, one.y1), (one.x0, one.y1), (one.x0, one.y0)
+        )
+    ]  # fmt: skip
+    codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(rectangles)
+    axes.add_patch(PathPatch(Outline(corners, codes), facecolor=color, **{"linewidth": 0, **style}))
+
+
+def add_legend(figure: Figure, entries: Sequence[tuple[str, str]], *, width_in: float, title: str = "") -> None:
+    """Put a legend of (label, colour) patches under the picture, row by row, in as many rows as the width needs."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=color, label=label) for label, color in entries]
+    longest = max(len(label) for label, _ in entries)
+    columns = max(1, min(len(handles), int(width_in * 72 / (28 + 0.56 * SMALL_PT * longest))))
+    rows = -(-len(handles) // columns)
+    columns = -(-len(handles) // rows)
+    # Legends fill column by column; entries are to be read row by row.
+    by_column = [handles[index] for column in range(columns) for index in range(column, len(handles), columns)]
+    legend = figure.legend(
+        handles=by_column, loc="outside lower left", ncols=columns, handlelength=1.1, columnspacing=1.4,
+        title=title or None, title_fontsize=SMALL_PT, alignment="left",
+    )  # fmt: skip
+    legend.set_in_layout(True)
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return (factor, unit) in which `seconds` is a number to read: s, ms or µs."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return factor, unit
+    return 1e6, "µs"
+
+
+def format_s(seconds: float) -> str:
+    """Return seconds with three digits and a unit: 1.23 s, 45.6 ms."""
+    factor, unit = time_unit(seconds)
+    return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"
+
+
+def format_count(value: float) -> str:
+    """Return a number with three digits: 950, 12.3k, 4.56M."""
+    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * factor:
+            return f"{value / factor:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def format_tokens(tokens: int) -> str:
+    """Return a number of tokens, multiples of 1024 as such: 512, 8k, 128k, 1M."""
+    for factor, suffix in ((1 << 20, "M"), (1 << 10, "k")):
+        if tokens >= factor and tokens % factor == 0:
+            return f"{tokens // factor}{suffix}"
+    return format_count(tokens) if tokens >= 10_000 else str(tokens)

@@ -1,0 +1,226 @@
+"""Pipeline Gantt of several policies on one time axis: who computes what when, and which lanes a CP group joins.
+
+A bar is one operation of one bucket on one stage; it spans the lanes of its CP group, whose colour says how many they
+are. Forward is muted, backward strong, a place that computes only padding is grey, and idle time shows the band behind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dynamic_cp.longest_path import FORWARD
+from dynamic_cp.report.drawing import (
+    FONT_PT,
+    SMALL_PT,
+    WIDE_IN,
+    Rectangle,
+    add_legend,
+    add_rectangles,
+    format_s,
+    new_figure,
+    time_unit,
+)
+from dynamic_cp.report.theme import Theme
+from dynamic_cp.timeline import Timeline, durations_ns
+from dynamic_cp.types import largest_power_of_two
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_ROWS = 64
+_MAX_BARS = 4000
+_MAX_NUMBERS = 240
+_NUMBER_PT = 6.5
+
+
+class _Window(NamedTuple):
+    """The places that are drawn: these lanes of these stages."""
+
+    stages: range
+    lanes: range
+
+    @property
+    def rows_of_stage(self) -> int:
+        """Rows from a stage to the next: its lanes and a gap."""
+        return len(self.lanes) + (1 if len(self.lanes) > 1 else 0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all stages."""
+        return len(self.stages) * self.rows_of_stage
+
+    def row(self, stage: int, lane: int) -> int:
+        """Return the row of a place, from the top."""
+        return self.stages.index(stage) * self.rows_of_stage + lane - self.lanes.start
+
+
+def gantt(
+    timelines: Sequence[tuple[str, Timeline]], theme: Theme, *, width_in: float = WIDE_IN, title: str = ""
+) -> Figure:
+    """Return the picture of (policy, timeline) pairs, one above the other.
+
+    With more places than a picture holds, it shows an aligned block of lanes: the one that ends last, since it decides
+    how long the iteration takes. The picture says so.
+    """
+    windows = [_window(timeline) for _, timeline in timelines]
+    heights = [min(2.5, max(0.75, 0.085 * window.num_rows)) for window in windows]
+    figure = new_figure(width_in, sum(heights) + 0.42 * len(timelines) + 1.05 + (0.3 if title else 0.0))
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    longest_s = max(timeline.makespan_s for _, timeline in timelines)
+    factor, unit = time_unit(longest_s)
+    sizes: set[int] = set()
+    has_empty = False
+    for panel, height, window, (name, timeline) in zip(panels, heights, windows, timelines, strict=True):
+        drawn = _draw(panel, timeline, window, theme, factor, inches=(width_in, height, longest_s * factor))
+        sizes |= drawn - {0}
+        has_empty |= 0 in drawn
+        _describe(panel, name, timeline, window, theme, width_in)
+        _mark_end(panel, timeline.makespan_s, longest_s, factor, window, theme)
+    panels[0].set_xlim(0, longest_s * factor * 1.004)
+    panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
+    entries = [*cp_legend(sizes, theme), *[("only padding", theme.empty)] * has_empty, ("idle", theme.band)]
+    add_legend(figure, entries, width_in=width_in, title="CP size (forward muted, backward strong)")
+    return figure
+
+
+def _window(timeline: Timeline) -> _Window:
+    """Return the places to draw: all stages, and as many lanes as rows and bars allow."""
+    topology = timeline.plan.topology
+    stages = topology.pp_size
+    if stages > _MAX_ROWS:
+        return _Window(range(_MAX_ROWS), range(_last_lane(timeline), _last_lane(timeline) + 1))
+    bars_of_lane = 2 * timeline.plan.num_microbatches * topology.vp_size * stages
+    num_lanes = min(topology.num_lanes, max(1, _MAX_ROWS // stages), max(1, _MAX_BARS // bars_of_lane))
+    if num_lanes == topology.num_lanes:
+        return _Window(range(stages), range(num_lanes))
+    num_lanes = largest_power_of_two(num_lanes)
+    first = _last_lane(timeline) // num_lanes * num_lanes
+    return _Window(range(stages), range(first, min(first + num_lanes, topology.num_lanes)))
+
+
+def _last_lane(timeline: Timeline) -> int:
+    return int(timeline.ends_ns.max(axis=0).argmax())
+
+
+def _draw(
+    panel: Axes, timeline: Timeline, window: _Window, theme: Theme, factor: float, inches: tuple[float, float, float]
+) -> set[int]:
+    """Draw the bars; return the CP sizes that are there, 0 standing for empty places."""
+    end = timeline.makespan_s * factor
+    for stage in window.stages:
+        top = window.row(stage, window.lanes.start)
+        add_rectangles(panel, [Rectangle(0, end, top, top + len(window.lanes))], theme.band, zorder=1)
+    durations = durations_ns(timeline.grid, timeline.operations, timeline.plan.topology)
+    bars: dict[tuple[int, bool], list[Rectangle]] = defaultdict(list)
+    numbers: list[tuple[Rectangle, int, str]] = []
+    width_in, height_in, limit = inches
+    pt_per_time, pt_per_row = 0.87 * width_in * 72 / limit, height_in * 72 / window.num_rows
+    to_unit = factor / 1e9
+    for index, (stage, micro_batch, _, kind) in enumerate(timeline.operations.tolist()):
+        if stage not in window.stages:
+            continue
+        for bucket in timeline.plan.micro_batches[micro_batch].buckets:
+            first = max(bucket.first_lane, window.lanes.start)
+            last = min(bucket.lanes.stop, window.lanes.stop)
+            if first >= last:
+                continue
+            stop = timeline.ends_ns[index, first] * to_unit
+            start = stop - durations[index, first] * to_unit
+            top = window.row(stage, first)
+            # A gap of a third of a point between lanes that no group joins.
+            gap = min(0.2, 0.35 / pt_per_row)
+            bar = Rectangle(start, stop, top + gap, top + last - first - gap)
+            cp_size, forward = (bucket.cp_size if bucket.samples else 0), kind == FORWARD
+            bars[cp_size, forward].append(bar)
+            roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(micro_batch))
+            if roomy and (last - first) * pt_per_row > _NUMBER_PT + 1 and cp_size:
+                numbers.append((bar, micro_batch, _ink_on(theme, cp_size, forward)))
+    for (cp_size, forward), rectangles in sorted(bars.items()):
+        color = theme.cp_color(cp_size, forward=forward) if cp_size else theme.empty
+        line = min(0.35, 0.12 * pt_per_row)
+        add_rectangles(panel, rectangles, color, edgecolor=theme.background, linewidth=line, zorder=2)
+    if len(numbers) <= _MAX_NUMBERS:
+        for bar, micro_batch, color in numbers:
+            where = (bar.x0 + bar.x1) / 2, (bar.y0 + bar.y1) / 2
+            panel.text(
+                *where, str(micro_batch), ha="center", va="center_baseline", fontsize=_NUMBER_PT, color=color,
+                clip_on=True, zorder=3,
+            )  # fmt: skip
+    return {cp_size for cp_size, _ in bars}
+
+
+def _ink_on(theme: Theme, cp_size: int, forward: bool) -> str:
+    """Return the text colour that contrasts more with the bar behind it."""
+    index = min(cp_size.bit_length() - 1, len(theme.cp_sizes) - 1)
+    return (theme.cp_inks_forward if forward else theme.cp_inks)[index]
+
+
+def _describe(panel: Axes, name: str, timeline: Timeline, window: _Window, theme: Theme, width_in: float) -> None:
+    split = timeline.split
+    facts = f"{format_s(timeline.makespan_s)} · {split.bubble_fraction:.0%} idle"
+    if width_in > 6:
+        facts = f"{format_s(timeline.makespan_s)} · {timeline.plan.num_microbatches} micro-batches · "
+        facts += f"idle {split.bubble_fraction:.0%}"
+        parts = (
+            ("pipeline", split.pipeline_bubble_fraction),
+            ("CP wait", split.cp_wait_fraction),
+            ("DP wait", split.dp_wait_fraction),
+        )
+        named = ", ".join(f"{part} {value:.0%}" for part, value in parts if value >= 0.005)
+        facts += f" ({named})" if named else ""
+    panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
+    panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
+    panel.set_ylim(window.num_rows, -0.3)
+    panel.spines[["left", "bottom"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+    panel.tick_params(axis="x", length=3)
+    _label_rows(panel, window, timeline, width_in)
+
+
+def _label_rows(panel: Axes, window: _Window, timeline: Timeline, width_in: float) -> None:
+    """Name stages where there are several, else some lanes."""
+    topology = timeline.plan.topology
+    lanes = window.lanes
+    which = f"lane {lanes.start}" if len(lanes) == 1 else f"lanes {lanes.start}–{lanes.stop - 1}"
+    if len(lanes) < topology.num_lanes:
+        which += f" of {topology.num_lanes}"
+    if topology.pp_size > 1:
+        step = -(-len(window.stages) // 8)
+        stages = window.stages[::step]
+        panel.set_yticks([window.row(stage, lanes.start) + len(lanes) / 2 for stage in stages])
+        panel.set_yticklabels([str(stage) for stage in stages])
+        text = f"stage ({which} each)" if width_in > 6 or len(window.stages) > 4 else "stage"
+        few = len(window.stages) < topology.pp_size
+        panel.set_ylabel(f"first {len(window.stages)} of {topology.pp_size} stages" if few else text)
+    else:
+        step = max(1, len(lanes) // 4)
+        panel.set_yticks([lane - lanes.start + 0.5 for lane in lanes[::step]])
+        panel.set_yticklabels([str(lane) for lane in lanes[::step]])
+        panel.set_ylabel(which if len(lanes) < topology.num_lanes else "lane")
+
+
+def _mark_end(panel: Axes, end_s: float, longest_s: float, factor: float, window: _Window, theme: Theme) -> None:
+    panel.axvline(end_s * factor, color=theme.ink, linewidth=1.0, zorder=4)
+    if longest_s - end_s < 0.1 * longest_s:
+        return
+    middle = window.num_rows / 2
+    arrow = {"arrowstyle": "<->", "color": theme.muted, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2}
+    panel.annotate("", (end_s * factor, middle), (longest_s * factor, middle), arrowprops=arrow)
+    where = (end_s + longest_s) / 2 * factor, middle
+    panel.annotate(
+        f"−{1 - end_s / longest_s:.0%}", where, (0, 4), textcoords="offset points", ha="center", va="bottom",
+        fontweight="bold",
+    )  # fmt: skip
+
+
+def cp_legend(sizes: set[int], theme: Theme) -> list[tuple[str, str]]:
+    """Return (label, colour) of CP sizes, ascending; the largest colour stands for all sizes beyond it, too."""
+    largest = 1 << (len(theme.cp_sizes) - 1)
+    more = any(size > largest for size in sizes)
+    shown = sorted({min(size, largest) for size in sizes})
+    return [(f"{size} or more" if more and size == largest else str(size), theme.cp_color(size)) for size in shown]

@@ -1,0 +1,201 @@
+"""Traces for Perfetto (ui.perfetto.dev) and chrome://tracing, of simulated iterations and of measured ones.
+
+A process is a pipeline stage, a thread a lane. Each operation is a slice; arrows lead from a stage to the next (P2P)
+and through the lanes of a CP group; a counter per stage follows the tokens in flight, and a mark stands at the end.
+
+`trace_events` makes the events of a simulated iteration, `measured_trace_events` those of measured ones, and
+`write_trace` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.longest_path import FORWARD
+from dynamic_cp.prices import Ints
+from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events
+from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, write_trace
+from dynamic_cp.timeline import Span, Timeline, durations_ns, rank_tokens_of, source_indices
+
+__all__ = ["Event", "MeasuredSpan", "measured_trace_events", "trace_events", "write_trace"]
+
+
+def trace_events(
+    timeline: Timeline,
+    *,
+    label: str = "",
+    first_process: int = 0,
+    lanes: range | None = None,
+    arrows: Sequence[Literal["p2p", "cp"]] = ("p2p", "cp"),
+) -> list[Event]:
+    """Return the events of a simulated iteration.
+
+    Args:
+        timeline: of `simulate`.
+        label: stands before the names of processes, to tell several timelines in one trace apart.
+        first_process: process number of stage 0; give the second timeline the number of stages of the first.
+        lanes: which to show; None = all. Arrows and counters are about these lanes only.
+        arrows: which to draw: between stages, inside CP groups.
+
+    Raises:
+        InvalidInputError: lanes that are not there.
+    """
+    topology = timeline.plan.topology
+    lanes = range(topology.num_lanes) if lanes is None else lanes
+    if not lanes or lanes.step != 1 or lanes[0] < 0 or lanes[-1] >= topology.num_lanes:
+        raise InvalidInputError(
+            f"lanes {lanes.start} .. {lanes.stop - 1} are asked for, the plan has 0 .. {topology.num_lanes - 1}: "
+            "give a range inside",
+            num_lanes=topology.num_lanes,
+        )
+    events = name_events(label, first_process, {stage: list(lanes) for stage in range(topology.pp_size)})
+    spans = [
+        span for span in timeline.spans if span.bucket.first_lane < lanes.stop and span.bucket.lanes.stop > lanes.start
+    ]
+    tokens = rank_tokens_of(timeline.plan)
+    for span in spans:
+        events += (_slice(span, lane, first_process, tokens) for lane in _shown(span, lanes))
+    if "cp" in arrows:
+        events += _group_arrows(spans, lanes, first_process)
+    if "p2p" in arrows and topology.pp_size > 1:
+        events += _stage_arrows(timeline, lanes, first_process)
+    events += _tokens_in_flight(timeline, lanes, first_process, tokens)
+    events += _end(timeline, label, lanes, first_process)
+    return in_time(events)
+
+
+def _shown(span: Span, lanes: range) -> range:
+    return range(max(span.bucket.first_lane, lanes.start), min(span.bucket.lanes.stop, lanes.stop))
+
+
+def _slice(span: Span, lane: int, first_process: int, tokens: Ints) -> Event:
+    kind, micro_batch, chunk = span.operation
+    bucket = span.bucket
+    return {
+        "name": f"{kind}{micro_batch} cp{bucket.cp_size}" if bucket.samples else f"{kind}{micro_batch} padding",
+        "cat": CATEGORIES[kind],
+        "ph": "X",
+        "ts": span.start_ns / 1e3,
+        "dur": (span.end_ns - span.start_ns) / 1e3,
+        "pid": first_process + span.stage,
+        "tid": lane,
+        "args": {
+            "micro_batch": micro_batch,
+            "chunk": chunk,
+            "cp_size": bucket.cp_size,
+            "lanes": f"{bucket.first_lane}-{bucket.lanes.stop - 1}",
+            "cp_comm_type": bucket.cp_comm_type,
+            "samples": len(bucket.samples),
+            "tokens": bucket.num_tokens,
+            "padded_tokens_per_rank": int(tokens[micro_batch, lane]),
+        },
+    }
+
+
+def _group_arrows(spans: Sequence[Span], lanes: range, first_process: int) -> list[Event]:
+    """Return an arrow through the lanes of each group; its points are inside the slices that it joins."""
+    events: list[Event] = []
+    for number, span in enumerate(spans):
+        shown = _shown(span, lanes)
+        if len(shown) < 2 or span.end_ns == span.start_ns:
+            continue
+        for index, lane in enumerate(shown):
+            ts_us = (span.start_ns + (span.end_ns - span.start_ns) * index / len(shown)) / 1e3
+            phase = "s" if index == 0 else "f" if index == len(shown) - 1 else "t"
+            events.append(
+                _arrow(phase, "CP group", f"cp-{first_process}-{number}", ts_us, first_process + span.stage, lane)
+            )
+    return events
+
+
+def _stage_arrows(timeline: Timeline, lanes: range, first_process: int) -> list[Event]:
+    """Return an arrow for each input that comes from another stage, on the first shown lane of the bucket."""
+    topology, operations = timeline.plan.topology, timeline.operations
+    starts_ns = timeline.ends_ns - durations_ns(timeline.grid, operations, topology)
+    events: list[Event] = []
+    for index, source in enumerate(source_indices(operations, topology).tolist()):
+        if source < 0 or operations[source, 0] == operations[index, 0]:
+            continue
+        for bucket in timeline.plan.micro_batches[int(operations[index, 1])].buckets:
+            lane = max(bucket.first_lane, lanes.start)
+            if lane >= min(bucket.lanes.stop, lanes.stop):
+                continue
+            name = f"p2p-{first_process}-{index}-{lane}"
+            # A slice does not hold its own end, so the arrow leaves from its middle.
+            leaves_us = (starts_ns[source, lane] + timeline.ends_ns[source, lane]) / 2e3
+            to = first_process + int(operations[index, 0])
+            events.append(_arrow("s", "P2P", name, leaves_us, first_process + int(operations[source, 0]), lane))
+            events.append(_arrow("f", "P2P", name, starts_ns[index, lane] / 1e3, to, lane))
+    return events
+
+
+def _arrow(phase: str, name: str, identity: str, ts_us: float, process: int, lane: int) -> Event:
+    event: Event = {
+        "name": name,
+        "cat": "arrow",
+        "ph": phase,
+        "id": identity,
+        "ts": float(ts_us),
+        "pid": process,
+        "tid": lane,
+    }
+    return {**event, "bp": "e"} if phase == "f" else event
+
+
+def _tokens_in_flight(timeline: Timeline, lanes: range, first_process: int, tokens: Ints) -> list[Event]:
+    """Return a counter per stage: tokens of the lane that holds most, from the start of F to the end of B."""
+    topology = timeline.plan.topology
+    shown = slice(lanes.start, lanes.stop)
+    durations = durations_ns(timeline.grid, timeline.operations, topology)[:, shown]
+    events: list[Event] = []
+    for stage in range(topology.pp_size):
+        here = timeline.operations[:, 0] == stage
+        forward = timeline.operations[here, 3] == FORWARD
+        ends_ns = timeline.ends_ns[here][:, shown]
+        times_ns = np.where(forward[:, None], ends_ns - durations[here], ends_ns)
+        changes = np.where(forward[:, None], 1, -1) * tokens[timeline.operations[here, 1]][:, shown]
+        lane_of = np.broadcast_to(np.arange(len(lanes)), changes.shape)
+        order = np.lexsort((changes.ravel(), times_ns.ravel()))
+        alive = np.zeros(len(lanes), np.int64)
+        flat_times, flat_changes, flat_lanes = (one.ravel()[order] for one in (times_ns, changes, lane_of))
+        instants = np.flatnonzero(np.diff(flat_times, prepend=-1))
+        for first, end in zip(instants, np.append(instants[1:], len(flat_times)), strict=True):
+            np.add.at(alive, flat_lanes[first:end], flat_changes[first:end])
+            events.append(
+                {
+                    "name": "tokens in flight (most on a lane)",
+                    "ph": "C",
+                    "ts": flat_times[first].item() / 1e3,
+                    "pid": first_process + stage,
+                    "args": {"tokens": int(alive.max())},
+                }
+            )
+    return events
+
+
+def _end(timeline: Timeline, label: str, lanes: range, first_process: int) -> list[Event]:
+    """Return the gradient reduction on every lane and a mark at the end of the last operation."""
+    end_ns, reduction_ns = timeline.makespan_ns, round(timeline.gradient_reduction_s * 1e9)
+    args = {"makespan_s": timeline.makespan_s, "iteration_s": timeline.iteration_s, "policy": timeline.plan.policy}
+    events = [mark(f"end of {label or timeline.plan.policy}", end_ns, first_process, args)]
+    if not reduction_ns:
+        return events
+    for stage in range(timeline.plan.topology.pp_size):
+        for lane in lanes:
+            events.append(
+                {
+                    "name": "gradient reduction (at most)",
+                    "cat": "reduction",
+                    "ph": "X",
+                    "ts": end_ns / 1e3,
+                    "dur": reduction_ns / 1e3,
+                    "pid": first_process + stage,
+                    "tid": lane,
+                    "args": {},
+                }
+            )
+    return events
