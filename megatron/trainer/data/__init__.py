@@ -1,6 +1,8 @@
 """Documents -> a deterministic, infinite stream of samples whose lengths are known before anything is read.
 
-data_path.py    --data-path -> entries with weights -> sources
+data_path.py    --data-path -> entries with weights -> files
+entries.py      files -> index -> source. index_cache.py finds or makes an index: file_table.py knows the files and sees
+                a change of them, scan.py reads them (workers.py, progress.py), length_index.py is the file of an index
 source.py       what a source is; text_files.py, json_lines.py, indexed.py (.bin/.idx), mock.py are the four
 split.py        contiguous document ranges for training, validation and test
 samples.py      documents of a range -> samples no longer than --seq-length (--overlong)

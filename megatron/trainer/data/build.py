@@ -10,7 +10,8 @@ from fractions import Fraction
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.data_path import open_source, parse_blend
+from megatron.trainer.data.data_path import parse_blend
+from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entry
 from megatron.trainer.data.mock import MockDocuments
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.samples import SampleIndex
@@ -30,11 +31,14 @@ class Splits:
     test: SampleStream | None
 
 
-def build_splits(config: DataConfig) -> Splits:
+def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | None = None) -> Splits:
     """Return the streams of `config`: the same in every process, reading indexes only.
 
     Without blend weights the samples of all paths are shuffled together: each comes once per epoch, so a path's part is
     in proportion to its samples. With weights each path is a pool of its own with its own epochs.
+
+    Args:
+        entries: what `index_entries` found, here or on another rank; None: it is done now.
 
     Raises:
         DataError: data that is missing, malformed or empty; a training split without samples.
@@ -46,7 +50,7 @@ def build_splits(config: DataConfig) -> Splits:
             f"--split {config.split} gives the training data a share of 0: raise its first number",
             split=config.split,
         )
-    sources, weights = _open_sources(config)
+    sources, weights = _open_sources(config, index_entries(config) if entries is None else entries)
     for source in sources:
         if not len(source.lengths):
             raise DataError(
@@ -64,12 +68,14 @@ def build_splits(config: DataConfig) -> Splits:
     return Splits(**streams)
 
 
-def _open_sources(config: DataConfig) -> tuple[list[Source], list[Fraction] | None]:
+def _open_sources(
+    config: DataConfig, indexed: Sequence[IndexedEntry | None]
+) -> tuple[list[Source], list[Fraction] | None]:
     built = tokenizer.build(config)
     if config.mock:
         return [MockDocuments(config.varlen_mock_config, config.seq_length, config.seed, built)], None
     entries, weights = parse_blend(config.data_path)
-    return [open_source(entry, config, built) for entry in entries], weights
+    return [open_entry(entry, index, built) for entry, index in zip(entries, indexed, strict=True)], weights
 
 
 def _stream(

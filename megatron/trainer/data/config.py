@@ -23,6 +23,7 @@ class DataConfig:
         mock: generate documents instead of reading `data_path`.
         varlen_mock_config: JSON or a path to it; `mock.MockDocuments`.
         data_glob: files of a folder in `data_path`.
+        cache_path: folder for indexes of text and JSONL data; None: beside the data, or else the user's cache folder.
         json_key: field of a JSONL line that holds the text.
         tokenizer, vocab_size, eod_id: `tokenizer.build`.
     """
@@ -35,6 +36,7 @@ class DataConfig:
     mock: bool = False
     varlen_mock_config: str | None = None
     data_glob: str = "**/*"
+    cache_path: str | None = None
     json_key: str = "text"
     tokenizer: str = "ByteTokenizer"
     vocab_size: int | None = None

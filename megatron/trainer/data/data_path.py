@@ -1,4 +1,4 @@
-"""`--data-path`: its blend weights, and which kind of source each entry is."""
+"""`--data-path`: its blend weights, and which files each entry means."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from fractions import Fraction
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.indexed import IndexedDocuments
-from megatron.trainer.data.json_lines import JsonLines
-from megatron.trainer.data.source import Source
-from megatron.trainer.data.text_files import TextFiles, list_files
+from megatron.trainer.data.index_cache import DocumentFiles
+from megatron.trainer.data.text_files import list_files
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,15 +53,16 @@ def _number(word: str) -> float | None:
         return None
 
 
-def open_source(entry: str, config: DataConfig, tokenizer: ByteTokenizer | NullTokenizer) -> Source:
-    """Return the documents of one entry of --data-path.
+def find_files(entry: str, config: DataConfig, tokenizer: ByteTokenizer | NullTokenizer) -> DocumentFiles | None:
+    """Return the text or JSONL files of one entry of --data-path; None when it is .bin/.idx data.
 
     A folder is text files by `config.data_glob`, JSONL when all of them end in .jsonl. A glob is JSONL when all files
     end in .jsonl or .json, else text. A file goes by its suffix: .idx or .bin, .jsonl or .json, anything else is text.
     What is neither file nor folder is the prefix of .bin/.idx files or a glob.
 
     Raises:
-        DataError: nothing there, or nothing that can be read.
+        DataError: nothing there.
+        InvalidInputError: a tokenizer that cannot read text.
     """
     prefix, suffix = os.path.splitext(entry)
     if os.path.isdir(entry):
@@ -72,19 +71,22 @@ def open_source(entry: str, config: DataConfig, tokenizer: ByteTokenizer | NullT
             raise DataError(
                 f"{entry} has no file that matches {config.data_glob}: give another folder or --data-glob", path=entry
             )
-        return _open_files(entry, paths, (".jsonl",), config, tokenizer)
+        return _files(entry, os.path.join(entry, ""), config.data_glob, paths, (".jsonl",), config, tokenizer)
     if suffix in (".idx", ".bin") and not glob.has_magic(entry):
         if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
             raise _missing(entry)
-        return IndexedDocuments(entry, tokenizer)
+        return None
+    folder, name = os.path.split(entry)
     if os.path.exists(entry):
-        return _open_files(entry, [entry], JSON_SUFFIXES, config, tokenizer)
+        return _files(entry, os.path.join(folder, ""), name, [entry], JSON_SUFFIXES, config, tokenizer)
     if os.path.exists(entry + ".idx") or os.path.exists(entry + ".bin"):
-        return IndexedDocuments(entry, tokenizer)
+        return None
     paths = sorted(path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path))
     if not paths:
         raise _missing(entry)
-    return _open_files(entry, paths, JSON_SUFFIXES, config, tokenizer)
+    before_magic = entry[: next(end for end in range(len(entry) + 1) if glob.has_magic(entry[:end]))]
+    root = before_magic[: before_magic.rfind("/") + 1]
+    return _files(entry, root, entry[len(root) :], paths, JSON_SUFFIXES, config, tokenizer)
 
 
 def _missing(entry: str) -> DataError:
@@ -95,21 +97,22 @@ def _missing(entry: str) -> DataError:
     )
 
 
-def _open_files(
+def _files(
     name: str,
+    root: str,
+    pattern: str,
     paths: Sequence[str],
     json_suffixes: tuple[str, ...],
     config: DataConfig,
     tokenizer: ByteTokenizer | NullTokenizer,
-) -> Source:
+) -> DocumentFiles:
     if not isinstance(tokenizer, ByteTokenizer):
         raise InvalidInputError(
             f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is no .bin/.idx data: use ByteTokenizer"
         )
     num_json = sum(path.endswith(json_suffixes) for path in paths)
-    if num_json == len(paths):
-        return JsonLines(name, paths, config.json_key, tokenizer)
-    if num_json:
+    kind = "jsonl" if num_json == len(paths) else "text"
+    if num_json and kind == "text":
         logger.warning(
             "%s: %d of %d files are JSON and are read as plain text like the others; "
             "give them a --data-path entry of their own to train on their text fields",
@@ -117,4 +120,6 @@ def _open_files(
             num_json,
             len(paths),
         )
-    return TextFiles(name, paths, tokenizer)
+    assert all(path.startswith(root) for path in paths)
+    names = tuple(path[len(root) :] for path in paths)
+    return DocumentFiles(name=name, kind=kind, root=root, pattern=pattern, names=names)

@@ -2,16 +2,117 @@
 
 from __future__ import annotations
 
-import json
-from array import array
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
+from megatron.trainer.data.file_table import FileTable
+from megatron.trainer.data.index_cache import DocumentFiles
+from megatron.trainer.data.json_text import LineError, encode, text_of_line
+from megatron.trainer.data.length_index import LengthIndex
+from megatron.trainer.data.progress import Progress
+from megatron.trainer.data.scan import JsonLinesRange, scan_json_lines
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.tokenizer import ByteTokenizer
+from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_usable_cpus
+
+logger = logging.getLogger(__name__)
+
+RANGE_BYTES = 8 << 20
+BYTES_PER_PROCESS = 32 << 20  # less is parsed sooner than a process starts
+
+
+def json_request(json_key: str, tokenizer: ByteTokenizer) -> dict[str, str]:
+    """Return what decides the lengths of JSONL files besides their contents."""
+    return {"kind": "jsonl", "json_key": json_key, "tokenizer": repr(tokenizer)}
+
+
+def index_json_lines(
+    files: DocumentFiles,
+    table: FileTable,
+    request: Mapping[str, str],
+    *,
+    num_processes: int | None = None,
+    on_tick: Callable[[], None] | None = None,
+) -> LengthIndex:
+    """Return the index of JSONL files; the same for any number of processes.
+
+    Columns beside those of the table: `lengths`, and `offsets_bytes` of the lines that are not blank, int64 [D];
+    `file_documents`, which document is the first of each file, int64 [F + 1]; `blanks`, for each blank line which
+    document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers.
+
+    Args:
+        num_processes: default: as many as there are CPUs and 32 MiB for each.
+
+    Raises:
+        DataError: the first line that is no JSON object with a string under the text field.
+    """
+    sizes_bytes = table.sizes_bytes.tolist()
+    paths = [files.root + name for name in files.names]
+    for path, size_bytes in zip(paths, sizes_bytes, strict=True):
+        if size_bytes < 0:
+            raise DataError(f"{path} is not a regular file: JSONL must be read twice; copy it to a file", path=path)
+    total_bytes = sum(sizes_bytes)
+    if num_processes is None:
+        num_processes = max(1, min(num_usable_cpus(), MAX_PROCESSES, total_bytes // BYTES_PER_PROCESS))
+    owners = [file for file, size in enumerate(sizes_bytes) for _ in range(0, size, RANGE_BYTES)]
+    tasks = [
+        (path, start, min(start + RANGE_BYTES, size_bytes), size_bytes, request["json_key"])
+        for path, size_bytes in zip(paths, sizes_bytes, strict=True)
+        for start in range(0, size_bytes, RANGE_BYTES)
+    ]
+    started_s = time.perf_counter()
+    ranges: list[JsonLinesRange] = []
+    num_lines = [0] * len(paths)
+    with Progress(f"indexing {files.name}", total_bytes, "B", on_tick) as progress:
+        results = map_in_processes(scan_json_lines, tasks, num_processes)
+        for file, (path, start, stop, *_), result in zip(owners, tasks, results, strict=True):
+            if result.error is not None:
+                line, what = result.error
+                where = f"{path} line {num_lines[file] + line + 1}"
+                raise DataError(f"{where}{what}", where=where)
+            num_lines[file] += result.num_lines
+            ranges.append(result)
+            progress.advance(stop - start)
+    seconds = time.perf_counter() - started_s
+    logger.info(
+        "%s: %.1f MB of JSONL parsed in %.2f s by %s (%.0f MB/s)",
+        files.name,
+        total_bytes / 1e6,
+        seconds,
+        count(num_processes, "process", "processes"),
+        total_bytes / 1e6 / seconds,
+    )
+    num_documents = np.array([len(part.lengths) for part in ranges], dtype=np.int64)
+    num_blank = np.array([len(part.blanks) for part in ranges], dtype=np.int64)
+    first_documents = np.cumsum(num_documents) - num_documents
+    return LengthIndex.build(
+        request,
+        {"blank lines": int(num_blank.sum())},
+        table.columns()
+        | {
+            "lengths": _joined([part.lengths for part in ranges]),
+            "offsets_bytes": _joined([part.offsets_bytes for part in ranges]),
+            "file_documents": _firsts(owners, num_documents, len(paths)),
+            "blanks": _joined([part.blanks + first for part, first in zip(ranges, first_documents, strict=True)]),
+            "file_blanks": _firsts(owners, num_blank, len(paths)),
+        },
+    )
+
+
+def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def _firsts(owners: list[int], numbers: NDArray[np.int64], num_files: int) -> NDArray[np.int64]:
+    """Return how many things come before each file, and in all: int64 [F + 1]."""
+    firsts = np.zeros(num_files + 1, dtype=np.int64)
+    np.add.at(firsts, np.array(owners, dtype=np.int64) + 1, numbers)
+    return np.cumsum(firsts)
 
 
 class JsonLines:
@@ -19,73 +120,31 @@ class JsonLines:
 
     Args:
         name: what to call all of them in messages.
-        paths: files, in document order.
-        json_key: the text field.
-
-    Raises:
-        DataError: a line that is no JSON object with a string under `json_key`, or a file that cannot be read.
+        root: what precedes the names of the files.
+        index: made by `index_json_lines`.
     """
 
-    def __init__(self, name: str, paths: Sequence[str], json_key: str, tokenizer: ByteTokenizer) -> None:
+    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: ByteTokenizer) -> None:
         self._name = name
-        self._paths = tuple(paths)
-        self._json_key = json_key
+        self._paths = [root + file for file in FileTable.from_columns(index.columns).list_names()]
+        self._json_key = index.request["json_key"]
         self._tokenizer = tokenizer
-        self._num_blank = 0
-        files, offsets_bytes, sizes_bytes, line_numbers, lengths = (array("q") for _ in range(5))
-        for file, path in enumerate(paths):
-            offset_bytes = 0
-            with reading(path), open(path, "rb") as lines:
-                for line_number, line in enumerate(lines, 1):
-                    if line.strip():
-                        files.append(file)
-                        offsets_bytes.append(offset_bytes)
-                        sizes_bytes.append(len(line))
-                        line_numbers.append(line_number)
-                        lengths.append(len(self._text(line, f"{path} line {line_number}")) + 1)
-                    else:
-                        self._num_blank += 1
-                    offset_bytes += len(line)
-        self.lengths, self._files, self._offsets_bytes, self._sizes_bytes, self._line_numbers = (
-            np.array(column, dtype=np.int64) for column in (lengths, files, offsets_bytes, sizes_bytes, line_numbers)
-        )
-
-    def _text(self, line: bytes, where: str) -> bytes:
-        """Return the text of a line in UTF-8."""
-        try:
-            value = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:
-            raise DataError(
-                f"{where} is not JSON ({error}): every line must be one object such as "
-                f'{{"{self._json_key}": "..."}}; repair or remove the line',
-                where=where,
-            ) from error
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{where} holds a JSON {type(value).__name__}, not an object: write one object per line", where=where
-            )
-        if self._json_key not in value:
-            raise DataError(
-                f"{where} has no field {self._json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
-                "name the text field with --json-key",
-                where=where,
-            )
-        text = value[self._json_key]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{where}: field {self._json_key!r} is a {type(text).__name__}, not a string: "
-                "repair the line or name another field with --json-key",
-                where=where,
-            )
-        return text.encode("utf-8", errors="surrogatepass")  # JSON may hold half of a surrogate pair
+        self._num_blank = index.counts["blank lines"]
+        self.lengths = index.columns["lengths"]
+        self._offsets_bytes = index.columns["offsets_bytes"]
+        self._file_documents = index.columns["file_documents"]
+        self._blanks, self._file_blanks = index.columns["blanks"], index.columns["file_blanks"]
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a line, reading only that line."""
-        path, name = self._paths[self._files[document]], self.document_name(document)
+        path, name = self._paths[self._file(document)], self.document_name(document)
         with reading(path), open(path, "rb") as file:
             file.seek(self._offsets_bytes[document])
-            line = file.read(self._sizes_bytes[document])
-        text = self._text(line, name)
+            line = file.readline()
+        try:
+            text = encode(text_of_line(line, self._json_key))
+        except LineError as error:
+            raise DataError(f"{name}{error}", where=name) from error
         if len(text) + 1 != self.lengths[document]:
             raise DataError(
                 f"{name} has {len(text)} bytes of text but had {self.lengths[document] - 1} when it was indexed: "
@@ -97,9 +156,15 @@ class JsonLines:
         tokens = self._tokenizer.encode(text[start:stop])
         return np.append(tokens, self._tokenizer.eod) if stop > len(text) else tokens
 
+    def _file(self, document: int) -> int:
+        return int(np.searchsorted(self._file_documents, document, side="right")) - 1
+
     def document_name(self, document: int) -> str:
         """Return the file and line number."""
-        return f"{self._paths[self._files[document]]} line {self._line_numbers[document]}"
+        file = self._file(document)
+        blanks = self._blanks[self._file_blanks[file] : self._file_blanks[file + 1]]
+        num_blank = int(np.searchsorted(blanks, document, side="right"))
+        return f"{self._paths[file]} line {document - int(self._file_documents[file]) + num_blank + 1}"
 
     def describe(self) -> str:
         """Return the number of lines and of blank ones."""

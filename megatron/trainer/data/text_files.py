@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
+from megatron.trainer.data.file_table import FILES_PER_TASK, FileTable
+from megatron.trainer.data.index_cache import DocumentFiles
+from megatron.trainer.data.length_index import LengthIndex
+from megatron.trainer.data.progress import Progress
+from megatron.trainer.data.scan import sniff_text_files
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.tokenizer import ByteTokenizer
+from megatron.trainer.data.workers import map_in_threads
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
-SNIFFED_BYTES = 8192
 
 
 def list_files(folder: str, pattern: str) -> list[str]:
@@ -32,12 +36,15 @@ def list_files(folder: str, pattern: str) -> list[str]:
         raise error  # os.walk would leave out a folder that it may not list
 
     wanted = pattern.split("/")
+    anywhere = wanted[:-1] == ["**"] and wanted[-1] != "**"  # the usual form: only the last part of a path decides
+    if anywhere:
+        wanted = wanted[1:]
     found = []
     with reading(folder):
         for parent, folders, files in os.walk(folder, onerror=refuse):
             folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
             relative = os.path.relpath(parent, folder)
-            parts = [] if relative == os.curdir else relative.split(os.sep)
+            parts = [] if anywhere or relative == os.curdir else relative.split(os.sep)
             found += [os.path.join(parent, name) for name in files if _matches([*parts, name], wanted)]
     return sorted(found)
 
@@ -52,40 +59,59 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-class TextFiles:
-    """One document per file: its bytes and the end of document.
+def text_request(tokenizer: ByteTokenizer) -> dict[str, str]:
+    """Return what decides the lengths of text files besides their sizes."""
+    return {"kind": "text", "tokenizer": repr(tokenizer)}
+
+
+def index_text_files(
+    files: DocumentFiles,
+    table: FileTable,
+    request: Mapping[str, str],
+    *,
+    on_tick: Callable[[], None] | None = None,
+) -> LengthIndex:
+    """Return the index of text files: their sizes, and which of them are text.
 
     Files with a NUL in their first 8 KiB are binary and left out, and so is what is not a regular file; both are
-    counted. Indexing asks the file system for the size and reads those 8 KiB, nothing else.
+    counted. Nothing but those 8 KiB is read.
 
-    Args:
-        name: what to call all of them in messages.
-        paths: in document order.
+    Columns beside those of the table: `lengths` and `files`, the row in the table, int64 [D].
 
     Raises:
         DataError: a file that cannot be opened.
     """
+    regular = np.flatnonzero(table.sizes_bytes >= 0)
+    paths = [files.root + files.names[file] for file in regular.tolist()]
+    tasks = [(paths[first : first + FILES_PER_TASK],) for first in range(0, len(paths), FILES_PER_TASK)]
+    flags = bytearray()
+    with Progress(f"indexing {files.name}", len(paths), "files", on_tick) as progress:
+        for part in map_in_threads(sniff_text_files, tasks):
+            flags += part
+            progress.advance(len(part))
+    kept = regular[np.frombuffer(flags, dtype=np.uint8) == 0]
+    counts = {"binary files": len(regular) - len(kept), "special files": len(table) - len(regular)}
+    return LengthIndex.build(
+        request, counts, table.columns() | {"lengths": table.sizes_bytes[kept] + 1, "files": kept.astype(np.int64)}
+    )
 
-    def __init__(self, name: str, paths: Sequence[str], tokenizer: ByteTokenizer) -> None:
+
+class TextFiles:
+    """One document per text file: its bytes and the end of document.
+
+    Args:
+        name: what to call all of them in messages.
+        root: what precedes the names of the files.
+        index: made by `index_text_files`.
+    """
+
+    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: ByteTokenizer) -> None:
         self._name = name
         self._tokenizer = tokenizer
-        self._paths: list[str] = []
-        self._num_binary = 0
-        self._num_special = 0
-        sizes_bytes = []
-        for path in paths:
-            with reading(path):
-                status = os.stat(path)
-                if not stat.S_ISREG(status.st_mode):
-                    self._num_special += 1
-                    continue
-                with open(path, "rb", buffering=0) as file:
-                    if b"\0" in file.read(SNIFFED_BYTES):
-                        self._num_binary += 1
-                        continue
-            self._paths.append(path)
-            sizes_bytes.append(status.st_size)
-        self.lengths = np.array(sizes_bytes, dtype=np.int64) + 1
+        names = FileTable.from_columns(index.columns).list_names()
+        self._paths = [root + names[file] for file in index.columns["files"].tolist()]
+        self._num_binary, self._num_special = index.counts["binary files"], index.counts["special files"]
+        self.lengths = index.columns["lengths"]
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a file, reading only those bytes."""

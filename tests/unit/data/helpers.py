@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.entries import index_entries, open_entry
+from megatron.trainer.data.source import Source
 from megatron.trainer.data.stream import SampleStream
+from megatron.trainer.data.tokenizer import ByteTokenizer
 
 EOD = 256
 
@@ -44,6 +47,12 @@ def config(*data_path: object, **changes: object) -> DataConfig:
     """Return a configuration that trains on everything in `data_path`."""
     values = {"seq_length": 64, "split": "1,0,0", "data_path": tuple(map(str, data_path))} | changes
     return DataConfig(**values)  # type: ignore[arg-type]
+
+
+def open_documents(path: object, **changes: object) -> Source:
+    """Return the documents of one text or JSONL entry."""
+    (indexed,) = index_entries(config(path, **changes))
+    return open_entry(str(path), indexed, ByteTokenizer())
 
 
 def epoch_tokens(stream: SampleStream) -> list[NDArray[np.int64]]:

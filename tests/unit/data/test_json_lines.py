@@ -9,9 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.json_lines import JsonLines
-from megatron.trainer.data.tokenizer import ByteTokenizer
-from tests.unit.data.helpers import EOD, config, epoch_tokens, write_files
+from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, write_files
 
 TEXTS = ["plain", "naïve ☃ 𝄞", "", "two\nlines", "\ud800 half a pair", "x" * 500]
 
@@ -28,7 +26,7 @@ def utf8(text):
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 def test_documents_are_the_text_fields(tmp_path, newline):
     path = write_lines(tmp_path / "a.jsonl", [{"id": 1, "text": text} for text in TEXTS], newline)
-    source = JsonLines("a", [str(path)], "text", ByteTokenizer())
+    source = open_documents(path)
     assert source.lengths.tolist() == [len(utf8(text)) + 1 for text in TEXTS]
     for document, text in enumerate(TEXTS):
         whole = [*utf8(text), EOD]
@@ -42,7 +40,7 @@ def test_blank_lines_are_counted_and_line_numbers_right(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [b"", {"text": "one"}, b"   ", b"\t", {"text": "two"}, b""])
     stream = build_splits(config(path)).train
     assert "2 JSON lines, 3 blank lines skipped" in stream.describe()
-    source = JsonLines("a", [str(path)], "text", ByteTokenizer())
+    source = open_documents(path)
     assert [source.document_name(document) for document in (0, 1)] == [f"{path} line 2", f"{path} line 5"]
     assert source.read(1, 0, 4).tolist() == [*b"two", EOD]
 

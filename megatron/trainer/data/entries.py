@@ -1,0 +1,84 @@
+"""The entries of --data-path once they are indexed: what one rank finds out and all ranks open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.trainer.data import tokenizer
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.data_path import find_files, parse_blend
+from megatron.trainer.data.file_table import FileTable
+from megatron.trainer.data.index_cache import check_cache_path, find_index
+from megatron.trainer.data.indexed import IndexedDocuments
+from megatron.trainer.data.json_lines import JsonLines, index_json_lines, json_request
+from megatron.trainer.data.length_index import LengthIndex
+from megatron.trainer.data.source import Source
+from megatron.trainer.data.text_files import TextFiles, index_text_files, text_request
+from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IndexedEntry:
+    """An entry of text or JSONL files with its index.
+
+    Attributes:
+        name: the entry as the user wrote it.
+        root: what precedes the names of its files.
+    """
+
+    name: str
+    root: str
+    index: LengthIndex
+
+    def open(self, tokenizer: ByteTokenizer) -> Source:
+        """Return the documents; looks at no file."""
+        kind = JsonLines if self.index.request["kind"] == "jsonl" else TextFiles
+        return kind(self.name, self.root, self.index, tokenizer)
+
+
+def index_entries(config: DataConfig, on_tick: Callable[[], None] | None = None) -> tuple[IndexedEntry | None, ...]:
+    """Return each entry of --data-path with its index, from the cache or made now; None for .bin/.idx data.
+
+    Args:
+        on_tick: called about twice a second during what takes long.
+
+    Raises:
+        DataError: data that is missing or malformed.
+        InvalidInputError: flags that contradict themselves.
+    """
+    if config.mock:
+        return ()
+    built = tokenizer.build(config)
+    check_cache_path(config.cache_path)
+    entries, _ = parse_blend(config.data_path)
+    return tuple(_index_entry(entry, config, built, on_tick) for entry in entries)
+
+
+def _index_entry(
+    entry: str, config: DataConfig, built: ByteTokenizer | NullTokenizer, on_tick: Callable[[], None] | None
+) -> IndexedEntry | None:
+    files = find_files(entry, config, built)
+    if files is None:
+        return None
+    assert isinstance(built, ByteTokenizer)
+    request = json_request(config.json_key, built) if files.kind == "jsonl" else text_request(built)
+    make = index_json_lines if files.kind == "jsonl" else index_text_files
+
+    def build(table: FileTable) -> LengthIndex:
+        return make(files, table, request, on_tick=on_tick)
+
+    index = find_index(files, request, build, cache_path=config.cache_path, on_tick=on_tick)
+    return IndexedEntry(name=entry, root=files.root, index=index)
+
+
+def open_entry(entry: str, indexed: IndexedEntry | None, built: ByteTokenizer | NullTokenizer) -> Source:
+    """Return the documents of an entry.
+
+    Raises:
+        DataError: .bin/.idx files that are missing, truncated or contradict each other.
+    """
+    if indexed is None:
+        return IndexedDocuments(entry, built)
+    assert isinstance(built, ByteTokenizer)
+    return indexed.open(built)

@@ -1,0 +1,139 @@
+"""Indexing tasks on several processes or threads, results in the order of the tasks.
+
+Parsing JSON holds Python's lock, so it goes to processes. They are started anew and not forked: this process has
+threads of torch, maybe a CUDA context, and connections to other ranks, which a forked child would keep open after this
+rank is dead. A worker ends with its pipe, however its parent ends. Looking into many files waits for the file system,
+so that goes to threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from dynamic_cp.errors import DataError
+
+MAX_PROCESSES = 32
+NUM_THREADS = 16
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megatron.trainer.data import workers; "
+    "workers.serve()"
+)
+
+
+def num_usable_cpus() -> int:
+    """Return the CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def map_in_processes(
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_processes: int
+) -> Iterator[Any]:
+    """Yield function(*task) for each task; with one process, in this one.
+
+    Raises:
+        DataError: what `function` raised, or a worker that died.
+    """
+    if num_processes == 1:
+        for task in tasks:
+            yield function(*task)
+        return
+    workers = [_Worker() for _ in range(num_processes)]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def run(task: tuple[Any, ...]) -> Any:
+        worker = idle.get()
+        try:
+            return worker.call(function, task)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(num_processes, thread_name_prefix="indexing")
+    try:
+        yield from threads.map(run, tasks)
+    finally:
+        for worker in workers:
+            worker.process.kill()  # at the end they have nothing to do; after an error what they do is not needed
+        threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
+
+
+def map_in_threads(
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_threads: int = NUM_THREADS
+) -> Iterator[Any]:
+    """Yield function(*task) for each task; a single task in this thread."""
+    if len(tasks) <= 1:
+        for task in tasks:
+            yield function(*task)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="indexing") as threads:
+        try:
+            yield from threads.map(lambda task: function(*task), tasks)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Worker:
+    def __init__(self) -> None:
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def call(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            pickle.dump((function, task), self.process.stdin)
+            self.process.stdin.flush()
+            succeeded, value = pickle.load(self.process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            code = self.process.wait()
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise DataError(
+                f"a process that indexed {task[0]} ended with {how}: look for its last words above "
+                "(SIGKILL often means that the machine is out of memory)",
+                exit_code=code,
+            ) from error
+        if not succeeded:
+            raise value
+        return value
+
+    def close(self) -> None:
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # of words that the dead worker never read
+                pipe.close()
+
+
+def serve() -> None:
+    """Run tasks from stdin until it ends; the main function of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    tasks, results = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        try:
+            function, task = pickle.load(tasks)
+        except EOFError:
+            return
+        try:
+            result = (True, function(*task))
+        except DataError as error:
+            result = (False, error)
+        try:
+            pickle.dump(result, results)
+            results.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the parent is gone
