@@ -29,7 +29,8 @@ setup(
         include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*"]
     ),
     package_data={"dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "report/templates/*", "py.typed"]},
-    install_requires=["numpy>=1.26"],
+    # click and rich are the command's alone: `import dynamic_cp` imports neither.
+    install_requires=["numpy>=1.26", "click>=8.2", "rich>=13"],
     extras_require={
         "fast": FAST,
         "exact": EXACT,

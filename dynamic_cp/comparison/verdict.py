@@ -141,10 +141,13 @@ def _why_it_does_not(
     if min(seqlens) == max(seqlens):
         sentences.append(f"All samples have {seqlens[0]} tokens, so one CP size is right for all of them.")
     changes = [name for name, seconds in saved_s if abs(seconds) >= _SMALL_SECONDS * iteration_s]
+    avoidable = [one for one in _largest_avoidable(parts) if one[1] >= _SMALL_SECONDS * iteration_s][:2]
+    name = described(baseline)
     sentences.append(
-        f"{described(baseline)} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, tensor "
-        "parallelism and gradient reduction, which no plan avoids; the rest is "
-        + _joined([f"{label(name)} {seconds / iteration_s:.1%}" for name, seconds in _largest_avoidable(parts)[:2]])
+        f"{name[0].upper()}{name[1:]} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, tensor "
+        "parallelism and gradient reduction, which no plan avoids"
+        + ("; the rest is mostly " if avoidable else "")
+        + _joined([f"{label(name)} {seconds / iteration_s:.1%}" for name, seconds in avoidable])
         + (
             "; with dynamic CP " + _joined([_change(name, ours, baseline) for name in changes[:2]]) + "."
             if changes
@@ -190,11 +193,14 @@ def label(name: str) -> str:
 def _change(name: str, ours: PolicyOutcome, theirs: PolicyOutcome) -> str:
     assert ours.parts is not None
     assert theirs.parts is not None
-    return f"{label(name)} {dict(theirs.parts)[name]:.3f} -> {dict(ours.parts)[name]:.3f} s"
+    before_s, after_s = dict(theirs.parts)[name], dict(ours.parts)[name]
+    if max(before_s, after_s) < 1:
+        return f"{label(name)} {1e3 * before_s:.1f} -> {1e3 * after_s:.1f} ms"
+    return f"{label(name)} {before_s:.3f} -> {after_s:.3f} s"
 
 
 def _joined(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _gb(value: float | None) -> str:

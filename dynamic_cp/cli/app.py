@@ -1,0 +1,146 @@
+"""The group of subcommands, and the way from an error to one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from dynamic_cp.errors import DynamicCPError, IllegalPlanError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+COMMAND_GROUP = "dynamic_cp.commands"
+"""Entry points of commands that need more than this package; each names a click.Command."""
+
+COMMANDS = {
+    "lengths": "Describe sequence lengths: quantiles, and what each length class holds.",
+    "plan": "Plan one global batch and predict its time.",
+    "check": "Judge a plan that `plan --output` wrote.",
+    "simulate": "Compare policies on several global batches: does dynamic CP pay?",
+    "sweep": "Search TP, PP, VPP, token limit and recomputation for a number of GPUs.",
+    "trace": "Write a timeline for Perfetto or chrome://tracing.",
+    "report": "Write one HTML file with pictures, tables and inputs.",
+    "doctor": "Check the installation and say how to mend it.",
+    "completion": "Print the script that completes options in your shell.",
+}
+"""Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.cli.NAME:command`."""
+
+_OWN_FLAGS = {
+    "--max-seqlen-per-dp-cp-rank": "--max-tokens-per-rank",
+    "--max-dynamic-cp-size": "--lanes",
+    "--context-parallel-size": "--static-cp-size",
+    "--seq-length": "--max-seqlen",
+}
+"""The planner's remedies name the flags of the trainer; these are the same here."""
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand when it is called, so that --help starts at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all subcommands."""
+        return [*COMMANDS, *(name for name in _entry_points() if name not in COMMANDS)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a subcommand; None when there is none of that name."""
+        if cmd_name in COMMANDS:
+            found: click.Command = importlib.import_module(f"dynamic_cp.cli.{cmd_name}").command
+            return found
+        if cmd_name not in _entry_points():
+            return None
+        try:
+            other: click.Command = _entry_points()[cmd_name].load()
+        except ImportError as error:
+            raise click.ClickException(
+                f"{cmd_name} needs what is not installed ({error}): pip install 'megatron-dynamic-cp[train]'"
+            ) from error
+        return other
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return (name, subcommand, its arguments); an unknown name is answered with the nearest."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self.list_commands(ctx))
+            hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(self.list_commands(ctx))}"
+            raise click.UsageError(f"there is no command {name!r}: {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands without importing any."""
+        rows = [*COMMANDS.items()]
+        rows += [(name, f"From {entry.value}.") for name, entry in _entry_points().items() if name not in COMMANDS]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    found = importlib.metadata.entry_points(group=COMMAND_GROUP)
+    return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.name)}
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Does dynamic CP pay for these lengths on this cluster?
+  dynamic-cp simulate --lengths github --global-batch-size 256 --lanes 16 --tp 2
+Which settings suit 64 GPUs?
+  dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64
+""",
+)
+@click.version_option(package_name="megatron-dynamic-cp", prog_name="dynamic-cp")
+def group() -> None:
+    """Plan dynamic context parallelism without a GPU: every micro-batch gets its own CP size.
+
+    Every figure is a prediction by a cost model and an exact simulator of the pipeline schedule. `dynamic-cp COMMAND
+    --help` has the options and examples of each command.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status: 0, or 2 after one line on stderr for bad input or an illegal plan."""
+    try:
+        arguments = None if argv is None else list(argv)
+        status = group.main(args=arguments, prog_name="dynamic-cp", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_BAD_INPUT
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "dynamic-cp"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return _fail(f"{message} ({path} --help lists the options)")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except IllegalPlanError as error:
+        first_line, *grid = str(error).splitlines()
+        click.echo("\n".join(grid), nl=bool(grid))
+        return _fail(f"illegal plan: {first_line}")
+    except DynamicCPError as error:
+        return _fail(_with_own_flags(str(error)))
+    except click.Abort:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) closed early; keep Python from complaining again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _with_own_flags(message: str) -> str:
+    for flag, own in _OWN_FLAGS.items():
+        message = message.replace(flag, own)
+    return " ".join(message.split("\n"))
+
+
+def _fail(message: str) -> int:
+    click.echo(f"dynamic-cp: error: {message}", err=True)
+    return EXIT_BAD_INPUT

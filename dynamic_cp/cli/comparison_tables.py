@@ -1,0 +1,187 @@
+"""A comparison in a terminal: one table of figures, one of where the time goes, bars, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dynamic_cp.cli.console import can_draw
+from dynamic_cp.cli.parameters import BatchInput
+from dynamic_cp.cli.tables import heading, make_table, tokens
+from dynamic_cp.comparison import Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
+from dynamic_cp.comparison.verdict import described
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WIDE = 110
+"""Columns from which the table of figures has all of them."""
+
+PARTS: Mapping[str, tuple[str, str, str]] = {
+    "compute": ("computing", "c", "green"),
+    "launch": ("launches", "l", "dark_green"),
+    "tensor_parallel": ("TP collectives", "t", "cyan"),
+    "padding": ("padding", "p", "yellow"),
+    "exchange": ("CP exchange", "x", "red"),
+    "pipeline_bubble": ("pipeline bubble", "b", "blue"),
+    "cp_wait": ("CP wait", "w", "magenta"),
+    "dp_wait": ("DP wait", "d", "bright_magenta"),
+    "gradient_reduction": ("gradients", "g", "bright_black"),
+}
+"""Part of an iteration -> its name, its letter in a bar without colours, its colour."""
+
+_MARKS = {"yes": "green", "no": "yellow", "unclear": "yellow"}
+
+
+def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
+    """Print all of `comparison`."""
+    from rich.text import Text
+
+    _show_inputs(comparison, batch, out)
+    out.print()
+    out.print(_figures(comparison, wide=out.width >= WIDE))
+    if all(one.parts is None for one in comparison.policies):
+        return
+    out.print()
+    out.print(heading("Where the time goes"), Text("(ms of the mean rank; a column adds up)", style="dim"))
+    out.print()
+    out.print(_parts(comparison, out))
+    out.print()
+    _show_bars(comparison, out)
+    verdict = verdict_of(comparison)
+    if verdict is not None:
+        out.print()
+        _show_verdict(verdict, out)
+    _show_notes(comparison, out)
+
+
+def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> None:
+    from rich.text import Text
+
+    topology, options = comparison.topology, comparison.options
+    cross = "×" if can_draw(out) else "x"
+    sizes = [("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size)]
+    split = "".join(f" {cross} {name} {size}" for name, size in sizes if size > 1)
+    num_samples = [len(one) for one in comparison.batches]
+    num_tokens = sum(sample.seqlen for one in comparison.batches for sample in one)
+    each = f"{min(num_samples)}" if min(num_samples) == max(num_samples) else f"{min(num_samples)}-{max(num_samples)}"
+    seed = "" if batch.global_batch_size is None else f", seed {batch.seed or 0}"
+    out.print(
+        heading(f"{comparison.model_name} on {topology.world_size} {cross} {comparison.hardware_name}"),
+        Text(f"= {topology.num_lanes} lanes{split}, recompute {options.recompute}", style=""),
+    )
+    plural = "batch" if len(num_samples) == 1 else "batches"
+    out.print(
+        f"{batch.lengths}{seed}: {len(num_samples)} global {plural} of {each} samples, {tokens(num_tokens)} tokens"
+    )
+
+
+def _figures(comparison: Comparison, *, wide: bool) -> Table:
+    columns = ["policy", "s/batch", "± sd", "gain", "95 %", "/bound", "tok/s/GPU"]
+    if wide:
+        columns += ["TFLOP/s/GPU", "micro-b."]
+    columns += ["GB"]
+    if wide:
+        columns += ["limit", "plan ms"]
+    table = make_table(columns)
+    speedups = {one.baseline: one for one in comparison.speedups}
+    for one in comparison.policies:
+        deviation = one.stdev("iteration_s")
+        cells = [
+            described(one),
+            f"{one.iteration_s:.3f}",
+            "-" if deviation is None else f"{deviation:.3f}",
+            *_gain(speedups.get(one.policy)),
+            f"{one.mean('time_over_bound'):.3f}",
+            f"{one.mean('tokens_per_s_per_gpu'):.0f}",
+        ]
+        if wide:
+            cells += [f"{one.mean('tflops_per_gpu'):.0f}", _number(one.mean("num_microbatches"), ".1f")]
+        cells += [_memory(one)]
+        if wide:
+            cells += [str(one.max_tokens_per_rank), f"{1e3 * (one.mean('plan_s') or 0):.1f}"]
+        table.add_row(*cells, style="bold" if one.policy == "dynamic" else "")
+    return table
+
+
+def _gain(speedup: Speedup | None) -> tuple[str, str]:
+    if speedup is None:
+        return "", ""
+    if speedup.low is None or speedup.high is None:
+        return f"{speedup.ratio:.2f}x", "-"
+    return f"{speedup.ratio:.2f}x", f"{speedup.low:.2f}..{speedup.high:.2f}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _memory(outcome: PolicyOutcome) -> str:
+    if outcome.peak_bytes is None:
+        return "-"
+    return f"{outcome.peak_bytes / 1e9:.1f}{'' if outcome.fits_memory else '!'}"
+
+
+def _parts(comparison: Comparison, out: Console) -> Table:
+    from rich.text import Text
+
+    known = [one for one in comparison.policies if one.parts is not None]
+    table = make_table(["", "", *(described(one) for one in known)], left=2)
+    glyphs = _glyphs(out)
+    for name, (label, _, colour) in PARTS.items():
+        values = [1e3 * dict(one.parts)[name] for one in known if one.parts is not None]
+        if any(abs(value) >= 5e-4 for value in values):
+            table.add_row(Text(glyphs[name], style=colour), label, *(f"{value:.1f}" for value in values))
+    table.add_row("", "iteration", *(f"{1e3 * one.iteration_s:.1f}" for one in known), style="bold")
+    return table
+
+
+def _glyphs(out: Console) -> dict[str, str]:
+    """Return what a part is drawn with: a block where colours tell parts apart, else its letter."""
+    has_colours = can_draw(out) and out.color_system is not None and not out.no_color
+    return {name: "█" if has_colours else letter for name, (_, letter, _) in PARTS.items()}
+
+
+def _show_bars(comparison: Comparison, out: Console) -> None:
+    from rich.text import Text
+
+    known = [one for one in comparison.policies if one.parts is not None]
+    label_width = max(len(described(one)) for one in known)
+    width = min(out.width, 120) - label_width - 2
+    longest_s = max(one.iteration_s for one in known)
+    glyphs = _glyphs(out)
+    for one in known:
+        assert one.parts is not None
+        line = Text(f"{described(one):<{label_width}}  ")
+        reached_s, drawn = 0.0, 0
+        for name, seconds in one.parts:
+            reached_s += seconds
+            end = round(width * reached_s / longest_s)
+            line.append(glyphs[name] * (end - drawn), style=PARTS[name][2])
+            drawn = max(end, drawn)
+        out.print(line, no_wrap=True, overflow="crop")
+
+
+def _show_verdict(verdict: Verdict, out: Console) -> None:
+    from rich.text import Text
+
+    out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
+    out.print(Text(verdict.reason))
+
+
+def _show_notes(comparison: Comparison, out: Console) -> None:
+    from rich.text import Text
+
+    notes = [
+        f"! {described(one)} needs {(one.peak_bytes or 0) / 1e9:.1f} GB, {(one.available_bytes or 0) / 1e9:.1f} GB "
+        "are available: lower --max-tokens-per-rank or recompute more"
+        for one in comparison.policies
+        if not one.fits_memory
+    ]
+    notes.append(
+        "gain: of dynamic CP over the policy, with its paired 95 % t interval over the batches; modelled, not measured"
+    )
+    out.print()
+    for note in notes:
+        out.print(Text(note, style="dim"))

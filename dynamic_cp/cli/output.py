@@ -1,0 +1,71 @@
+"""Files that a command writes: refused before the work if they cannot be written, whole or absent after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dynamic_cp.errors import InvalidInputError
+
+STDOUT = "-"
+
+
+def check_writable(path: str | None) -> None:
+    """Refuse a path that cannot be written to; nothing is left there.
+
+    Raises:
+        InvalidInputError: a folder, a missing folder, or no permission.
+    """
+    if path is None or path == STDOUT or _is_device(path):
+        return
+    if Path(path).is_dir():
+        raise InvalidInputError(f"cannot write {path}: it is a folder: give the name of a file in it")
+    partial = _partial(path)
+    try:
+        partial.touch()
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def write_text(path: str, text: str) -> None:
+    """Write `text` to `path` whole or not at all; '-' is stdout.
+
+    Raises:
+        InvalidInputError: it cannot be written.
+    """
+    if path == STDOUT:
+        click.echo(text, nl=False)
+        return
+    partial = Path(path) if _is_device(path) else _partial(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        if partial != Path(path):
+            partial.replace(path)
+    except OSError as error:
+        if partial != Path(path):
+            partial.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+def write_json(path: str, data: Any) -> None:
+    """Write `data` as indented JSON, numbers in full; '-' is stdout."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def _is_device(path: str) -> bool:
+    """Return whether `path` is there and no file, such as /dev/null: nothing may take its place."""
+    return Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
+
+
+def _partial(path: str) -> Path:
+    return Path(f"{path}.partial-{os.getpid()}")
+
+
+def _unwritable(path: str, error: Exception) -> InvalidInputError:
+    reason = getattr(error, "strerror", None) or error
+    return InvalidInputError(f"cannot write {path}: {reason}: choose a writable place")

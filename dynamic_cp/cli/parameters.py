@@ -1,0 +1,399 @@
+"""Options that several commands share, and the values that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+from click.shell_completion import CompletionItem
+
+from dynamic_cp import catalog
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import (
+    RECOMPUTE_MODES,
+    SEARCH_EFFORTS,
+    CpCommType,
+    Hardware,
+    ModelShape,
+    PlanOptions,
+    Recompute,
+    Sample,
+    SearchEffort,
+    Topology,
+)
+
+DEFAULT_MAX_SEQLEN = 131072
+MAX_SAMPLES = 10_000_000
+"""Samples of one global batch: more would take gigabytes and minutes."""
+MAX_BATCHES = 1000
+EXCHANGES = ("p2p", "all_gather", "a2a")
+OVERLONG = ("truncate", "drop", "split", "error")
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Values = TypeVar("_Values")
+
+
+class Option(click.Option):
+    """An option that --help shows in a section of its own."""
+
+    def __init__(self, *args: Any, section: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose --help has sections and keeps its examples as they are."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options section by section."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "") or "Options", []).append(record)
+        general = sections.pop("Options", [])
+        for title, records in [*sections.items(), ("Options", general)]:
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class TokensOrAuto(click.ParamType[Any]):
+    """A number of tokens, or 'auto' for what memory holds."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the number, or 'auto'."""
+        if value == "auto" or isinstance(value, int):
+            return cast("int | str", value)
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number of tokens nor 'auto'", param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what --help shows."""
+        return "N|auto"
+
+
+class Names(click.ParamType[Any]):
+    """A name out of a list that shells complete, or a path; the reader of the value judges it."""
+
+    def __init__(self, metavar: str, names: Callable[[], Sequence[str]]) -> None:
+        self.name = metavar
+        self._names = names
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what --help shows."""
+        return self.name
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin so, then files."""
+        found = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
+        return [*found, CompletionItem(incomplete, type="file")]
+
+
+def workload_names() -> tuple[str, ...]:
+    """Return the bundled workloads (numpy is imported here, not at start)."""
+    from dynamic_cp import workloads
+
+    return workloads.workload_names()
+
+
+LENGTHS = Names("FILE|NAME", workload_names)
+
+
+def _section(title: str, *options: Any) -> Callable[[_Command], _Command]:
+    def add(command: _Command) -> _Command:
+        for names, settings in reversed(options):
+            command = click.option(*names, cls=Option, section=title, **settings)(command)
+        return command
+
+    return add
+
+
+def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, settings
+
+
+def batch_options(*, several: bool, default_batches: int = 1) -> Callable[[_Command], _Command]:
+    """Add the options that say which global batches there are."""
+    options = [
+        _option(
+            "--lengths",
+            required=True,
+            type=LENGTHS,
+            help="File of lengths (.npy, .txt, .csv, .jsonl, .idx), which is one global batch unless "
+            "--global-batch-size draws from it; a bundled workload to draw from (`dynamic-cp lengths` lists them); or "
+            "lognormal:mean=..,sigma=..",
+        ),
+        _option("--global-batch-size", type=int, metavar="N", help="Samples to draw, with replacement."),
+    ]
+    if several:
+        options.append(
+            _option("--batches", type=int, metavar="N", help=f"Global batches to draw. [default: {default_batches}]")
+        )
+    options += [
+        _option("--seed", type=int, metavar="N", help="Of the first batch; the next ones count on. [default: 0]"),
+        _option(
+            "--max-seqlen",
+            type=int,
+            metavar="TOKENS",
+            help=f"Longest sample to draw. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
+        ),
+        _option(
+            "--overlong",
+            type=click.Choice(OVERLONG),
+            help="What becomes of drawn documents longer than --max-seqlen. [default: truncate]",
+        ),
+    ]
+    return _section("Global batch", *options)
+
+
+MODEL_AND_HARDWARE = (
+    _option(
+        "--model",
+        default="llama-3-8b",
+        show_default=True,
+        type=Names("NAME|FILE", catalog.model_names),
+        help=f"{', '.join(catalog.model_names())}, a file like those or a Hugging Face config.json.",
+    ),
+    _option(
+        "--hardware",
+        default="h100",
+        show_default=True,
+        type=Names("NAME|FILE", catalog.hardware_names),
+        help=f"{', '.join(catalog.hardware_names())} or a file like those.",
+    ),
+)
+RANKS_PER_NODE = _option(
+    "--ranks-per-node", type=int, default=8, show_default=True, metavar="N", help="GPUs of a node."
+)
+NO_DISTRIBUTED_OPTIMIZER = _option(
+    "--no-distributed-optimizer", is_flag=True, help="Every lane holds the whole optimizer state."
+)
+
+job_options = _section(
+    "Job",
+    _option("--lanes", required=True, type=int, metavar="N", help="Data-parallel x context-parallel ranks."),
+    *MODEL_AND_HARDWARE,
+    _option(
+        "--tp", type=int, default=1, show_default=True, metavar="N", help="Tensor parallel; > 1 is sequence parallel."
+    ),
+    _option("--pp", type=int, default=1, show_default=True, metavar="N", help="Pipeline stages."),
+    _option("--vpp", type=int, default=1, show_default=True, metavar="N", help="Model chunks per pipeline stage."),
+    RANKS_PER_NODE,
+    _option("--recompute", type=click.Choice(RECOMPUTE_MODES), default="none", show_default=True, help="Activations."),
+    NO_DISTRIBUTED_OPTIMIZER,
+    _option(
+        "--max-tokens-per-rank",
+        type=TokensOrAuto(),
+        default="auto",
+        show_default=True,
+        help="Padded tokens of a rank per micro-batch; auto: as many as memory holds.",
+    ),
+)
+"""Adds the options that describe the job."""
+
+SEARCH = _option(
+    "--search",
+    type=click.Choice(SEARCH_EFFORTS),
+    default="fast",
+    show_default=True,
+    help="thorough: some ten times as long, for a better plan of a pipeline.",
+)
+
+planner_options = _section(
+    "Planner",
+    SEARCH,
+    _option(
+        "--cp-comm-type",
+        type=click.Choice(("auto", *EXCHANGES)),
+        default="p2p",
+        show_default=True,
+        help="Exchange inside a CP group; auto: the fastest for every bucket.",
+    ),
+    _option("--static-cp-size", type=int, metavar="N", help="CP size of static and balanced. [default: see below]"),
+)
+"""Adds the options of the planner."""
+
+json_option = _section(
+    "Output", _option("--json", metavar="FILE|-", help="Write the figures as JSON ('-': to stdout, instead of text).")
+)
+"""Adds --json."""
+
+
+def output_option(required: bool, help: str, metavar: str = "FILE") -> Callable[[_Command], _Command]:
+    """Add --output."""
+    return _section("Output", _option("--output", required=required, metavar=metavar, help=help))
+
+
+def options_in(title: str, *options: Any) -> Callable[[_Command], _Command]:
+    """Add `options` (of `one_option`) in a section."""
+    return _section(title, *options)
+
+
+one_option = _option
+
+
+def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
+    """Return `values` filled from the options of the same names."""
+    names = {field.name for field in dataclasses.fields(cast(Any, values))}
+    return values(**{name: value for name, value in given.items() if name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchInput:
+    """Options of `batch_options`."""
+
+    lengths: str
+    global_batch_size: int | None = None
+    batches: int | None = None
+    seed: int | None = None
+    max_seqlen: int | None = None
+    overlong: str | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the lengths are a file, not a workload or a formula."""
+        name = self.lengths
+        if name.startswith("lognormal:") or name in workload_names():
+            return False
+        return "/" in name or Path(name).suffix != ""
+
+    def draw(self, default_batches: int = 1) -> tuple[tuple[Sample, ...], ...]:
+        """Return the global batches: one of all of a file, or as many as asked for, drawn from it or a workload.
+
+        Raises:
+            DynamicCPError: unknown name, unreadable file, numbers out of range.
+        """
+        from dynamic_cp.lengths import MAX_LENGTH, read_lengths
+        from dynamic_cp.workloads import draw_lengths, workload_source
+
+        name, num_samples = self.lengths, self.global_batch_size
+        if num_samples is None:
+            if not self.is_file:
+                if not name.startswith("lognormal:"):
+                    workload_source(name)  # an unknown name is the first thing to say
+                raise InvalidInputError(
+                    f"--lengths {name} is a workload without a number of samples: give --global-batch-size"
+                )
+            for flag in ("batches", "seed", "max_seqlen", "overlong"):
+                if getattr(self, flag) is not None:
+                    raise InvalidInputError(
+                        f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is one batch: "
+                        "give --global-batch-size, or leave it out"
+                    )
+            return (_numbered(read_lengths(name)),)
+        if not 1 <= num_samples <= MAX_SAMPLES:
+            raise InvalidInputError(
+                f"--global-batch-size is {num_samples}, 1 to {MAX_SAMPLES} samples can be planned at once: change it"
+            )
+        num_batches = default_batches if self.batches is None else self.batches
+        if not 1 <= num_batches <= MAX_BATCHES:
+            raise InvalidInputError(f"--batches is {num_batches}, 1 to {MAX_BATCHES} can be compared: change it")
+        max_seqlen = self.max_seqlen
+        if max_seqlen is None:
+            max_seqlen = MAX_LENGTH if self.is_file else DEFAULT_MAX_SEQLEN
+        return tuple(
+            _numbered(
+                draw_lengths(
+                    name,
+                    num_samples,
+                    (self.seed or 0) + index,
+                    max_seqlen,
+                    # A file's lengths are the user's own; a workload's start where those of the planner's cases do.
+                    min_seqlen=1 if self.is_file else min(64, max(1, max_seqlen)),
+                    overlong=cast(Any, self.overlong or "truncate"),
+                ).tolist()
+            )
+            for index in range(num_batches)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the options for the inputs of a JSON report."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "batches"}
+
+
+def _numbered(seqlens: Sequence[int]) -> tuple[Sample, ...]:
+    return tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInput:
+    """Options of `job_options` and `planner_options`."""
+
+    lanes: int
+    model: str
+    hardware: str
+    tp: int
+    pp: int
+    vpp: int
+    ranks_per_node: int
+    recompute: str
+    no_distributed_optimizer: bool
+    max_tokens_per_rank: int | str
+    search: str = "fast"
+    cp_comm_type: str = "p2p"
+    static_cp_size: int | None = None
+
+    @cached_property
+    def model_shape(self) -> ModelShape:
+        """The model; a model chunk needs a layer."""
+        model, num_chunks = catalog.load_model(self.model), self.pp * self.vpp
+        if num_chunks > model.num_layers:
+            raise InvalidInputError(
+                f"--pp {self.pp} times --vpp {self.vpp} is {num_chunks} model chunks, the model has "
+                f"{model.num_layers} layers: a chunk needs at least one, lower --pp or --vpp"
+            )
+        return model
+
+    @cached_property
+    def hardware_values(self) -> Hardware:
+        """The hardware."""
+        return catalog.load_hardware(self.hardware)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The arrangement of ranks."""
+        return Topology(
+            num_lanes=self.lanes,
+            tp_size=self.tp,
+            pp_size=self.pp,
+            vp_size=self.vpp,
+            ranks_per_node=self.ranks_per_node,
+            sequence_parallel=self.tp > 1,
+        )
+
+    @property
+    def limit_from_memory(self) -> bool:
+        """Whether the token limit still has to follow from memory."""
+        return self.max_tokens_per_rank == "auto"
+
+    @cached_property
+    def options(self) -> PlanOptions:
+        """The planner's options, with a limit of 1 token where it still has to follow from memory."""
+        size = self.static_cp_size
+        if size is not None and (size < 1 or self.topology.num_lanes % size):
+            raise InvalidInputError(
+                f"--static-cp-size {size} does not divide --lanes {self.topology.num_lanes}: use a divisor"
+            )
+        return PlanOptions(
+            max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
+            static_cp_size=size,
+            cp_comm_types=cast(
+                "tuple[CpCommType, ...]", EXCHANGES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
+            ),
+            recompute=cast(Recompute, self.recompute),
+            search=cast(SearchEffort, self.search),
+        )
+
+    def check(self) -> None:
+        """Find what is wrong with the options before any work; DynamicCPError says what."""
+        _ = self.topology, self.model_shape, self.hardware_values, self.options

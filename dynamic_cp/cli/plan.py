@@ -1,0 +1,194 @@
+"""`dynamic-cp plan`: draw or read a global batch, find the token limit, plan, report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from dynamic_cp.cli.output import STDOUT, check_writable, write_text
+from dynamic_cp.cli.parameters import (
+    BatchInput,
+    Command,
+    JobInput,
+    batch_options,
+    job_options,
+    json_option,
+    one_option,
+    options_in,
+    output_option,
+    planner_options,
+    taken,
+)
+from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions
+
+SCHEMA_VERSION = 1
+
+
+@click.command(
+    "plan",
+    cls=Command,
+    short_help="Plan one global batch and predict its time.",
+    epilog="""\b
+Examples:
+  dynamic-cp plan --lengths lengths.npy --lanes 8
+  dynamic-cp plan --lengths github --global-batch-size 512 --lanes 64 --tp 2 --recompute full --bound
+  dynamic-cp plan --lengths lengths.txt --lanes 4 --max-tokens-per-rank 8192 --output plan.json
+""",
+)
+@batch_options(several=False)
+@job_options
+@options_in(
+    "Planner",
+    one_option(
+        "--policy",
+        default="dynamic",
+        metavar="NAME",
+        help="dynamic (default), or for comparison static, balanced or megatron-dev.",
+    ),
+    one_option("--bound", is_flag=True, help="Also a lower bound on the time of all plans, and time / bound."),
+)
+@planner_options
+@output_option(False, "Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")
+@json_option
+def command(policy: str, bound: bool, output: str | None, json: str | None, **given: Any) -> None:
+    """Plan one global batch; print the plan and what is expected of it: seconds, memory, FLOPs.
+
+    A plan that needs more memory than the hardware has is refused. The static policies take the smallest CP size that
+    holds the longest sample, unless --static-cp-size says another.
+    """
+    check_writable(output)
+    check_writable(json)
+    batch, job = taken(given, BatchInput), taken(given, JobInput)
+    job.check()
+    planned, figures = _plan(batch, job, policy, bound)
+    _write(planned, figures, output, json)
+
+
+def _plan(batch: BatchInput, job: JobInput, policy: str, bound: bool) -> tuple[PlannedBatch, dict[str, Any]]:
+    # Imported here: the planner's compiled code takes longer to import than all the rest.
+    from dynamic_cp.cost_model import CostModel
+    from dynamic_cp.memory_model import MemoryModel
+    from dynamic_cp.search import plan_global_batch
+    from dynamic_cp.serialize import digest
+
+    (samples,) = batch.draw()
+    model, hardware, topology, options = job.model_shape, job.hardware_values, job.topology, job.options
+
+    def memory_of(options: PlanOptions) -> MemoryModel:
+        """Return the memory model of the CP sizes that the policy may use."""
+        size = options.static_cp_size
+        if policy in ("static", "balanced") and size is not None:
+            options = replace(options, min_cp_size=size, max_cp_size=size)
+        sharded = not job.no_distributed_optimizer
+        return MemoryModel(model, hardware, topology, options, distributed_optimizer=sharded)
+
+    if job.limit_from_memory:
+        limit = memory_of(options).max_tokens_per_rank(max(sample.seqlen for sample in samples))
+        options = replace(options, max_tokens_per_rank=limit)
+    planned = plan_global_batch(
+        samples, topology=topology, model=model, hardware=hardware, options=options, policy=policy
+    )
+    memory = memory_of(options)
+    if hardware.hbm_bytes:
+        memory.check_plan_fits(planned.plan)
+    figures = {
+        "policy": planned.plan.policy,
+        "predicted_s": planned.predicted_s,
+        **(_bound_figures(planned.plan, CostModel(model, hardware, topology, options)) if bound else {}),
+        **_plan_figures(planned),
+        **_memory_figures(planned.plan, memory, hardware),
+        **_flops_figures(planned, model, hardware, options),
+        "reason": planned.reason,
+        "digest": digest(planned.plan),
+    }
+    return planned, figures
+
+
+def _write(planned: PlannedBatch, figures: dict[str, Any], output: str | None, json_path: str | None) -> None:
+    from dynamic_cp.serialize import dumps, format_plan, plan_to_dict
+
+    if output:
+        write_text(output, dumps(planned.plan) + "\n")
+    report = {"schema_version": SCHEMA_VERSION, **figures, "plan": plan_to_dict(planned.plan)}
+    if json_path:
+        write_text(json_path, json.dumps(report) + "\n")
+    if STDOUT not in (json_path, output):
+        click.echo(format_plan(planned.plan), nl=False)
+        for name, value in figures.items():
+            click.echo(f"{name}: {_readable(name, value)}")
+
+
+def _bound_figures(plan: Plan, cost_model: Any) -> dict[str, Any]:
+    """Return the bound beside what it bounds, the time without the end-of-step gradient reduction."""
+    from dynamic_cp.bounds import lower_bound
+    from dynamic_cp.simulator import simulate
+
+    bound = lower_bound(plan.samples, cost_model)
+    makespan_s = simulate(plan, cost_model).makespan_s
+    return {
+        "makespan_s": makespan_s,
+        "lower_bound_s": bound.seconds,
+        "time_over_bound": makespan_s / bound.seconds,
+        "bound_is_proven": bound.is_proven,
+    }
+
+
+def _plan_figures(planned: PlannedBatch) -> dict[str, Any]:
+    from dynamic_cp.padding import padding_fraction
+
+    plan = planned.plan
+    return {
+        "num_microbatches": plan.num_microbatches,
+        "max_tokens_per_rank": plan.max_tokens_per_rank,
+        "cp_histogram": {str(cp): count for cp, count in plan.cp_histogram.items()},
+        "imbalance": planned.imbalance,
+        "padding_fraction": padding_fraction(plan),
+    }
+
+
+def _memory_figures(plan: Plan, memory: Any, hardware: Hardware) -> dict[str, Any]:
+    """Return what the rank of the worst stage needs at its peak, and what it has (None: unknown)."""
+    stages = memory.peak(plan)
+    stage = max(range(len(stages)), key=lambda index: (stages[index].total_bytes, -index))
+    return {
+        "peak_bytes": stages[stage].total_bytes,
+        "available_bytes": memory.available_bytes if hardware.hbm_bytes else None,
+        "peak_stage": stage,
+        "peak_parts_bytes": {name.removesuffix("_bytes"): value for name, value in stages[stage]._asdict().items()},
+    }
+
+
+def _flops_figures(
+    planned: PlannedBatch, model: ModelShape, hardware: Hardware, options: PlanOptions
+) -> dict[str, Any]:
+    """Return rates of true tokens and model FLOPs; hardware_flops has padding and recomputation in it."""
+    from dynamic_cp.flops import mfu, plan_flops, tflops_per_rank
+
+    true, padded = plan_flops(model, planned.plan, options.recompute)
+    seconds, num_ranks = planned.predicted_s, planned.plan.topology.world_size
+    return {
+        "tokens_per_s_per_gpu": planned.plan.num_tokens / seconds / num_ranks,
+        "tflops_per_gpu": tflops_per_rank(true.model_flops, seconds, num_ranks),
+        "mfu": mfu(true.model_flops, seconds, num_ranks, hardware),
+        "model_flops": true.model_flops,
+        "hardware_flops": padded.hardware_flops,
+    }
+
+
+def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if name == "peak_parts_bytes":
+        return ", ".join(f"{part} {number / 1e9:.2f} GB" for part, number in value.items() if number)
+    if name.endswith("_bytes"):
+        return f"{value / 1e9:.2f} GB"
+    if name == "mfu":
+        return f"{value:.1%}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return " ".join(f"{size}x{count}" for size, count in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

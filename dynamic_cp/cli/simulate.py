@@ -1,0 +1,97 @@
+"""`dynamic-cp simulate`: policies side by side, where the time goes, and whether dynamic CP pays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynamic_cp.cli.console import console, progress
+from dynamic_cp.cli.output import STDOUT, check_writable, write_json
+from dynamic_cp.cli.parameters import (
+    BatchInput,
+    Command,
+    JobInput,
+    batch_options,
+    job_options,
+    json_option,
+    one_option,
+    options_in,
+    planner_options,
+    taken,
+)
+
+if TYPE_CHECKING:
+    from dynamic_cp.comparison import Comparison
+
+DEFAULT_BATCHES = 8
+DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
+
+
+@click.command(
+    "simulate",
+    cls=Command,
+    short_help="Compare policies on several global batches: does dynamic CP pay?",
+    epilog="""\b
+Examples:
+  dynamic-cp simulate --lengths github --global-batch-size 256 --lanes 16 --tp 2
+  dynamic-cp simulate --lengths lengths.npy --global-batch-size 512 --lanes 8 --pp 4 --batches 16
+  dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 8 --recompute full \\
+      --policy dynamic,balanced,wlb --json comparison.json
+""",
+)
+@batch_options(several=True, default_batches=DEFAULT_BATCHES)
+@job_options
+@options_in(
+    "Planner",
+    one_option(
+        "--policy",
+        default=DEFAULT_POLICIES,
+        show_default=True,
+        metavar="NAME,..",
+        help="Policies, with commas between; also megatron-0.16.1, flexsp, wlb.",
+    ),
+)
+@planner_options
+@json_option
+def command(policy: str, json: str | None, **given: Any) -> None:
+    """Plan the same global batches with several policies; say what each takes, where its time goes and what to choose.
+
+    Seconds are those of a cost model and an exact simulator of the schedule, not measurements. Every static policy has
+    the fastest CP size that holds the longest sample, unless --static-cp-size says another.
+    """
+    check_writable(json)
+    comparison, batch = compared(policy, given)
+    if json:
+        from dynamic_cp.comparison import to_dict
+
+        write_json(json, to_dict(comparison, batch.as_dict()))
+    if json != STDOUT:
+        from dynamic_cp.cli.comparison_tables import show
+
+        show(comparison, batch, console())
+
+
+def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput]:
+    """Return the comparison that the options ask for, and the options of its batches; shows progress."""
+    batch, job = taken(given, BatchInput), taken(given, JobInput)
+    job.check()
+    with progress("comparing") as steps:
+        steps(0, 1, "lengths")
+        from dynamic_cp.comparison import compare_policies, compared_policies
+
+        names = compared_policies([name.strip() for name in policy.split(",") if name.strip()])
+        comparison = compare_policies(
+            batch.draw(DEFAULT_BATCHES),
+            topology=job.topology,
+            model=job.model_shape,
+            hardware=job.hardware_values,
+            options=job.options,
+            policies=names,
+            limit_from_memory=job.limit_from_memory,
+            distributed_optimizer=not job.no_distributed_optimizer,
+            model_name=job.model,
+            hardware_name=job.hardware,
+            progress=steps,
+        )
+    return comparison, batch
