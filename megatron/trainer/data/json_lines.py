@@ -23,7 +23,7 @@ from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_u
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 8 << 20
-BYTES_PER_PROCESS = 32 << 20  # less is parsed sooner than a process starts
+BYTES_PER_PROCESS = 64 << 20  # less is parsed in the time that a process takes to start
 
 
 def json_request(json_key: str, tokenizer: ByteTokenizer) -> dict[str, str]:
@@ -46,7 +46,7 @@ def index_json_lines(
     document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers.
 
     Args:
-        num_processes: default: as many as there are CPUs and 32 MiB for each.
+        num_processes: default: one for every 64 MiB, at most as many as there are CPUs.
 
     Raises:
         DataError: the first line that is no JSON object with a string under the text field.
@@ -68,7 +68,7 @@ def index_json_lines(
     started_s = time.perf_counter()
     ranges: list[JsonLinesRange] = []
     num_lines = [0] * len(paths)
-    with Progress(f"indexing {files.name}", total_bytes, "B", on_tick) as progress:
+    with Progress(f"indexing {files.name}", total_bytes, "bytes", on_tick) as progress:
         results = map_in_processes(scan_json_lines, tasks, num_processes)
         for file, (path, start, stop, *_), result in zip(owners, tasks, results, strict=True):
             if result.error is not None:

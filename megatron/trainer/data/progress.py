@@ -7,11 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-
-try:
-    from tqdm import tqdm
-except ImportError:  # without it a terminal gets the lines of the log
-    tqdm = None
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +22,7 @@ class Progress:
     Args:
         what: begins the line.
         total: amount to do, in `unit`.
+        unit: "bytes" or what is counted.
         on_tick: called about twice a second while there is progress.
     """
 
@@ -34,9 +31,7 @@ class Progress:
         self._on_tick = on_tick
         self._done = 0
         self._started_s = self._line_s = self._tick_s = time.monotonic()
-        self._bar = None
-        if tqdm is not None and sys.stderr.isatty():
-            self._bar = tqdm(total=total, desc=what, unit=unit, unit_scale=True, delay=BAR_AFTER_S, leave=False)
+        self._bar: Any = None
 
     def __enter__(self) -> Progress:
         return self
@@ -45,26 +40,54 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def advance(self, amount: int) -> None:
         """Say that `amount` more is done."""
         self._done += amount
         now_s = time.monotonic()
-        if self._on_tick is not None and now_s - self._tick_s >= TICK_EVERY_S:
-            self._tick_s = now_s
+        if now_s - self._tick_s < TICK_EVERY_S:
+            return
+        self._tick_s = now_s
+        if self._on_tick is not None:
             self._on_tick()
-        if self._bar is not None:
-            self._bar.update(amount)
+        if sys.stderr.isatty():
+            self._show_bar(now_s)
         elif now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
-            rate = self._done / (now_s - self._started_s)
+            share = self._done / max(1, self._total)
             logger.info(
-                "%s: %d of %d %s (%d %%), %.0f s to go",
+                "%s: %.0f %% of %d %s, %.0f s to go",
                 self._what,
-                self._done,
+                100 * share,
                 self._total,
                 self._unit,
-                100 * self._done // max(1, self._total),
-                (self._total - self._done) / rate if rate else 0,
+                (now_s - self._started_s) * (1 - share) / share if share else 0,
             )
+
+    def _show_bar(self, now_s: float) -> None:
+        if self._bar is None:
+            if now_s - self._started_s < BAR_AFTER_S:
+                return
+            self._bar = _make_bar(self._unit == "bytes")
+            self._bar.add_task(self._what, total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=self._done, refresh=True)
+
+
+def _make_bar(counts_bytes: bool) -> Any:
+    from rich import progress  # what is short shows no bar and needs no rich
+    from rich.console import Console
+
+    amounts = (
+        [progress.DownloadColumn(), progress.TransferSpeedColumn()] if counts_bytes else [progress.MofNCompleteColumn()]
+    )
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        *amounts,
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,  # no thread: there may be a fork
+    )

@@ -14,7 +14,7 @@ from megatron.trainer.data.json_text import LineError, num_bytes, text_of_line
 from megatron.trainer.data.source import reading
 
 SNIFFED_BYTES = 8192
-REST_OF_LINE_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 17
 
 
 class JsonLinesRange(NamedTuple):
@@ -44,70 +44,51 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
     Raises:
         DataError: a file that cannot be read, or that has become shorter.
     """
-    first, lines = _lines(path, start, stop, size_bytes)
-    ends = np.cumsum(np.fromiter((len(line) + 1 for line in lines), dtype=np.int64, count=len(lines)))
-    kept: list[int] = []
+    offsets_bytes: list[int] = []
     lengths: list[int] = []
     blanks: list[int] = []
+    num_lines = 0
     error = None
-    for number, line in enumerate(lines):
-        if not line or line.isspace():
-            blanks.append(len(lengths))
-            continue
-        try:
-            lengths.append(num_bytes(text_of_line(line, json_key)) + 1)
-        except LineError as caught:
-            error = (number, str(caught))
-            break
-        kept.append(number)
-    starts = np.concatenate([[0], ends[:-1]]) if lines else ends
+    offset_bytes = start
+    with reading(path), open(path, "rb", buffering=BUFFER_BYTES) as file:
+        if start:  # a line starts where the byte before it ends another
+            file.seek(start - 1)
+            offset_bytes = start - 1 + len(file.readline(stop - start + 1))
+        while offset_bytes < stop:
+            line = file.readline()
+            if not line:
+                raise _truncated(path, size_bytes)
+            if offset_bytes + len(line) > size_bytes:
+                line = line[: size_bytes - offset_bytes]
+            if line.isspace():
+                blanks.append(len(lengths))
+            else:
+                try:
+                    lengths.append(num_bytes(text_of_line(line, json_key)) + 1)
+                except LineError as caught:
+                    error = (num_lines, str(caught))
+                    break
+                offsets_bytes.append(offset_bytes)
+            num_lines += 1
+            offset_bytes += len(line)
     return JsonLinesRange(
-        offsets_bytes=first + starts[np.array(kept, dtype=np.int64)],
+        offsets_bytes=np.array(offsets_bytes, dtype=np.int64),
         lengths=np.array(lengths, dtype=np.int64),
         blanks=np.array(blanks, dtype=np.int64),
-        num_lines=len(lines),
+        num_lines=num_lines,
         error=error,
     )
 
 
-def _lines(path: str, start: int, stop: int, size_bytes: int) -> tuple[int, list[bytes]]:
-    """Return where the first line that starts in the range does so, and the lines without their ends."""
-    begin = max(0, start - 1)  # a line starts where the byte before it ends another
-    with reading(path), open(path, "rb", buffering=0) as file:
-        text = _read(file.fileno(), path, begin, stop, size_bytes)
-        if start:
-            newline = text.find(b"\n")
-            if newline < 0 or begin + newline + 1 >= stop:
-                return stop, []
-            begin += newline + 1
-            text = text[newline + 1 :]
-        parts = [text]
-        while stop < size_bytes and b"\n" not in parts[-1][-1 if len(parts) == 1 else 0 :]:
-            parts.append(_read(file.fileno(), path, stop, min(size_bytes, stop + REST_OF_LINE_BYTES), size_bytes))
-            stop += REST_OF_LINE_BYTES
-    if len(parts) > 1:
-        parts[-1] = parts[-1].partition(b"\n")[0]
-    lines = b"".join(parts).split(b"\n")
-    if len(parts) == 1 and not lines[-1]:
-        lines.pop()  # what follows the last line end is no line
-    return begin, lines
-
-
-def _read(file: int, path: str, start: int, stop: int, size_bytes: int) -> bytes:
-    parts = []
-    while start < stop:
-        part = os.pread(file, stop - start, start)
-        if not part:
-            raise DataError(
-                f"{path} has {start} bytes but had {size_bytes} when it was listed: "
-                "the data must not change while they are indexed; start again when they are complete",
-                path=path,
-                listed_bytes=size_bytes,
-                found_bytes=start,
-            )
-        parts.append(part)
-        start += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _truncated(path: str, listed_bytes: int) -> DataError:
+    found_bytes = os.path.getsize(path)
+    return DataError(
+        f"{path} has {found_bytes} bytes but had {listed_bytes} when it was listed: "
+        "the data must not change while they are indexed; start again when they are complete",
+        path=path,
+        listed_bytes=listed_bytes,
+        found_bytes=found_bytes,
+    )
 
 
 def sniff_text_files(paths: Sequence[str]) -> bytes:
