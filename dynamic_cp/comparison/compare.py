@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from dynamic_cp.bounds import lower_bound
 from dynamic_cp.comparison.job import Job, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
@@ -87,18 +86,16 @@ def compare_policies(
         distributed_optimizer=distributed_optimizer,
     )
     base = job.options_of("dynamic", None)
-    report = _Steps(progress, 1 + len(names))
-    report.next("lower bounds")
-    bounds_s = [lower_bound(batch, CostModel(model, hardware, topology, base)).seconds for batch in job.batches]
+    report = _Steps(progress, len(names))
     outcomes = []
     for name in names:
         report.next(name)
         if name in peers:
-            outcomes.append(outcome_of_peer(name, peers[name], job, base, bounds_s))
+            outcomes.append(outcome_of_peer(name, peers[name], job, base))
         elif name in STATIC_POLICIES:
-            outcomes.append(_fastest_static(name, job, bounds_s))
+            outcomes.append(_fastest_static(name, job))
         else:
-            outcomes.append(_outcome(name, job, base, bounds_s))
+            outcomes.append(_outcome(name, job, base))
     report.next("done")
     return Comparison(
         model_name=model_name,
@@ -124,7 +121,7 @@ class _Steps:
         self._done += 1
 
 
-def _fastest_static(policy: str, job: Job, bounds_s: Sequence[float]) -> PolicyOutcome:
+def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
     """Return the outcome of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
     given = job.options.static_cp_size
     sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
@@ -141,13 +138,13 @@ def _fastest_static(policy: str, job: Job, bounds_s: Sequence[float]) -> PolicyO
         table = CostModel(job.model, job.hardware, job.topology, options).table
         if given is None and table.capacities[cp_size.bit_length() - 1] < job.max_seqlen:
             continue  # too small, or no allowed exchange serves it
-        outcomes.append(_outcome(policy, job, options, bounds_s))
+        outcomes.append(_outcome(policy, job, options))
     if not outcomes:  # no divisor of the lanes holds the longest sample: the planner's own choice may leave lanes idle
-        return _outcome(policy, job, job.options_of(policy, None), bounds_s)
+        return _outcome(policy, job, job.options_of(policy, None))
     return min(outcomes, key=lambda one: (not one.fits_memory, one.iteration_s))
 
 
-def _outcome(policy: str, job: Job, options: PlanOptions, bounds_s: Sequence[float]) -> PolicyOutcome:
+def _outcome(policy: str, job: Job, options: PlanOptions) -> PolicyOutcome:
     def planned(batch: Sequence[Sample]) -> PlannedBatch:
         return plan_global_batch(
             batch,
@@ -163,11 +160,11 @@ def _outcome(policy: str, job: Job, options: PlanOptions, bounds_s: Sequence[flo
     memory = job.memory(options, static_cp_size)
     planned(job.batches[0])  # loads compiled code: not what planning a batch takes
     batches = []
-    for batch, bound_s in zip(job.batches, bounds_s, strict=True):
+    for batch in job.batches:
         start_s = time.perf_counter()
         result = planned(batch)
         plan_s = time.perf_counter() - start_s
-        batches.append(batch_outcome(job, result, prices, memory, bound_s, plan_s))
+        batches.append(batch_outcome(job, result, prices, memory, plan_s))
     return PolicyOutcome(
         policy=policy,
         batches=tuple(batches),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dynamic_cp.bounds import lower_bound
 from dynamic_cp.comparison.parts import PricesByPart, prices_by_part, time_parts
 from dynamic_cp.comparison.values import BatchOutcome
 from dynamic_cp.flops import batch_flops, length_sums, tflops_per_rank
@@ -57,7 +58,6 @@ def batch_outcome(
     planned: PlannedBatch,
     prices: PricesByPart,
     memory: MemoryModel,
-    bound_s: float,
     plan_s: float,
     note: str = "",
 ) -> BatchOutcome:
@@ -68,23 +68,24 @@ def batch_outcome(
         planned=planned,
         timeline=timeline,
         parts=time_parts(timeline, prices),
-        lower_bound_s=bound_s,
         num_microbatches=plan.num_microbatches,
         padding_fraction=padding_fraction(plan),
         peak_bytes=max(stage.total_bytes for stage in memory.peak(plan)),
         plan_s=plan_s,
         note=note,
-        **rates(job, [sample.seqlen for sample in plan.samples], timeline.makespan_s, prices),
+        **rates(job, tuple(plan.samples), timeline.makespan_s, prices),
     )
 
 
-def rates(job: Job, seqlens: Sequence[int], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
-    """Return the figures of `BatchOutcome` that need no plan, from the lengths and the makespan."""
+def rates(job: Job, samples: Sequence[Sample], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
+    """Return the figures of `BatchOutcome` that need no plan, from the samples and the makespan."""
     seconds, num_ranks = makespan_s + prices.all.gradient_reduction_s, job.topology.world_size
+    seqlens = [sample.seqlen for sample in samples]
     flops = batch_flops(job.model, *length_sums(seqlens), job.options.recompute)
     return {
         "iteration_s": seconds,
         "makespan_s": makespan_s,
+        "lower_bound_s": lower_bound(samples, prices.all).seconds,
         "num_tokens": sum(seqlens),
         "tokens_per_s_per_gpu": sum(seqlens) / seconds / num_ranks,
         "tflops_per_gpu": tflops_per_rank(flops.model_flops, seconds, num_ranks),

@@ -59,13 +59,12 @@ def outcome_of_peer(
     peer: Peer,
     job: Job,
     options: PlanOptions,
-    bounds_s: Sequence[float],
 ) -> PolicyOutcome:
     """Return what `peer` makes of all batches; UnsupportedFeatureError: it has no result for this job."""
     prices = job.prices(options)
     memory = job.memory(options, None)
     batches = []
-    for batch, bound_s in zip(job.batches, bounds_s, strict=True):
+    for batch in job.batches:
         start_s = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PuLP 3 announces PuLP 4
@@ -79,13 +78,12 @@ def outcome_of_peer(
                     planned=None,
                     timeline=None,
                     parts=None,
-                    lower_bound_s=bound_s,
                     num_microbatches=None,
                     padding_fraction=None,
                     peak_bytes=None,
                     plan_s=plan_s,
                     note=result.note,
-                    **rates(job, [sample.seqlen for sample in batch], result.seconds, prices),
+                    **rates(job, batch, result.seconds, prices),
                 )
             )
             continue
@@ -97,7 +95,7 @@ def outcome_of_peer(
             predicted_busy_s=timeline.lane_busy_s,
             reason=result.note,
         )
-        batches.append(batch_outcome(job, planned, prices, memory, bound_s, plan_s, result.note))
+        batches.append(batch_outcome(job, planned, prices, memory, plan_s, result.note))
     return PolicyOutcome(
         policy=name,
         batches=tuple(batches),

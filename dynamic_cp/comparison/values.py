@@ -19,7 +19,7 @@ class BatchOutcome:
         planned, timeline, parts, peak_bytes: None where a peer's method has no such plan, only a time.
         iteration_s: forward, backward and reduction of gradients; the parts add up to it.
         makespan_s: the same without the reduction.
-        lower_bound_s: no legal plan of this batch has a smaller makespan_s.
+        lower_bound_s: no legal plan of this batch with the policy's limit of tokens has a smaller makespan_s.
         num_microbatches: of the plan; None where there is none.
         num_tokens: true tokens of the batch.
         tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
