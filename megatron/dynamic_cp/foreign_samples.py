@@ -1,0 +1,185 @@
+"""What a foreign data iterator yields, checked and cut into samples: single ones or packs with `cu_seqlens`.
+
+    {"tokens": [S], "labels"?, "loss_mask"?, "position_ids"?}              one sample
+    {..., all [T], "cu_seqlens": [n + 1], "cu_seqlens_padded"?: [n + 1]}   n samples, one after the other
+
+Torch or numpy. Labels that are missing are the tokens moved by one within the sample; its last position has then no
+loss. Values travel as 4-byte words, so token ids and labels must fit into int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForeignSample:
+    """The columns of one sample that this rank's chunks read; None for those that they do not, or that were not given.
+
+    Attributes:
+        seqlen: tokens.
+        tokens, labels, position_ids: int32 [seqlen].
+        loss_mask: float32 [seqlen].
+        own_labels: labels came from the iterator.
+    """
+
+    seqlen: int
+    tokens: NDArray[np.int32] | None
+    position_ids: NDArray[np.int32] | None
+    labels: NDArray[np.int32] | None
+    loss_mask: NDArray[np.float32] | None
+    own_labels: bool
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column as int32 words [seqlen], with its default where none was given."""
+        if name == "position_ids" and self.position_ids is None:
+            return np.arange(self.seqlen, dtype=np.int32)
+        if name == "loss_mask":
+            return self._mask().view(np.int32)
+        values: NDArray[np.int32] = getattr(self, name)
+        return values
+
+    def _mask(self) -> NDArray[np.float32]:
+        mask = np.ones(self.seqlen, np.float32) if self.loss_mask is None else self.loss_mask
+        if self.own_labels:
+            return mask
+        return np.concatenate([mask[:-1], np.zeros(1, np.float32)])
+
+
+def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
+    """Return the samples of what the iterator yielded.
+
+    Raises:
+        DataError: naming the key: missing, of a wrong type, shape or range, or boundaries that contradict the tokens.
+    """
+    if not isinstance(item, Mapping):
+        raise DataError(f"the data iterator yielded a {type(item).__name__}, a dict with the key 'tokens' is needed")
+    if item.get("tokens") is None:
+        raise DataError(f"key 'tokens' is missing; the data iterator yielded {sorted(map(str, item))}", key="tokens")
+    tokens = _integers(item, "tokens")
+    assert tokens is not None
+    columns: dict[str, NDArray[Any] | None] = {"tokens": tokens}
+    for name in ("labels", "position_ids"):
+        columns[name] = _integers(item, name)
+    columns["loss_mask"] = _mask(item)
+    for name, column in columns.items():
+        if column is not None and len(column) != len(tokens):
+            raise DataError(
+                f"key {name!r} has {len(column)} values, key 'tokens' {len(tokens)}: they must be equally long",
+                key=name,
+            )
+    return [_cut(columns, first, end, needs) for first, end in _boundaries(item, len(tokens))]
+
+
+def _cut(columns: Mapping[str, NDArray[Any] | None], first: int, end: int, needs: ChunkNeeds) -> ForeignSample:
+    def part(name: str, needed: bool) -> NDArray[Any] | None:
+        column = columns[name]
+        return None if column is None or not needed else column[first:end]
+
+    labels = part("labels", needs.labels)
+    own_labels = labels is not None
+    if needs.labels and labels is None:
+        tokens = part("tokens", True)
+        assert tokens is not None
+        labels = np.concatenate([tokens[1:], np.zeros(1, np.int32)])
+    return ForeignSample(
+        seqlen=end - first,
+        tokens=part("tokens", needs.tokens),
+        position_ids=part("position_ids", needs.tokens),
+        labels=labels,
+        loss_mask=part("loss_mask", needs.labels),
+        own_labels=own_labels,
+    )
+
+
+def _boundaries(item: Mapping[str, Any], num_tokens: int) -> list[tuple[int, int]]:
+    """Return (first, end) of each sample within the item's tokens."""
+    if item.get("cu_seqlens") is None:
+        if num_tokens == 0:
+            raise DataError("key 'tokens' is empty: drop empty samples in the data set", key="tokens")
+        return [(0, num_tokens)]
+    real = _boundary_array(item, "cu_seqlens")
+    if item.get("cu_seqlens_padded") is None:
+        _check_end(real, num_tokens, "cu_seqlens")
+        return list(pairwise(real))
+    padded = _boundary_array(item, "cu_seqlens_padded")
+    _check_end(padded, num_tokens, "cu_seqlens_padded")
+    if len(real) != len(padded):
+        raise DataError(
+            f"key 'cu_seqlens' has {len(real)} boundaries, 'cu_seqlens_padded' {len(padded)}: they must be as many",
+            key="cu_seqlens_padded",
+        )
+    seqlens = [end - first for first, end in pairwise(real)]
+    for seqlen, (first, end) in zip(seqlens, pairwise(padded), strict=True):
+        if seqlen > end - first:
+            raise DataError(
+                f"key 'cu_seqlens' has a sample of {seqlen} tokens, 'cu_seqlens_padded' gives it {end - first}: "
+                "padding cannot be negative",
+                key="cu_seqlens_padded",
+            )
+    return [(first, first + seqlen) for first, seqlen in zip(padded[:-1], seqlens, strict=True)]
+
+
+def _boundary_array(item: Mapping[str, Any], name: str) -> list[int]:
+    array = _integers(item, name)
+    assert array is not None
+    values: list[int] = array.tolist()
+    if len(values) < 2 or values[0] != 0 or any(end <= first for first, end in pairwise(values)):
+        shown = values if len(values) <= 8 else f"{values[:8]} ..."
+        raise DataError(f"key {name!r} is {shown}: it must begin with 0 and ascend by at least 1 a sample", key=name)
+    return values
+
+
+def _check_end(values: list[int], num_tokens: int, name: str) -> None:
+    if values[-1] != num_tokens:
+        raise DataError(
+            f"key {name!r} ends at {values[-1]}, key 'tokens' has {num_tokens}: the last boundary must be the end",
+            key=name,
+        )
+
+
+def _integers(item: Mapping[str, Any], name: str) -> NDArray[np.int32] | None:
+    array = _one_dimensional(item, name)
+    if array is None:
+        return None
+    if array.dtype.kind not in "iu":
+        raise DataError(f"key {name!r} has dtype {array.dtype}, integers are needed", key=name)
+    limits = np.iinfo(np.int32)
+    if len(array) and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
+        raise DataError(
+            f"key {name!r} has values from {array.min()} to {array.max()}, they must fit into int32", key=name
+        )
+    return array.astype(np.int32)  # a copy: the iterator may use its buffer again
+
+
+def _mask(item: Mapping[str, Any]) -> NDArray[np.float32] | None:
+    array = _one_dimensional(item, "loss_mask")
+    if array is None:
+        return None
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"key 'loss_mask' has dtype {array.dtype}, numbers or booleans are needed", key="loss_mask")
+    return array.astype(np.float32)
+
+
+def _one_dimensional(item: Mapping[str, Any], name: str) -> NDArray[Any] | None:
+    value = item.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        raise DataError(f"key {name!r} is a {type(value).__name__}, a torch tensor or numpy array is needed", key=name)
+    if value.ndim != 1:
+        raise DataError(
+            f"key {name!r} has shape {tuple(value.shape)}, one dimension is needed: yield samples, not batches",
+            key=name,
+        )
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
