@@ -17,10 +17,11 @@ from dynamic_cp.report.files import write_whole
 from dynamic_cp.report.theme import CSS, Theme, with_variables
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE_IN, MEDIUM_IN, NARROW_IN = 8.4, 5.6, 4.0
+WIDE_IN, MEDIUM_IN, NARROW_IN = 8.4, 5.0, 4.0
 """Widths of a picture across a page, in half of it, and on a phone; the text is equally large in all."""
 FONT_PT, SMALL_PT = 9.0, 8.0
 _DPI = 160
@@ -80,6 +81,7 @@ def look(theme: Theme) -> Iterator[None]:
                 "savefig.facecolor": theme.background,
                 "savefig.edgecolor": "none",
                 "svg.fonttype": "none",
+                "text.parse_math": False,
                 "svg.hashsalt": "dynamic-cp",
             }
         )
@@ -183,21 +185,25 @@ def add_rectangles(axes: Axes, rectangles: Sequence[Rectangle], color: str, **st
 
 
 def add_legend(figure: Figure, entries: Sequence[tuple[str, str]], *, width_in: float, title: str = "") -> None:
-    """Put a legend of (label, colour) patches under the picture, row by row, in as many rows as the width needs."""
+    """Put a legend of (label, colour) patches under the picture."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=color, label=label) for label, color in entries]
-    longest = max(len(label) for label, _ in entries)
+    add_handles(figure, handles, width_in=width_in, title=title)
+
+
+def add_handles(figure: Figure, handles: Sequence[Artist], *, width_in: float, title: str = "") -> None:
+    """Put a legend of labelled artists under the picture, row by row, in as many rows as the width needs."""
+    longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), int(width_in * 72 / (28 + 0.56 * SMALL_PT * longest))))
     rows = -(-len(handles) // columns)
     columns = -(-len(handles) // rows)
     # Legends fill column by column; entries are to be read row by row.
     by_column = [handles[index] for column in range(columns) for index in range(column, len(handles), columns)]
-    legend = figure.legend(
+    figure.legend(
         handles=by_column, loc="outside lower left", ncols=columns, handlelength=1.1, columnspacing=1.4,
         title=title or None, title_fontsize=SMALL_PT, alignment="left",
     )  # fmt: skip
-    legend.set_in_layout(True)
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

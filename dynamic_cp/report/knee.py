@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.flops import batch_flops
-from dynamic_cp.report.drawing import FONT_PT, MEDIUM_IN, SMALL_PT, format_tokens, new_figure
+from dynamic_cp.report.drawing import FONT_PT, MEDIUM_IN, add_handles, format_tokens, new_figure
 from dynamic_cp.report.theme import Theme
 from dynamic_cp.types import Hardware, ModelShape
 
@@ -63,15 +63,14 @@ def knee_points(
 
 def knee(points: Sequence[KneePoint], theme: Theme, *, width_in: float = MEDIUM_IN, title: str = "") -> Figure:
     """Return the picture of `knee_points`: MFU against length, a curve per CP size; dots where it fits the limit."""
-    figure = new_figure(width_in, (3.3 if width_in > 5 else 3.6) + (0.3 if title else 0.0))
+    figure = new_figure(width_in, (3.3 if width_in > 4.5 else 3.6) + (0.3 if title else 0.0))
     panel = figure.subplots()
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
     _draw_mfu(panel, points, theme)
-    figure.legend(
-        loc="outside lower left", ncols=4 if width_in > 5 else 3, handlelength=1.2, columnspacing=1.2,
-        title="CP size (filled: fits the token limit; broad: best of these)", title_fontsize=SMALL_PT, alignment="left",
-    )  # fmt: skip
+    handles = [handle for handle in panel.lines if not str(handle.get_label()).startswith("_")]
+    about = "CP size (filled: fits the token limit; broad: best of these)"
+    add_handles(figure, handles, width_in=width_in, title=about)
     return figure
 
 

@@ -51,7 +51,7 @@ def length_histogram(seqlens: Iterable[int], theme: Theme, *, width_in: float = 
             if value >= 0.5 and len(places) <= 16:
                 panel.text(place, value + 0.03 * top, f"{value:.0f}%", ha="center", va="bottom", fontsize=SMALL_PT - 1)
     # Labels stand at the edges of bars: a bar goes from one power of two to the next.
-    step = -(-len(edges) // (15 if width_in > 5 else 10))
+    step = -(-len(edges) // (15 if width_in > 4.5 else 10))
     panels[-1].set_xticks(np.arange(len(edges))[::step] - 0.5, [format_tokens(int(edge)) for edge in edges[::step]])
     panels[-1].set_xlim(-0.75, len(places) - 0.25)
     panels[-1].set_xlabel("sequence length (tokens)")

@@ -1,0 +1,302 @@
+"""The HTML report of a comparison: verdict, policies side by side, where the time goes, plans, memory, lower bound."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dynamic_cp.comparison.parts import PART_LABELS, TimeParts
+from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
+from dynamic_cp.comparison.verdict import Verdict, described, verdict_of
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_count, format_s
+from dynamic_cp.report.files import write_whole
+from dynamic_cp.report.gantt import gantt
+from dynamic_cp.report.imbalance import imbalance
+from dynamic_cp.report.knee import knee, knee_points
+from dynamic_cp.report.lengths_picture import length_histogram
+from dynamic_cp.report.page import Picture, picture, render
+from dynamic_cp.timeline import Timeline
+
+LABELS = (
+    "policy",
+    "iteration",
+    "dynamic is faster by",
+    "tokens/s per GPU",
+    "TFLOP/s per GPU",
+    "micro-batches",
+    "idle",
+    "padding",
+    "planning",
+)
+_BATCH_LABELS = ("policy, batch", "iteration", "over bound", "micro-batches", "buckets by CP size", "choice")
+
+
+def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, Any]) -> str:
+    """Return the page of `comparison` as one self-contained HTML document.
+
+    Args:
+        comparison: of `compare_policies`.
+        command: what to type to get it again.
+        inputs: name -> value, shown as they are.
+
+    Raises:
+        UnsupportedFeatureError: matplotlib or jinja2 is not installed.
+    """
+    verdict = verdict_of(comparison)
+    topology = comparison.topology
+    model = comparison.model_name or "a model"
+    facts = [f"{topology.world_size} GPUs ({comparison.hardware_name}): {topology.num_lanes} lanes"]
+    facts += [f"TP {topology.tp_size}"] * (topology.tp_size > 1) + [f"PP {topology.pp_size}"] * (topology.pp_size > 1)
+    facts += [f"VPP {topology.vp_size}"] * (topology.vp_size > 1)
+    samples = sum(len(batch) for batch in comparison.batches) / len(comparison.batches)
+    facts.append(f"{samples:g} samples per global batch")
+    return render(
+        "comparison.html",
+        title=f"Dynamic context parallelism for {model}",
+        facts=" · ".join(facts),
+        command=command,
+        inputs=inputs,
+        verdict=_spoken(verdict, comparison),
+        num_batches=_counted(len(comparison.batches), "global batch", "global batches"),
+        labels=LABELS,
+        rows=[_row(one, comparison) for one in comparison.policies],
+        notes=_notes(comparison),
+        **_time(comparison),
+        **_pictures(comparison, verdict),
+        **_memory(comparison),
+        **_bounds(comparison),
+        batch_labels=_BATCH_LABELS,
+        batch_rows=[
+            _batch_row(one, number, batch)
+            for number in range(len(comparison.batches))
+            for one, batch in ((one, one.batches[number]) for one in comparison.policies)
+        ],
+    )
+
+
+def write_report(path: str | Path, comparison: Comparison, *, command: str, inputs: Mapping[str, Any]) -> None:
+    """Write `render_report(...)` to `path`, whole or not at all.
+
+    Raises:
+        InvalidInputError: the place cannot be written.
+        UnsupportedFeatureError: matplotlib or jinja2 is not installed.
+    """
+    write_whole(path, render_report(comparison, command=command, inputs=inputs).encode())
+
+
+class _Row(NamedTuple):
+    name: str
+    is_ours: bool
+    cells: list[tuple[str, str]]
+
+
+class _Bar(NamedTuple):
+    name: str
+    width: str
+    text: str
+    fits: bool = True
+
+
+def _spoken(verdict: Verdict | None, comparison: Comparison) -> dict[str, str] | None:
+    if verdict is None:
+        return None
+    return {
+        "state": verdict.pays if comparison.policy("dynamic").fits_memory else "no",
+        "headline": verdict.headline[0].upper() + verdict.headline[1:],
+        "reason": verdict.reason,
+    }
+
+
+def _row(one: PolicyOutcome, comparison: Comparison) -> _Row:
+    spread = one.stdev("iteration_s")
+    speedup = next((speedup for speedup in comparison.speedups if speedup.baseline == one.policy), None)
+    interval = f"{speedup.low:.2f}–{speedup.high:.2f}" if speedup and speedup.low and speedup.high else ""
+    parts, padding, rows = one.parts, one.mean("padding_fraction"), one.mean("num_microbatches")
+    return _Row(
+        described(one),
+        one.policy == "dynamic",
+        [
+            (format_s(one.iteration_s), f"± {format_s(spread)}" if spread else ""),
+            (f"{speedup.ratio:.2f}×" if speedup else "", interval),
+            (format_count(one.mean("tokens_per_s_per_gpu") or 0.0), ""),
+            (format_count(one.mean("tflops_per_gpu") or 0.0), ""),
+            ("" if rows is None else f"{rows:.3g}", ""),
+            ("" if parts is None else f"{parts.bubble_s / parts.iteration_s:.1%}", ""),
+            ("" if padding is None else f"{padding:.1%}", ""),
+            (format_s(one.mean("plan_s") or 0.0), ""),
+        ],
+    )
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = []
+    if any(one.low is not None for one in comparison.speedups):
+        notes.append("± one standard deviation over batches; a speed-up stands with its 95 % interval over batches.")
+    elif comparison.speedups:
+        notes.append("One batch says nothing of others: compare several for an interval.")
+    limits = {one.policy: one.max_tokens_per_rank for one in comparison.policies}
+    if len(set(limits.values())) == 1:
+        notes.append(f"Limit: {next(iter(limits.values()))} padded tokens of a rank in a micro-batch.")
+    else:
+        named = ", ".join(f"{name} {limit}" for name, limit in limits.items())
+        notes.append(f"Limit of padded tokens of a rank in a micro-batch: {named}.")
+    notes += [
+        f"{one.policy}: {note}"
+        for one in comparison.policies
+        for note in dict.fromkeys(b.note for b in one.batches)
+        if note
+    ]
+    return notes
+
+
+def _time(comparison: Comparison) -> dict[str, Any]:
+    """Return stacked bars of the parts of an iteration, and the same as rows of a table."""
+    split = [(described(one), parts) for one in comparison.policies if (parts := one.parts) is not None]
+    if not split:
+        return {"bars": [], "parts": []}
+    longest_s = max(parts.iteration_s for _, parts in split)
+    colors = {name: index for index, name in enumerate(PART_LABELS)}
+
+    def bar(name: str, parts: TimeParts) -> dict[str, Any]:
+        shown = [
+            {
+                "label": PART_LABELS[part],
+                "share": f"{seconds / parts.iteration_s:.5f}",
+                "text": format_s(seconds),
+                "color": colors[part],
+            }
+            for part, seconds in parts
+            if seconds > 0
+        ]
+        return {
+            "name": name,
+            "width": f"{100 * parts.iteration_s / longest_s:.2f}",
+            "total": format_s(parts.iteration_s),
+            "parts": shown,
+            "spoken": ", ".join(f"{part['label']} {part['text']}" for part in shown),
+        }
+
+    named = [part for part in PART_LABELS if any(dict(parts)[part] > 0 for _, parts in split)]
+    table = [
+        {
+            "label": PART_LABELS[part],
+            "color": colors[part],
+            "seconds": [format_s(dict(parts)[part]) for _, parts in split],
+        }
+        for part in named
+    ]
+    return {"bars": [bar(name, parts) for name, parts in split], "parts": table}
+
+
+def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]:
+    """Return the pictures of one batch: of the dynamic policy and what it was judged against."""
+    with_timeline = [one for one in comparison.policies if all(batch.timeline for batch in one.batches)]
+    if not with_timeline:
+        return {"pictures": [], "batch_note": ""}
+    wanted = (verdict.baseline if verdict else "", "dynamic")
+    shown = sorted((one for one in with_timeline if one.policy in wanted), key=lambda one: one.policy == "dynamic")
+    shown = shown or with_timeline[:2]
+    number = _typical_batch(comparison, verdict)
+    timelines = [(described(one), _timeline(one.batches[number])) for one in shown]
+    names = " and ".join(name for name, _ in timelines)
+    seqlens = [sample.seqlen for sample in comparison.batches[number]]
+    cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, comparison.options)
+    points = knee_points(comparison.model, comparison.hardware, cost_model)
+    end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
+    pictures: list[Picture] = [
+        picture(
+            partial(gantt, timelines), name="gantt", title="Who computes what, and when", width_in=WIDE_IN,
+            caption=f"{end}. A bar spans the lanes of a CP group; numbers are micro-batches, grey is idle.",
+        ),
+        picture(
+            partial(cp_map, [(name, timeline.plan) for name, timeline in timelines]), name="cp-sizes",
+            title="CP sizes by lane and micro-batch", width_in=MEDIUM_IN,
+            caption="A tile is a CP group; small groups exchange less and waste less, large ones hold long samples.",
+        ),
+        picture(
+            partial(length_histogram, seqlens), name="lengths", title="Lengths of the batch", width_in=MEDIUM_IN,
+            caption=f"{_tail(seqlens)} Attention work grows with the square of the length.",
+        ),
+        picture(
+            partial(imbalance, [(name, timeline.lane_busy_s) for name, timeline in reversed(timelines)]),
+            name="imbalance", title="How evenly lanes work", width_in=MEDIUM_IN,
+            caption="Busy seconds of every lane, mean of its stages; dashed: the mean of all. Flat is even, low fast.",
+        ),
+        picture(
+            partial(knee, points), name="knee", title="Which CP size for which length", width_in=MEDIUM_IN,
+            caption="Utilisation of a sample that runs alone. To the left of its knee a CP size wastes its ranks.",
+        ),
+    ]  # fmt: skip
+    which = (
+        f"Batch {number + 1} of {len(comparison.batches)}, the one with the median speed-up"
+        if len(comparison.batches) > 1
+        else "The batch"
+    )
+    return {"pictures": pictures, "batch_note": f"{which}, planned by {names}."}
+
+
+def _typical_batch(comparison: Comparison, verdict: Verdict | None) -> int:
+    ratios = next((one.per_batch for one in comparison.speedups if verdict and one.baseline == verdict.baseline), ())
+    return ratios.index(statistics.median_low(ratios)) if ratios else 0
+
+
+def _timeline(batch: BatchOutcome) -> Timeline:
+    assert batch.timeline is not None
+    return batch.timeline
+
+
+def _tail(seqlens: Sequence[int]) -> str:
+    """Return what the longest samples that hold half of the attention work are."""
+    squares = sorted((seqlen * seqlen for seqlen in seqlens), reverse=True)
+    half, total, count = sum(squares) / 2, 0, 0
+    while total < half:
+        total += squares[count]
+        count += 1
+    return (
+        f"The longest {count} of {len(seqlens)} samples ({count / len(seqlens):.1%}) hold half of the attention work."
+    )
+
+
+def _memory(comparison: Comparison) -> dict[str, Any]:
+    known = [(one, one.peak_bytes) for one in comparison.policies if one.peak_bytes is not None]
+    available = next((one.available_bytes for one, _ in known if one.available_bytes is not None), None)
+    full = max([available or 0.0, *(peak for _, peak in known)], default=1.0)
+    bars = [_Bar(described(one), f"{100 * peak / full:.2f}", _gb(peak), one.fits_memory) for one, peak in known]
+    limit_at = f"{100 * available / full:.2f}" if available else "0"
+    return {"memory": bars, "available": _gb(available) if available else "", "limit_at": limit_at}
+
+
+def _gb(value_bytes: float) -> str:
+    return f"{value_bytes / 1e9:.1f} GB"
+
+
+def _bounds(comparison: Comparison) -> dict[str, Any]:
+    first = comparison.policies[0]
+    over = [(described(one), one.mean("time_over_bound") or 1.0) for one in comparison.policies]
+    largest = max(*(ratio - 1 for _, ratio in over), 1e-9)
+    return {
+        "bound": format_s(first.mean("lower_bound_s") or 0.0),
+        "bounds": [_Bar(name, f"{100 * (ratio - 1) / largest:.2f}", f"+{ratio - 1:.1%}") for name, ratio in over],
+    }
+
+
+def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str]:
+    plan = batch.planned.plan if batch.planned else None
+    sizes = "" if plan is None else "  ".join(f"{cp}: {count}" for cp, count in plan.cp_histogram.items())
+    return [
+        f"{described(one)}, {number + 1}",
+        format_s(batch.iteration_s),
+        f"+{batch.time_over_bound - 1:.1%}",
+        "" if batch.num_microbatches is None else str(batch.num_microbatches),
+        sizes,
+        batch.planned.reason if batch.planned else batch.note,
+    ]
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
