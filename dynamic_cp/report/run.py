@@ -1,0 +1,116 @@
+"""What a training run writes of its iterations: one JSON object per line of `DIR/iterations.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dynamic_cp.errors import DataError
+
+FILE_NAME = "iterations.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One iteration of a training run. None: the run did not say.
+
+    Attributes:
+        iteration: its number, from 1.
+        predicted_s: what the plan was expected to take.
+        measured_s: what the iteration took.
+        loss: mean per token.
+        num_microbatches: of the plan.
+        cp_histogram: CP size -> number of buckets with samples.
+        padding: share of padding in all tokens that are computed.
+        imbalance: max / mean of the lanes' busy seconds, as planned.
+        planner_s: seconds of planning. exposed_s: those for which training waited.
+        tokens: true tokens of the global batch.
+    """
+
+    iteration: int
+    predicted_s: float
+    measured_s: float
+    loss: float | None = None
+    num_microbatches: int | None = None
+    cp_histogram: Mapping[int, int] = field(default_factory=dict)
+    padding: float | None = None
+    imbalance: float | None = None
+    planner_s: float | None = None
+    exposed_s: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("predicted_s", self.predicted_s), ("measured_s", self.measured_s)):
+            if not 0 < value < math.inf:
+                raise DataError(
+                    f"iteration {self.iteration}: {name} is {value}, a number of seconds > 0 is needed: check the run",
+                    iteration=self.iteration,
+                )
+
+    @property
+    def measured_over_predicted(self) -> float:
+        """measured_s / predicted_s: 1 = as predicted, 2 = twice as long."""
+        return self.measured_s / self.predicted_s
+
+
+def read_run(directory: str | Path) -> tuple[RunRecord, ...]:
+    """Return the records of a run's dump by iteration; fields that `RunRecord` does not have are ignored.
+
+    An iteration that is there twice (a run that resumed from an older checkpoint) counts as it was run last.
+
+    Raises:
+        DataError: no such file, no iterations, or a line that is no record; the message has its number.
+    """
+    path = Path(directory) / FILE_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}: was the run started with --dynamic-cp-dump?") from error
+    records: dict[int, RunRecord] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            record = _record(f"{path}:{number}", line)
+            records[record.iteration] = record
+    if not records:
+        raise DataError(f"{path} holds 0 iterations, at least 1 is needed: did the run get that far?")
+    return tuple(records[iteration] for iteration in sorted(records))
+
+
+def _record(where: str, line: str) -> RunRecord:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is no JSON object ({error}): was the file cut? Remove the line") from error
+    if not isinstance(data, dict):
+        raise DataError(f"{where} is no JSON object but {type(data).__name__}: write one object per iteration")
+    values: dict[str, Any] = {}
+    for entry in fields(RunRecord):
+        value = data.get(entry.name)
+        if value is None:
+            if entry.default is MISSING and entry.default_factory is MISSING:
+                raise DataError(f"{where} has no {entry.name}: an iteration needs iteration, predicted_s, measured_s")
+            continue
+        values[entry.name] = (
+            _histogram(where, value) if entry.name == "cp_histogram" else _number(where, entry.name, value)
+        )
+    return RunRecord(**values)
+
+
+def _number(where: str, name: str, value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{where}: {name} is {value!r}, a number is needed: check what wrote it")
+    if name in ("iteration", "num_microbatches", "tokens") and int(value) != value:
+        raise DataError(f"{where}: {name} is {value!r}, a whole number is needed: check what wrote it")
+    return value
+
+
+def _histogram(where: str, value: Any) -> dict[int, int]:
+    """Return CP size -> buckets; the keys of JSON objects are strings."""
+    try:
+        return {int(cp_size): int(count) for cp_size, count in sorted(value.items(), key=lambda one: int(one[0]))}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: cp_histogram is {value!r}, it must be CP size -> number of buckets") from error
