@@ -5,79 +5,34 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import p2p_communication
-from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.schedule import stage_operations
-from dynamic_cp.types import Plan, PlannedBatch, Sample
-from megatron.dynamic_cp.data_iterator_wrapper import StepData
-from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, for_chunk, micro_batches, pack_step
-from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from dynamic_cp.types import Plan, Sample
+from megatron.dynamic_cp.micro_batches import PackedStep
 from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, message_orders
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.trainer.step import run_schedule
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import BATCHES, Layout, build_chunks, mixed_plan, samples_of, static_plan
+from tests.distributed.trainee import Trainee
 
 SHAPE_MESSAGE = torch.int64
 """What the handshake sends; activations and gradients are floating point."""
 
 
-class Trainee:
-    """A model on this rank, ready to run passes."""
-
-    def __init__(self, layout: Layout, **settings: Any) -> None:
-        initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
-        self.groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
-        variant = reference.VARIANTS[layout.variant]
-        self.config, chunks = build_chunks(layout, variant)
-        for name, value in settings.items():
-            setattr(self.config, name, value)
-        self.config.finalize_model_grads_func = finalize_model_grads
-        self.needs = [ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks]
-        if self.config.bf16:
-            self.config.pipeline_dtype = torch.bfloat16
-            chunks = [Float16Module(self.config, chunk) for chunk in chunks]
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.model = [DistributedDataParallel(self.config, ddp_config, chunk) for chunk in chunks]
-
-    def pack(self, plan: Plan, samples: Sequence[Sample]) -> PackedStep:
-        by_id = {sample.sample_id: sample for sample in samples}
-        planned = PlannedBatch(
-            plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * plan.topology.num_lanes, reason="test"
-        )
-        return pack_step(
-            lane_plan(plan, self.groups.lane, PlanFacts.of(planned)),
-            lambda sample_id: reference.read_sample(by_id[sample_id]),
-        )
-
-    def step_data(self, packed: PackedStep) -> StepData:
-        batches = list(micro_batches(packed, self.groups, torch.device("cpu"), "test", ExchangeStats()))
-        return StepData([for_chunk(batches, needs) for needs in self.needs], len(batches), 0, 0)
-
-    def run(self, packed: PackedStep, *, forward_only: bool = False, **options: Any) -> dict[str, Any]:
-        """Run a pass; return what is logged, all gradients, and how many messages of which type were sent."""
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        with counted_messages() as sent, torch.no_grad() if forward_only else nullcontext():
-            logged = run_schedule(self.model, self.step_data(packed), 64, forward_only=forward_only, **options)
-        gradients = {
-            f"{index}.{name}": parameter.main_grad.clone()
-            for index, chunk in enumerate(self.model)
-            for name, parameter in chunk.named_parameters()
-        }
-        return {"logged": [entry["lm loss"] for entry in logged], "gradients": gradients, "sent": sent}
+def run_and_count(trainee: Trainee, packed: PackedStep, *, forward_only: bool, **options: Any) -> dict[str, Any]:
+    """Run a pass; return what is logged, all gradients, and how many messages of which type were sent."""
+    with counted_messages() as sent:
+        logged = trainee.run(packed, forward_only=forward_only, **options)
+    return {"logged": logged, "gradients": trainee.gradients(), "sent": sent}
 
 
 @contextmanager
@@ -114,8 +69,10 @@ def run_both(
         packed = trainee.pack(plan, samples)
         rank_tokens = [bucket.rank_tokens for bucket in packed.buckets]
         for forward_only in (False, True):
-            planned = trainee.run(packed, forward_only=forward_only, rank_tokens=rank_tokens, verify_messages=True)
-            stock = trainee.run(packed, forward_only=forward_only) if handshake else None
+            planned = run_and_count(
+                trainee, packed, forward_only=forward_only, rank_tokens=rank_tokens, verify_messages=True
+            )
+            stock = run_and_count(trainee, packed, forward_only=forward_only) if handshake else None
             outcomes.append({"stock": stock, "planned": planned, "tokens": rank_tokens, "forward_only": forward_only})
     return outcomes
 

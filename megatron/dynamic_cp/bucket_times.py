@@ -1,0 +1,254 @@
+"""Seconds that each micro-batch takes on each model chunk of this rank, forward and backward, and over the job.
+
+    times = BucketTimes(model, stage=..., lane=..., device=...)
+    run_schedule(..., forward_step_func=times.forward_step)     # every step
+    own = times.end_step()                                      # after something that waited for the device
+    observations = times.gather()                               # now and then; collective
+
+Forward runs from the moment the micro-batch is there to the end of the chunk, loss included; waiting for a pipeline
+neighbour lies outside. Backward runs from the first gradient (a hook on the chunk's output) to the end of this call
+of the autograd engine (its final callback), recomputation included. Nothing is computed and nobody waits: on CUDA
+events are recorded and read after the step, on CPU the clock is read; some 30 microseconds a micro-batch.
+
+Inside a CP group a rank also waits for its peers. The lane that comes last waits least, so the least time over the
+lanes (and TP ranks) of a bucket is what the bucket takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd import Variable
+
+from dynamic_cp.errors import DisagreementError
+from dynamic_cp.observations import Observation
+from dynamic_cp.types import CP_COMM_TYPES
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.verify import collective_device
+
+ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
+Mark = Any
+"""A moment: seconds on CPU, an event of the stream on CUDA."""
+
+_COLUMNS = (
+    "step",
+    "micro_batch",
+    "stage",
+    "chunk",
+    "first_lane",
+    "cp_size",
+    "exchange",
+    "tokens",
+    "tokens_squared",
+    "forward_s",
+    "backward_s",
+)
+_NUM_KEYS = 9
+"""All columns but the seconds: the same on all ranks that share a bucket on a chunk."""
+
+
+@dataclass(slots=True)
+class _Timed:
+    """One micro-batch on one chunk: what it is, and its four moments."""
+
+    chunk: int
+    micro_batch: int
+    cp_size: int
+    exchange: int
+    tokens: int
+    tokens_squared: int
+    forward: list[Mark]
+    backward: list[Mark]
+
+
+class BucketTimes:
+    """Times the micro-batches of this rank.
+
+    Args:
+        model: chunks of this rank, as the schedule gets them.
+        stage, lane: where this rank is.
+        device: where it computes.
+        forward_step: runs one micro-batch.
+        keep_steps: `gather` sees the latest so many steps.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        *,
+        stage: int,
+        lane: int,
+        device: torch.device,
+        forward_step: ForwardStep = loss.forward_step,
+        keep_steps: int = 4,
+    ) -> None:
+        self._chunk_of = {id(chunk): index for index, chunk in enumerate(model)}
+        self._stage, self._lane = stage, lane
+        self._on_gpu = device.type == "cuda"
+        self._forward_step = forward_step
+        self._timed: list[_Timed] = []
+        self._num_started: defaultdict[int, int] = defaultdict(int)
+        self._steps: deque[NDArray[np.float64]] = deque(maxlen=keep_steps)
+        self._num_steps = 0
+
+    def forward_step(
+        self, data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        """Run and time the next micro-batch, as megatron-core's schedules call it; evaluation is not timed."""
+        if not torch.is_grad_enabled():
+            return self._forward_step(data_iterator, model)
+        started: list[_Timed] = []
+
+        def watched() -> Iterator[dict[str, Any]]:
+            for batch in data_iterator:
+                started.append(self._start(self._chunk_of[id(model)], batch["packed_seq_params"]))
+                yield batch
+
+        output, loss_func = self._forward_step(watched(), model)
+        (timed,) = started
+        timed.forward[1:] = [self._mark()]
+        hook = output.register_hook(partial(self._start_backward, timed))
+
+        def timed_loss(*args: Any, **kwargs: Any) -> Any:
+            """Only the last stage comes here: the loss belongs to its forward pass, and backward starts from it."""
+            outputs = loss_func(*args, **kwargs)
+            timed.forward[1:] = [self._mark()]
+            hook.remove()
+            outputs[0].register_hook(partial(self._start_backward, timed))
+            return outputs
+
+        return output, timed_loss
+
+    def end_step(self) -> list[Observation]:
+        """Return this rank's times since the last call, waits for CP peers included, and keep them for `gather`.
+
+        Call it where the host has waited for the device anyway; on CUDA it waits for the last backward pass otherwise.
+        """
+        rows = np.array([self._row(timed) for timed in self._timed], np.float64).reshape(-1, len(_COLUMNS))
+        self._steps.append(rows)
+        self._num_steps += 1
+        self._timed.clear()
+        self._num_started.clear()
+        return _observations(rows)
+
+    def gather(self, max_observations: int = 4096) -> list[Observation]:
+        """Return the times of all buckets of the kept steps, the least over the ranks that share one; then forget them.
+
+        The same list on every rank. Collective over the job: 88 bytes per rank, micro-batch, chunk and step.
+
+        Args:
+            max_observations: of more, an even selection is returned.
+
+        Raises:
+            DisagreementError: ranks have timed different numbers of micro-batches; on every rank.
+        """
+        mine = np.concatenate([*self._steps, np.zeros((0, len(_COLUMNS)))])
+        self._steps.clear()
+        device = collective_device()
+        extremes = torch.tensor([len(mine), -len(mine)], device=device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, fewest = extremes[0].item(), -extremes[1].item()
+        if most != fewest:
+            raise DisagreementError(
+                f"ranks timed {fewest} to {most} micro-batches: all must call BucketTimes for the same steps",
+                most=most,
+                fewest=fewest,
+            )
+        gathered = torch.empty((dist.get_world_size() * len(mine), len(_COLUMNS)), dtype=torch.float64, device=device)
+        if len(mine):
+            dist.all_gather_into_tensor(gathered, torch.from_numpy(mine).to(device))
+        rows = least_of_equal_keys(gathered.cpu().numpy())
+        if len(rows) > max_observations:
+            rows = rows[np.linspace(0, len(rows) - 1, max_observations).astype(np.int64)]
+        return _observations(rows)
+
+    def _mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _start(self, chunk: int, params: Any) -> _Timed:
+        """Return the record of a micro-batch that starts now; a chunk runs its micro-batches in order."""
+        timed = _Timed(
+            chunk=chunk,
+            micro_batch=self._num_started[chunk],
+            cp_size=params.local_cp_size,
+            exchange=CP_COMM_TYPES.index(params.cp_comm_type),
+            tokens=sum(params.padded_seqlens),
+            tokens_squared=sum(seqlen * seqlen for seqlen in params.padded_seqlens),
+            forward=[self._mark()],
+            backward=[],
+        )
+        self._num_started[chunk] += 1
+        self._timed.append(timed)
+        return timed
+
+    def _start_backward(self, timed: _Timed, _: Tensor) -> None:
+        timed.backward = [self._mark()]
+        # The engine calls this when the whole backward pass that the hook belongs to is done.
+        Variable._execution_engine.queue_callback(lambda: timed.backward.append(self._mark()))
+
+    def _row(self, timed: _Timed) -> list[float]:
+        """Return the columns; NaN for a pass that did not end."""
+        return [
+            self._num_steps,
+            timed.micro_batch,
+            self._stage,
+            timed.chunk,
+            self._lane // timed.cp_size * timed.cp_size,
+            timed.cp_size,
+            timed.exchange,
+            timed.tokens,
+            timed.tokens_squared,
+            self._seconds(timed.forward),
+            self._seconds(timed.backward),
+        ]
+
+    def _seconds(self, marks: Sequence[Mark]) -> float:
+        if len(marks) != 2:
+            return float("nan")
+        start, end = marks
+        if not self._on_gpu:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end) / 1e3)
+
+
+def least_of_equal_keys(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return one row for each bucket on each chunk, sorted, with the least seconds of its ranks (NaN if all are)."""
+    if not len(rows):
+        return rows
+    keys, place = np.unique(rows[:, :_NUM_KEYS], axis=0, return_inverse=True)
+    least = np.full((len(keys), rows.shape[1] - _NUM_KEYS), np.nan)
+    np.fmin.at(least, place.reshape(-1), rows[:, _NUM_KEYS:])
+    return np.concatenate([keys, least], axis=1)
+
+
+def _observations(rows: NDArray[np.float64]) -> list[Observation]:
+    observations = []
+    for row in rows.tolist():
+        column = dict(zip(_COLUMNS, row, strict=True))
+        observations.append(
+            Observation(
+                cp_comm_type=CP_COMM_TYPES[int(column["exchange"])],
+                forward_s=column["forward_s"],
+                backward_s=column["backward_s"],
+                **{
+                    name: int(column[name])
+                    for name in ("cp_size", "first_lane", "tokens", "tokens_squared", "stage", "chunk")
+                },
+            )
+        )
+    return observations

@@ -1,0 +1,293 @@
+"""Times of micro-batches: each once, of the right one, without touching a number, least over a CP group."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from dynamic_cp.errors import DisagreementError
+from dynamic_cp.observations import Observation
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.types import Bucket, MicroBatch, Plan
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.bucket_times import BucketTimes, least_of_equal_keys
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import BATCHES, Layout, mixed_plan, samples_of
+from tests.distributed.trainee import Trainee
+
+SAMPLES = BATCHES["long_tail"]
+LAYOUTS = {
+    "two_lanes": Layout(2),
+    "pp2": Layout(1, pp=2),
+    "pp2_vpp2": Layout(1, pp=2, vpp=2),
+    "tp2_sp_full_recompute": Layout(
+        1,
+        tp=2,
+        sp=True,
+        config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "two_lanes_pp2": Layout(2, pp=2),
+}
+DELAY_S = 0.15
+
+
+class SleepBackward(torch.autograd.Function):
+    """Identity whose backward takes some time."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        context.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(context.seconds)
+        return gradient, None
+
+
+def slowed(forward_s: dict[int, float], backward_s: dict[int, float]) -> Callable[..., Any]:
+    """Return a forward step that takes longer for some micro-batches; for the first chunk called (chunk 0) only."""
+    first: list[Any] = []
+
+    def forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
+        batches: list[Any] = []
+        output, loss_func = loss.forward_step((batches.append(b) or b for b in data_iterator), model)
+        first[:] = first or [model]
+        if model is not first[0]:
+            return output, loss_func
+        index = int(batches[0]["packed_seq_params"].label.split("micro-batch ")[1].split(",")[0])
+        time.sleep(forward_s.get(index, 0.0))
+        return SleepBackward.apply(output, backward_s.get(index, 0.0)), loss_func
+
+    return forward_step
+
+
+def build_times(trainee: Trainee, **options: Any) -> BucketTimes:
+    return BucketTimes(
+        trainee.model,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        lane=trainee.groups.lane,
+        device=torch.device("cpu"),
+        **options,
+    )
+
+
+def time_steps(layout: Layout, plan: Plan, num_steps: int, forward_step: Callable[..., Any]) -> dict[str, Any]:
+    """Run steps with times; return each step's own times and duration, the gathered ones, and both gradients."""
+    trainee = Trainee(layout)
+    packed = trainee.pack(plan, SAMPLES)
+    rank_tokens = [bucket.rank_tokens for bucket in packed.buckets]
+    trainee.run(packed, rank_tokens=rank_tokens)
+    without = trainee.gradients()
+    times = build_times(trainee, forward_step=forward_step)
+    steps = []
+    for _ in range(num_steps):
+        started = time.perf_counter()
+        trainee.run(packed, rank_tokens=rank_tokens, forward_step_func=times.forward_step)
+        steps.append((times.end_step(), time.perf_counter() - started))
+    with_times = trainee.gradients()
+    gathered = times.gather()
+    trainee.run(packed, rank_tokens=rank_tokens, forward_step_func=times.forward_step, forward_only=True)
+    return {
+        "steps": steps,
+        "gathered": gathered,
+        "same": all(torch.equal(with_times[name], gradient) for name, gradient in without.items()),
+        "num_gradients": len(without),
+        "of_evaluation": times.end_step(),
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "lane": trainee.groups.lane,
+    }
+
+
+def facts(one: Observation) -> tuple[Any, ...]:
+    """Return what an observation is of."""
+    return one.stage, one.chunk, one.first_lane, one.cp_size, one.tokens, one.tokens_squared
+
+
+def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) -> list[tuple[Any, ...]]:
+    """Return the facts of the buckets of a lane (None: of all lanes) in the order of micro-batches."""
+    expected = []
+    for micro_batch in plan.micro_batches:
+        for bucket in micro_batch.buckets if lane is None else [micro_batch.bucket_of_lane(lane)]:
+            seqlens = padded_seqlens(
+                (s.seqlen for s in bucket.samples), bucket.cp_size, plan.topology.rank_token_multiple
+            )
+            squares = sum(seqlen**2 for seqlen in seqlens)
+            expected.append((stage, chunk, bucket.first_lane, bucket.cp_size, sum(seqlens), squares))
+    return expected
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
+    layout = LAYOUTS[name]
+    plan = mixed_plan(SAMPLES, layout)
+    ranks = run_ranks(layout.topology.world_size, time_steps, layout, plan, 2, loss.forward_step, timeout_s=90)
+    num_compared = 0
+    for rank in ranks:
+        assert rank["same"], "timing changed a gradient"
+        assert rank["num_gradients"] > 10
+        assert rank["of_evaluation"] == []
+        assert rank["gathered"] == ranks[0]["gathered"]
+        for observations, duration_s in rank["steps"]:
+            for chunk in range(layout.vpp):
+                found = [facts(one) for one in observations if one.chunk == chunk]
+                assert found == expected_facts(plan, rank["stage"], chunk, rank["lane"])
+                num_compared += len(found)
+            assert len(observations) == plan.num_microbatches * layout.vpp
+            seconds = [seconds for one in observations for seconds in (one.forward_s, one.backward_s)]
+            assert min(seconds) > 0
+            assert sum(seconds) < duration_s
+            if layout.pp == 1:
+                assert sum(seconds) > 0.5 * duration_s, "most of a step without a pipeline is forward and backward"
+    assert num_compared == 2 * layout.topology.world_size * layout.vpp * plan.num_microbatches
+    check_gathered(layout, plan, ranks)
+
+
+def check_gathered(layout: Layout, plan: Plan, ranks: Sequence[dict[str, Any]]) -> None:
+    """Every bucket once per stage, chunk and step, with the least times of its ranks."""
+    gathered = ranks[0]["gathered"]
+    stages = [(stage, chunk) for stage in range(layout.pp) for chunk in range(layout.vpp)]
+    expected = Counter(one for stage, chunk in stages for one in expected_facts(plan, stage, chunk) * 2)
+    assert Counter(facts(one) for one in gathered) == expected
+    own = [one for rank in ranks for observations, _ in rank["steps"] for one in observations]
+    assert {one.forward_s for one in gathered} <= {one.forward_s for one in own}
+    for one in gathered:
+        same = [other for other in own if facts(other) == facts(one)]
+        assert len(same) >= 2 * one.cp_size * layout.tp
+        assert one.forward_s >= min(other.forward_s for other in same)
+        assert one.backward_s >= min(other.backward_s for other in same)
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2_vpp2"])
+def test_time_belongs_to_its_micro_batch(name: str) -> None:
+    """On each stage, micro-batch 1 is slow forward and 2 backward, on its first chunk: nothing else gets longer."""
+    layout = LAYOUTS[name]
+    plan = mixed_plan(samples_of(30, 31, 32, 33, 34, 35, 36, 37), layout)
+    forward_step = slowed({1: DELAY_S}, {2: DELAY_S})
+    ranks = run_ranks(2, time_slowed, layout, plan, forward_step, timeout_s=60)
+    for observations in ranks:
+        for chunk in range(layout.vpp):
+            of_chunk = [one for one in observations if one.chunk == chunk]
+            slow_forward = [index for index, one in enumerate(of_chunk) if one.forward_s > 0.9 * DELAY_S]
+            slow_backward = [index for index, one in enumerate(of_chunk) if one.backward_s > 0.9 * DELAY_S]
+            assert slow_forward == ([1] if chunk == 0 else [])
+            assert slow_backward == ([2] if chunk == 0 else [])
+
+
+def time_slowed(layout: Layout, plan: Plan, forward_step: Callable[..., Any]) -> list[Observation]:
+    trainee = Trainee(layout)
+    packed = trainee.pack(plan, samples_of(30, 31, 32, 33, 34, 35, 36, 37))
+    trainee.run(packed)
+    times = build_times(trainee, forward_step=forward_step)
+    trainee.run(packed, forward_step_func=times.forward_step)
+    return times.end_step()
+
+
+def test_waiting_for_a_peer_is_left_out() -> None:
+    """Lane 1 comes late to a bucket of both: lane 0 waits for it inside its forward pass, the least does not."""
+    layout, (sample, *_) = Layout(2), samples_of(200)
+    bucket = Bucket(first_lane=0, cp_size=2, samples=(sample,))
+    plan = Plan(topology=layout.topology, max_tokens_per_rank=1000, micro_batches=(MicroBatch(buckets=(bucket,)),) * 1)
+    (own_0, gathered), (own_1, _) = run_ranks(2, come_late, layout, plan, timeout_s=60)
+    assert own_0[0].forward_s > 0.9 * DELAY_S > own_1[0].forward_s
+    assert len(gathered) == 1
+    assert gathered[0].forward_s == own_1[0].forward_s
+    assert gathered[0].backward_s == min(own_0[0].backward_s, own_1[0].backward_s)
+
+
+def come_late(layout: Layout, plan: Plan) -> tuple[list[Observation], list[Observation]]:
+    trainee = Trainee(layout)
+    packed = trainee.pack(plan, samples_of(200))
+    trainee.run(packed)
+
+    def forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
+        def late() -> Iterator[dict[str, Any]]:
+            time.sleep(DELAY_S * trainee.groups.lane)
+            yield from data_iterator
+
+        return times.forward_step(late(), model)
+
+    times = build_times(trainee)
+    trainee.run(packed, forward_step_func=forward_step)
+    return times.end_step(), times.gather()
+
+
+def gather_unequal(layout: Layout, plan: Plan) -> tuple[str, int, int]:
+    trainee = Trainee(layout)
+    packed = trainee.pack(plan, SAMPLES)
+    times = build_times(trainee, keep_steps=2)
+    nothing = times.gather()
+    for _ in range(3):
+        trainee.run(packed, forward_step_func=times.forward_step)
+        times.end_step()
+    kept = times.gather(), times.gather(max_observations=3)
+    trainee.run(packed, forward_step_func=times.forward_step)
+    if trainee.groups.lane == 0:
+        times.end_step()
+    with pytest.raises(DisagreementError) as caught:
+        times.gather()
+    assert nothing == kept[1] == []
+    times = build_times(trainee)
+    for _ in range(2):
+        trainee.run(packed, forward_step_func=times.forward_step)
+        times.end_step()
+    return str(caught.value), len(kept[0]), len(times.gather(max_observations=3))
+
+
+def test_only_the_latest_steps_are_kept_and_ranks_must_agree() -> None:
+    layout = Layout(2)
+    plan = mixed_plan(SAMPLES, layout)
+    (first, num_kept, num_selected), (second, *_) = run_ranks(2, gather_unequal, layout, plan, timeout_s=60)
+    assert first == second
+    assert "ranks timed 0 to 4 micro-batches" in first
+    assert num_kept == 2 * len(list(plan.buckets))
+    assert num_selected == 3
+
+
+def test_least_ignores_passes_that_did_not_end() -> None:
+    def row(micro_batch: int, forward_s: float, backward_s: float) -> list[float]:
+        return [0, micro_batch, 0, 0, 0, 2, 0, 64, 4096, forward_s, backward_s]
+
+    nan = float("nan")
+    rows = np.array([row(1, 3, 4), row(0, 5, nan), row(1, 2, 6), row(0, nan, nan)])
+    found = least_of_equal_keys(rows)
+    np.testing.assert_array_equal(found, np.array([row(0, 5, nan), row(1, 2, 4)]))
+
+
+def test_overhead_is_small() -> None:
+    """CPU seconds per micro-batch of a model that does nothing; real ones take some 10 ms at least."""
+    ((with_times, without),) = run_ranks(1, empty_passes, timeout_s=60)
+    assert 0 < with_times - without < 500e-6
+
+
+def empty_passes() -> tuple[float, float]:
+    """Return the least CPU seconds of a micro-batch with and without times."""
+
+    class Params:
+        local_cp_size, cp_comm_type, padded_seqlens = 1, "p2p", tuple(range(1, 33))
+
+    model = torch.nn.Linear(4, 4)
+    x = torch.randn(4, 4)
+
+    def forward_step(data_iterator: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> Any:
+        next(data_iterator)
+        return chunk(x), lambda output: (output.sum(),)
+
+    times = BucketTimes([model], stage=0, lane=0, device=torch.device("cpu"), forward_step=forward_step)
+
+    def seconds(step: Callable[..., Any]) -> float:
+        started = time.process_time()
+        for _ in range(200):
+            output, loss_func = step(iter([{"packed_seq_params": Params}]), model)
+            loss_func(output)[0].backward()
+        times.end_step()
+        return (time.process_time() - started) / 200
+
+    return tuple(min(seconds(step) for _ in range(5)) for step in (times.forward_step, forward_step))
