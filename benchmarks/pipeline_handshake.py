@@ -1,6 +1,7 @@
 """What megatron-core's shape handshake costs a pipeline, against shapes that come from the plan.
 
-    python benchmarks/pipeline_handshake.py        # PP 2 and PP 4 on CPU ranks, two minutes; prints a table
+    python benchmarks/pipeline_handshake.py            # all pipelines on CPU ranks, 4 minutes idle; prints a table
+    python benchmarks/pipeline_handshake.py PP4        # one of them
 
 The same micro-batches run with and without the handshake in turn, so a noisy machine disturbs both alike; figures are
 medians over the repeats, the ratio is the median of the ratios of neighbours. Gloo on one machine: a message costs some
@@ -20,14 +21,14 @@ from typing import Any
 from dynamic_vs_static import MODEL, run_ranks
 
 # Name -> (micro-batches, tokens of each).
-SHAPES = {"many small": (64, 32), "some": (16, 256), "few large": (4, 2048)}
+SHAPES = {"many small": (64, 32), "some": (16, 256), "few large": (4, 1024)}
 # Name -> flags.
 PIPELINES = {
     "PP2": "--pipeline-model-parallel-size 2",
     "PP2 VPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "PP4": "--pipeline-model-parallel-size 4",
 }
-NUM_REPEATS, NUM_WARM_UP = 20, 2
+NUM_REPEATS, NUM_WARM_UP = 16, 2
 LENGTHS = {"mode": "distribution", "type": "lognormal", "min_seq_len": 33, "max_seq_len": 2049, "mean_seq_len": 256}
 
 
@@ -37,8 +38,8 @@ def main() -> None:
         return
     print("| pipeline | micro-batches | planned ms | handshake ms | handshake / planned | us per micro-batch |")
     print("|---|---|---|---|---|---|")
-    for name, flags in PIPELINES.items():
-        printed = run_ranks(int(flags.split()[1]), [sys.argv[0], name], timeout_s=500, stdout=subprocess.PIPE)
+    for name in sys.argv[1:] or PIPELINES:
+        printed = run_ranks(int(PIPELINES[name].split()[1]), [sys.argv[0], name], timeout_s=500, stdout=subprocess.PIPE)
         for row in json.loads(printed.splitlines()[-1]):
             print("| {name} | {what} | {planned:.1f} | {handshake:.1f} | {ratio:.3f} | {us:.0f} |".format(**row))
 
