@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +69,10 @@ def index_json_lines(
     started_s = time.perf_counter()
     ranges: list[JsonLinesRange] = []
     num_lines = [0] * len(paths)
-    with Progress(f"indexing {files.name}", total_bytes, "bytes", on_tick) as progress:
-        results = map_in_processes(scan_json_lines, tasks, num_processes)
+    with (
+        Progress(f"indexing {files.name}", total_bytes, "bytes", on_tick) as progress,
+        closing(map_in_processes(scan_json_lines, tasks, num_processes)) as results,
+    ):
         for file, (path, start, stop, *_), result in zip(owners, tasks, results, strict=True):
             if result.error is not None:
                 line, what = result.error

@@ -14,7 +14,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
@@ -37,8 +37,8 @@ def num_usable_cpus() -> int:
 
 def map_in_processes(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_processes: int
-) -> Iterator[Any]:
-    """Yield function(*task) for each task; with one process, in this one.
+) -> Generator[Any, None, None]:
+    """Yield function(*task) for each task; with one process, in this one. Close it: then the processes end.
 
     Raises:
         DataError: what `function` raised, or a worker that died.
@@ -72,7 +72,7 @@ def map_in_processes(
 
 def map_in_threads(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_threads: int = NUM_THREADS
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yield function(*task) for each task; a single task in this thread."""
     if len(tasks) <= 1:
         for task in tasks:

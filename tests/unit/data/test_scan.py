@@ -1,0 +1,234 @@
+"""Scanning JSONL in ranges: the same as reading it line by line, whatever the ranges and the processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data import json_lines, scan, workers
+from megatron.trainer.data.data_path import find_files
+from megatron.trainer.data.file_table import FileTable
+from megatron.trainer.data.json_lines import JsonLines, index_json_lines, json_request
+from megatron.trainer.data.scan import scan_json_lines
+from megatron.trainer.data.tokenizer import ByteTokenizer
+from tests.unit.data.helpers import EOD, config, write_files
+
+TOKENIZER = ByteTokenizer()
+
+CORPORA = {
+    "plain": b'{"text": "one"}\n{"text": "two"}\n',
+    "no_last_newline": b'{"text": "one"}\n{"text": "two"}',
+    "crlf": b'{"text": "one"}\r\n\r\n{"text": "t\\u2603"}\r\n',
+    "blanks": b'\n\n{"text": ""}\n  \n\t\n{"text": "b"}\n\n',
+    "only_blanks": b"\n \n\n",
+    "empty": b"",
+    "unicode": '{"text": "na\u00efve \u2603 \U0001d11e"}\n{"text": "\\ud800\\n"}\n'.encode(),
+    "mark": b'\xef\xbb\xbf{"text": "marked"}\n{"text": "x"}\n',
+    "huge": b'{"text": "a"}\n{"text": "' + b"h" * 5000 + b'"}\n\n{"text": "z"}',
+    "other_fields": b'{"meta": {"text": "no"}, "text": "yes", "n": [1, 2]}\n',
+}
+
+
+def expected(content: bytes) -> tuple[list[int], list[int], list[int]]:
+    """Return offsets, lengths and line numbers as a plain loop over the lines finds them."""
+    offsets, lengths, line_numbers = [], [], []
+    offset = 0
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            text = json.loads(line.decode("utf-8-sig"))["text"]
+            offsets.append(offset)
+            lengths.append(len(text.encode("utf-8", "surrogatepass")) + 1)
+            line_numbers.append(number)
+        offset += len(line) + 1
+    return offsets, lengths, line_numbers
+
+
+def index(folder, **options):
+    files = find_files(str(folder), config(folder), TOKENIZER)
+    table = FileTable.of(files.root, files.names)
+    return files, index_json_lines(files, table, json_request("text", TOKENIZER), **options)
+
+
+@pytest.mark.parametrize("range_bytes", [1, 2, 7, 16, 100, 1 << 20])
+def test_ranges_of_any_size_find_the_same_lines(tmp_path, monkeypatch, range_bytes):
+    """All corpora in one data set: files that end in any way follow each other."""
+    monkeypatch.setattr(json_lines, "RANGE_BYTES", range_bytes)
+    write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
+    files, made = index(tmp_path)
+    source = JsonLines("all", files.root, made, TOKENIZER)
+    document = 0
+    for name in sorted(CORPORA):
+        for offset, length, line_number in zip(*expected(CORPORA[name]), strict=True):
+            assert made.columns["offsets_bytes"][document] == offset
+            assert made.columns["lengths"][document] == length
+            assert source.document_name(document) == f"{tmp_path}/{name}.jsonl line {line_number}"
+            tokens = source.read(document, 0, length)
+            assert len(tokens) == length
+            assert tokens[-1] == EOD
+            document += 1
+    assert document == len(source.lengths) == 16
+    assert made.counts == {"blank lines": sum(sum(not x.strip() for x in c.splitlines()) for c in CORPORA.values())}
+
+
+def test_processes_and_one_process_make_the_same_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "RANGE_BYTES", 300)
+    write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
+    (_, alone), (_, together) = index(tmp_path, num_processes=1), index(tmp_path, num_processes=3)
+    assert together.header == alone.header
+    for name, column in alone.columns.items():
+        np.testing.assert_array_equal(together.columns[name], column)
+
+
+def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
+    asked = []
+    real = json_lines.map_in_processes
+    monkeypatch.setattr(json_lines, "map_in_processes", lambda f, t, n: asked.append(n) or real(f, t, 1))
+    monkeypatch.setattr(json_lines, "num_usable_cpus", lambda: 3)
+    monkeypatch.setattr(json_lines, "BYTES_PER_PROCESS", 10)
+    for size in (1, 2, 100):
+        write_files(tmp_path, {"a.jsonl": b"{}\n".replace(b"{}", b'{"text":""}') * size})
+        index(tmp_path)
+    assert asked == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_first_bad_line_is_named_by_its_place_in_the_file(tmp_path, monkeypatch, num_processes):
+    monkeypatch.setattr(json_lines, "RANGE_BYTES", 64)
+    good = b'{"text": "fine"}\n\n' * 40
+    write_files(tmp_path, {"a.jsonl": good, "b.jsonl": good + b'{"txt": 1}\n' + good + b"nonsense\n"})
+    before = children()
+    with pytest.raises(DataError) as caught:
+        index(tmp_path, num_processes=num_processes)
+    assert children() == before, "although the error still holds the frames that it went through"
+    assert f"{tmp_path}/b.jsonl line 81 has no field 'text' (it has 'txt')" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_deep_nesting_is_an_error_and_no_crash(tmp_path):
+    write_files(tmp_path, {"a.jsonl": b"[" * 100_000})
+    with pytest.raises(DataError, match="line 1 is not JSON"):
+        index(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_scanned_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n' * 3)
+    for start in (0, 20, 50):
+        with pytest.raises(DataError, match="has 42 bytes but had 100 when it was listed"):
+            scan_json_lines(str(path), start, 100, 100, "text")
+
+
+def test_what_is_appended_while_it_is_scanned_is_not_looked_at(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n{"text": "y"}\nnot yet whole')
+    found = scan_json_lines(str(path), 0, 28, 28, "text")
+    assert (found.lengths.tolist(), found.error) == ([2, 2], None)
+    cut = scan_json_lines(str(path), 0, 20, 20, "text")
+    assert cut.error is not None, "a line that was half written when the file was listed"
+
+
+def test_a_line_of_any_size_is_looked_at_once(tmp_path, monkeypatch):
+    """Ranges inside a huge line give up at their own end."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"h" * 1_000_000 + b'"}\n{"text": "z"}\n')
+    size = path.stat().st_size
+    started = time.process_time()
+    found = [scan_json_lines(str(path), start, min(start + 1000, size), size, "text") for start in range(0, size, 1000)]
+    assert sum(len(part.lengths) for part in found) == 2
+    assert time.process_time() - started < 2
+
+
+def kill_self(path: str) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def raise_bug(path: str) -> None:
+    raise ZeroDivisionError(path)
+
+
+def sleep_long(path: str) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("function", "how"), [(kill_self, "SIGKILL"), (raise_bug, "exit code 1")])
+def test_a_worker_that_dies_is_an_error_and_no_hang(function, how):
+    with pytest.raises(DataError, match=rf"a process that indexed file-0 ended with {how}"):
+        list(workers.map_in_processes(function, [("file-0",), ("file-0",)], 2))
+
+
+def test_no_process_is_left_after_an_error():
+    started, before = time.monotonic(), children()
+    results = workers.map_in_processes(scan_json_lines, [("/missing", 0, 1, 1, "text")] * 2, 2)
+    with pytest.raises(DataError, match="cannot read /missing"):
+        next(results)
+    assert children() == before
+    with pytest.raises(DataError):  # one sleeps while the other one fails
+        list(workers.map_in_processes(_sleep_or_fail, [(0,), (1,)], 2))
+    assert children() == before
+    assert time.monotonic() - started < 30
+
+
+def _sleep_or_fail(number: int) -> None:
+    if number == 0:
+        raise DataError("failed")
+    sleep_long("")
+
+
+def children() -> list[str]:
+    """Return the command lines of this process's children, those of other tests included."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
+
+
+PARENT = """
+import os, sys
+sys.path[:0] = [os.getcwd()]
+from megatron.trainer.data import workers
+from tests.unit.data import test_scan
+
+threads = workers.map_in_processes(test_scan.tell_and_sleep, [(path,) for path in sys.argv[1:]], 2)
+next(threads)
+"""
+
+
+def tell_and_sleep(path: str) -> None:
+    with open(path, "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(path, path + ".pid")
+    time.sleep(1.5)
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    paths = [str(tmp_path / name) for name in "ab"]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *paths])
+    deadline = time.monotonic() + 30
+    while not all(os.path.exists(path + ".pid") for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    pids = [int(Path(path + ".pid").read_text()) for path in paths]
+    assert len(set(pids)) == 2
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_sniffing_reads_8_kib_of_a_file(tmp_path):
+    write_files(tmp_path, {"a": b"x" * scan.SNIFFED_BYTES + b"\0", "b": b"x\0", "c": b""})
+    assert scan.sniff_text_files([str(tmp_path / name) for name in "abc"]) == bytes([0, 1, 0])
