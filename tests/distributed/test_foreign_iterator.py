@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from tests.distributed.foreign import LAYOUTS, LaneData, RankRecord, lane_data, run_foreign
+from dynamic_cp.types import Sample
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.foreign_iterator import chunks_of
+from tests.distributed import reference
+from tests.distributed.foreign import (
+    LAYOUTS,
+    LaneData,
+    RankRecord,
+    lane_data,
+    make_wrapper,
+    needs_of_rank,
+    run_foreign,
+)
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import Layout
+from tests.distributed.parity import BATCHES, TOLERANCE, Layout, build_chunks, reference_name
 
 NUM_BATCHES = 50
 
@@ -71,3 +89,144 @@ def test_every_token_comes_out_once(name: str) -> None:
     if layout.lanes > 2:
         cp_sizes = {pack[0] for rank in ranks for step in rank.steps for pack in step.packs}
         assert cp_sizes >= {1, 2}, "the plans do not mix CP sizes"
+
+
+@pytest.mark.parametrize("name", ["dp4", "pp2_vpp2"])
+def test_packs_are_split_into_their_samples(name: str) -> None:
+    layout = LAYOUTS[name]
+    data = all_data(layout, 12, packed=True, flavours=(0, 1, 2, 3))
+    assert max(len(item) for lane in data for item in lane) > 1
+    ranks = run_ranks(layout.topology.world_size, run_foreign, layout, data, 3 * layout.lanes, {"verify": "full"})
+    assert check_ranks(layout, ranks, data, 3 * layout.lanes, 4) > 1000
+
+
+def test_middle_stages_hold_nothing_and_know_the_packs() -> None:
+    layout = Layout(1, pp=4)
+    data = all_data(layout, 12, flavours=(1,))
+    ranks = run_ranks(4, run_foreign, layout, data, 4, {})
+    check_ranks(layout, ranks, data, 4, 3)
+    held = [set().union(*(step.held for step in rank.steps)) for rank in ranks]
+    assert held == [{"tokens", "position_ids"}, set(), set(), {"labels", "loss_mask"}]
+
+
+def test_lookahead_changes_no_batch() -> None:
+    layout = LAYOUTS["pp2"]
+    data = all_data(layout, 16, flavours=(4,))
+    runs = [run_ranks(4, run_foreign, layout, data, 6, {"lookahead": lookahead}) for lookahead in (0, 2)]
+    for without, ahead in zip(*runs, strict=True):
+        assert len(without.steps) == 5
+        assert without.steps == ahead.steps
+        assert ahead.requested == list(range(5))
+
+
+# lanes with 8, 5 and 6 items and shares of 2, 2 and 1 of a global batch of 5: full batches while lane 1 has 2 more.
+UNEVEN = (8, 5, 6)
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_all_ranks_end_together_on_uneven_data(drop_last: bool, lookahead: int) -> None:
+    layout = LAYOUTS["dp3"]
+    data = [lane_data(lane, num_items, flavours=(1,)) for lane, num_items in enumerate(UNEVEN)]
+    settings = {"drop_last": drop_last, "lookahead": lookahead, "verify": "full"}
+    ranks = run_ranks(3, run_foreign, layout, data, 5, settings)
+    num_batches = 2 if drop_last else 6
+    assert check_ranks(layout, ranks, data, 5, num_batches) > 100
+    consumed = [step.consumed for step in ranks[0].steps]
+    # Lane 1 is out after 2 full batches and a single item, lane 0 after 4 batches, lane 2 after 6.
+    assert consumed == ([5, 10] if drop_last else [5, 10, 14, 17, 18, 19])
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2_vpp2"])
+def test_short_last_batch_reaches_ranks_without_data(name: str) -> None:
+    layout = LAYOUTS[name]
+    data = all_data(layout, 5, flavours=(0,))
+    ranks = run_ranks(4, run_foreign, layout, data, 4, {"drop_last": False})
+    check_ranks(layout, ranks, data, 4, 3)
+    assert [step.consumed for step in ranks[-1].steps] == [4, 8, 10]
+
+
+def continue_foreign(layout: Layout, data: list[LaneData], global_batch_size: int, num_steps: int) -> list[RankRecord]:
+    """Stop after `num_steps` with batches in flight; go on with other iterators from what was consumed."""
+    wrapper, _, _ = make_wrapper(layout, data, global_batch_size, lookahead=2)
+    for _ in range(num_steps):
+        next(wrapper)
+    assert wrapper.consumed_samples == num_steps * global_batch_size
+    assert wrapper.step == num_steps
+    share = wrapper.consumed_samples // layout.lanes
+    rest = [lane[share:] for lane in data]
+    parallel_state.destroy_model_parallel()
+    settings = {"first_step": wrapper.step, "consumed_samples": wrapper.consumed_samples, "lookahead": 1}
+    return run_foreign(layout, rest, global_batch_size, settings)
+
+
+def test_what_is_in_flight_is_not_consumed() -> None:
+    """A run that goes on where another stopped sees the batches that it would have seen."""
+    layout = LAYOUTS["tp2"]
+    data = all_data(layout, 12, flavours=(1,))
+    undisturbed = run_ranks(4, run_foreign, layout, data, 4, {})
+    resumed = run_ranks(4, continue_foreign, layout, data, 4, 2)
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert len(after.steps) == 4
+        assert before.steps[2:] == after.steps
+        assert after.ended_at == 6
+
+
+def gradients_of_step(layout: Layout, samples: Sequence[Sample], initial: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's gradients, name in the whole model -> tensor, and the sum of losses."""
+    items = [[vars(reference.read_sample(sample)) for sample in samples[lane :: layout.lanes]] for lane in range(4)]
+    data = [[[{"tokens": i["tokens"], "labels": i["labels"]}] for i in lane] for lane in items]
+    wrapper, plans, _ = make_wrapper(layout, data, len(samples), lookahead=1, drop_last=False, verify="full")
+    config, chunks = build_chunks(layout, reference.LLAMA)
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.copy_(initial[reference_name(chunk, name)])
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    assert chunks_of(model) == tuple(needs_of_rank(layout))
+    config.finalize_model_grads_func = finalize_model_grads
+    step = next(wrapper)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    losses = get_forward_backward_func()(
+        forward_step_func=loss.forward_step,
+        data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=step.num_microbatches,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    assert plans.latest is not None
+    return {
+        "gradients": {
+            reference_name(chunk, name): parameter.main_grad.clone()
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+        },
+        "losses": sum(entry["lm loss"] for entry in losses) if losses else torch.zeros(2),
+        "cp_sizes": {bucket.cp_size for bucket in plans.latest.buckets},
+    }
+
+
+@pytest.mark.parametrize("name", ["dp4", "pp2", "pp2_vpp2"])
+def test_gradients_equal_single_process(name: str, reference_of: Any) -> None:
+    layout, samples = LAYOUTS[name], BATCHES["long_tail"]
+    expected = reference_of("llama", "long_tail")
+    ranks = run_ranks(4, gradients_of_step, layout, samples, expected["initial"])
+    assert set().union(*(rank["cp_sizes"] for rank in ranks)) >= {1, 2}
+    compared = set()
+    for rank in ranks:
+        for parameter, gradient in rank["gradients"].items():
+            wanted = expected["gradients"][parameter]
+            assert ((gradient - wanted).abs().max() / wanted.abs().max()).item() <= TOLERANCE, parameter
+            compared.add(parameter)
+    assert compared == set(expected["gradients"])
+    total = sum(rank["losses"] for rank in ranks)
+    assert total[1] == expected["num_tokens"] == sum(sample.seqlen for sample in samples) > 2000
+    wanted_loss = sum(losses.sum() for losses in expected["losses"].values())
+    assert abs(total[0] / wanted_loss - 1).item() <= TOLERANCE
