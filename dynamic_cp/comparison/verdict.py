@@ -100,7 +100,7 @@ def _saved(ours: PolicyOutcome, theirs: PolicyOutcome) -> tuple[tuple[str, float
 def _headline(pays: Pays, speedup: Speedup, baseline: PolicyOutcome, others: list[Speedup]) -> str:
     start = {
         "yes": "dynamic CP gains",
-        "no": "dynamic CP does not pay here: it gains",
+        "no": "dynamic CP does not pay here: it gains" if speedup.ratio > 0.995 else "dynamic CP loses here:",
         "unclear": "dynamic CP may pay: it gains",
     }[pays]
     among = " (the fastest static policy)" if any(one.baseline in _STATIC_POLICIES for one in others) else ""
@@ -144,8 +144,8 @@ def _why_it_does_not(
     avoidable = [one for one in _largest_avoidable(parts) if one[1] >= _SMALL_SECONDS * iteration_s][:2]
     name = described(baseline)
     sentences.append(
-        f"{name[0].upper()}{name[1:]} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, tensor "
-        "parallelism and gradient reduction, which no plan avoids"
+        f"{name[0].upper()}{name[1:]} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, "
+        "tensor parallelism and gradient reduction, which no plan avoids"
         + ("; the rest is mostly " if avoidable else "")
         + _joined([f"{label(name)} {seconds / iteration_s:.1%}" for name, seconds in avoidable])
         + (
@@ -155,7 +155,7 @@ def _why_it_does_not(
         )
     )
     sentences.append(_moved_tokens(ours, baseline))
-    if baseline.max_tokens_per_rank > (1 + MIN_GAIN) / 2 * ours.max_tokens_per_rank:
+    if baseline.max_tokens_per_rank > MIN_GAIN * ours.max_tokens_per_rank:
         sentences.append(
             f"With memory for more groups, dynamic CP has room for {ours.max_tokens_per_rank} tokens per rank, "
             f"{described(baseline)} for {baseline.max_tokens_per_rank}."

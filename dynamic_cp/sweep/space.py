@@ -1,0 +1,162 @@
+"""What a sweep tries: layouts that fit the model and the GPUs, and the token limits that memory holds in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.padding import round_up
+from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, Hardware, ModelShape, PlanOptions, Recompute, Topology
+
+LIMIT_DIVISORS = (1, 2, 4)
+"""The limits that are tried: as much as memory holds, and these parts of it, which leave memory free."""
+_LIMIT_STEP = 256
+"""Limits are rounded down to a multiple of this, for flags that can be read."""
+
+EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather")
+"""What `--cp-comm-type auto` of pretrain_gpt.py chooses from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The values to try; powers of two and divisors of the layers where None.
+
+    Attributes:
+        num_gpus: ranks of the job, a multiple of ranks_per_node or below it.
+        tp_sizes, pp_sizes, vp_sizes: None = all that make sense.
+    """
+
+    num_gpus: int
+    ranks_per_node: int = 8
+    tp_sizes: tuple[int, ...] | None = None
+    pp_sizes: tuple[int, ...] | None = None
+    vp_sizes: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] = RECOMPUTE_MODES
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("num_gpus", (self.num_gpus,)),
+            ("ranks_per_node", (self.ranks_per_node,)),
+            ("tp", self.tp_sizes or ()),
+            ("pp", self.pp_sizes or ()),
+            ("vpp", self.vp_sizes or ()),
+        ):
+            if any(value < 1 for value in values):
+                raise InvalidInputError(f"{name} is {min(values)}, at least 1 is needed: change it")
+        if self.num_gpus > self.ranks_per_node and self.num_gpus % self.ranks_per_node:
+            raise InvalidInputError(
+                f"{self.num_gpus} GPUs are no whole number of nodes of {self.ranks_per_node}: "
+                "change --gpus or --ranks-per-node",
+                num_gpus=self.num_gpus,
+                ranks_per_node=self.ranks_per_node,
+            )
+        if not self.recompute or set(self.recompute) - set(RECOMPUTE_MODES):
+            raise InvalidInputError(
+                f"recompute is {', '.join(self.recompute) or 'empty'}: use some of {', '.join(RECOMPUTE_MODES)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One point of the space."""
+
+    topology: Topology
+    recompute: Recompute
+    max_tokens_per_rank: int
+    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+
+
+class Refused(NamedTuple):
+    """A layout that cannot run, and why."""
+
+    reason: str
+
+
+def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Recompute] | Refused]:
+    """Yield the layouts in a fixed order, and for each that the model rules out the reason."""
+    powers = [1 << k for k in range(space.num_gpus.bit_length())]
+    tp_sizes = space.tp_sizes or tuple(size for size in powers if size <= min(space.ranks_per_node, space.num_gpus))
+    pp_sizes = space.pp_sizes or tuple(size for size in powers if size <= model.num_layers)
+    for tp_size, pp_size in product(tp_sizes, pp_sizes):
+        for vp_size in space.vp_sizes or _vp_sizes(model, pp_size):
+            reason = _why_not(space, model, tp_size, pp_size, vp_size)
+            if reason:
+                yield Refused(reason)
+                continue
+            topology = Topology(
+                num_lanes=space.num_gpus // (tp_size * pp_size),
+                tp_size=tp_size,
+                pp_size=pp_size,
+                vp_size=vp_size,
+                ranks_per_node=space.ranks_per_node,
+                sequence_parallel=tp_size > 1,
+            )
+            for recompute in space.recompute:
+                yield topology, recompute  # type: ignore[misc]
+
+
+def settings_of(
+    topology: Topology,
+    recompute: Recompute,
+    *,
+    model: ModelShape,
+    hardware: Hardware,
+    max_seqlen: int,
+    distributed_optimizer: bool,
+    limits: Sequence[int] | None = None,
+) -> tuple[Setting, ...] | Refused:
+    """Return the settings of a layout that memory and the longest sample allow, the largest limit first.
+
+    Args:
+        topology, recompute: the layout.
+        model, hardware: what runs on what.
+        max_seqlen: longest sample, tokens.
+        distributed_optimizer: the optimizer state is sharded over the lanes.
+        limits: limits of tokens per rank to try; None = as much as memory holds and parts of it.
+    """
+    options = PlanOptions(max_tokens_per_rank=1, recompute=recompute)
+    memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=distributed_optimizer)
+    if max(stage.total_bytes for stage in memory.peak_at(0)) > memory.available_bytes:
+        return Refused("weights and optimizer do not fit in memory")
+    try:
+        most = memory.max_tokens_per_rank(max_seqlen)
+    except MemoryLimitError:
+        return Refused("the longest sample does not fit in memory")
+    step = round_up(_LIMIT_STEP, 2 * topology.rank_token_multiple)
+    rounded = most // step * step if most >= 4 * step else most
+    least = -(-max_seqlen // topology.max_cp_size)
+    tried = [rounded // divisor for divisor in LIMIT_DIVISORS] if limits is None else sorted(limits, reverse=True)
+    if rounded < least <= most:
+        tried = [most]
+    kept = [limit for limit in tried if round_up(least, 2 * topology.rank_token_multiple) <= limit <= most]
+    if not kept:
+        return Refused("no token limit fits both memory and the longest sample")
+    return tuple(
+        Setting(topology=topology, recompute=recompute, max_tokens_per_rank=limit) for limit in dict.fromkeys(kept)
+    )
+
+
+def _vp_sizes(model: ModelShape, pp_size: int) -> tuple[int, ...]:
+    """Return 1 and the powers of two that cut a stage into chunks of whole layers, at most 4."""
+    if pp_size == 1 or model.num_layers % pp_size:
+        return (1,)
+    layers = model.num_layers // pp_size
+    return tuple(size for size in (1, 2, 4) if layers % size == 0)
+
+
+def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int) -> str | None:
+    if space.num_gpus % (tp_size * pp_size):
+        return "TP x PP does not divide the GPUs"
+    if tp_size > space.ranks_per_node:
+        return "TP beyond a node"
+    if any(number % tp_size for number in (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size)):
+        return "TP does not divide heads, KV heads or the MLP"
+    if model.num_layers % (pp_size * vp_size):
+        return "PP x VPP does not divide the layers"
+    if vp_size > 1 and pp_size == 1:
+        return "VPP without a pipeline"
+    return None
