@@ -80,7 +80,7 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
     Beside the data its name depends on nothing outside of `files.root`, so that both can move together.
     """
     key: list[Any] = [sorted(request.items()), files.pattern]
-    stem = re.sub(r"[^\w.-]+", "_", os.path.basename(files.name.rstrip("/"))) or "data"
+    stem = re.sub(r"[^\w.-]+", "_", files.pattern).strip("_") or "all"
 
     def file_name(*more: str) -> str:
         return f"{stem[:80]}.{hashlib.sha256(json.dumps([*key, *more]).encode()).hexdigest()[:16]}.lengths"

@@ -27,8 +27,8 @@ from dynamic_cp.errors import DataError
 
 VERSION = 1
 MAGIC = b"dcp-len" + bytes([VERSION])
-PRELUDE = struct.Struct("<8sQQI")
 ALIGNMENT_BYTES = 64
+PRELUDE = struct.Struct("<8sQQI36x")  # 64 bytes
 FORGOTTEN_AFTER_S = 3600.0
 
 
@@ -62,11 +62,11 @@ class LengthIndex:
         described = []
         position = ALIGNMENT_BYTES
         for name, column in columns.items():
-            crc32 = zlib.crc32(_bytes_of(column))
+            crc32 = zlib.crc32(_padding(column.nbytes), zlib.crc32(_bytes_of(column)))
             described.append(
                 {"name": name, "dtype": column.dtype.str, "length": len(column), "position": position, "crc32": crc32}
             )
-            position += -(-column.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            position += column.nbytes + len(_padding(column.nbytes))
         header = json.dumps({"request": request, "counts": counts, "columns": described}).encode()
         return cls(request=request, counts=counts, columns=columns, header=header)
 
@@ -123,10 +123,10 @@ class LengthIndex:
         return load_index(path)
 
     def _write(self, file: Any) -> None:
-        file.write(bytes(ALIGNMENT_BYTES))
+        file.write(bytes(PRELUDE.size))
         for column in self.columns.values():
             file.write(_bytes_of(column))
-            file.write(bytes(-column.nbytes % ALIGNMENT_BYTES))
+            file.write(_padding(column.nbytes))
         prelude = PRELUDE.pack(MAGIC, file.tell(), len(self.header), zlib.crc32(self.header))
         file.write(self.header)
         file.seek(0)
@@ -142,11 +142,14 @@ def load_index(path: str) -> LengthIndex:
     """
     with open(path, "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        magic, position, header_bytes, crc32 = PRELUDE.unpack(file.read(PRELUDE.size).ljust(PRELUDE.size, b"\0"))
+        prelude = file.read(PRELUDE.size).ljust(PRELUDE.size, b"\0")
+        magic, position, header_bytes, crc32 = PRELUDE.unpack(prelude)
         if magic[:-1] != MAGIC[:-1]:
             raise IndexFileError(f"it is no length index: it begins with {magic!r}, not {MAGIC!r}", path=path)
         if magic != MAGIC:
             raise IndexFileError(f"it has version {magic[-1]}, this program reads {VERSION}", path=path)
+        if prelude != PRELUDE.pack(magic, position, header_bytes, crc32):
+            raise IndexFileError(f"its first {PRELUDE.size} bytes hold {prelude!r}", path=path)
         if size_bytes != position + header_bytes:
             raise IndexFileError(f"it has {size_bytes} bytes and should have {position + header_bytes}", path=path)
         file.seek(position)
@@ -157,17 +160,23 @@ def load_index(path: str) -> LengthIndex:
     columns = {}
     for column in json.loads(header)["columns"]:
         dtype = np.dtype(column["dtype"])
-        raw = mapped[column["position"] :][: column["length"] * dtype.itemsize]
+        num_bytes = column["length"] * dtype.itemsize
+        raw = mapped[column["position"] :][: num_bytes + len(_padding(num_bytes))]
         if zlib.crc32(raw) != column["crc32"]:
             raise IndexFileError(
                 f"column {column['name']} has checksum {zlib.crc32(raw):#x}, not {column['crc32']:#x}", path=path
             )
-        columns[column["name"]] = raw.view(dtype)
+        columns[column["name"]] = raw[:num_bytes].view(dtype)
     return replace(LengthIndex.from_header(header, columns), path=path)
 
 
 def _bytes_of(column: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(column).view(np.uint8)
+
+
+def _padding(num_bytes: int) -> bytes:
+    """Return what follows a column of `num_bytes`."""
+    return bytes(-num_bytes % ALIGNMENT_BYTES)
 
 
 def _remove_forgotten(path: str) -> None:

@@ -1,0 +1,411 @@
+"""The cache of indexes: used while it is true, made anew when the data changed, never trusted blindly."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.trainer.data import entries, file_table, json_lines, length_index, text_files
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.index_cache import HIDDEN_FOLDER
+from megatron.trainer.data.length_index import load_index
+from tests.unit.data.helpers import config, epoch_tokens, open_documents, write_files
+
+JSON_LINES = {"a.jsonl": b'{"text": "one"}\n{"text": "three"}\n', "sub/b.jsonl": b'\n{"text": "seven"}\n'}
+TEXTS = {"a.txt": b"one", "sub/b.txt": b"three", "sub/c.bin8": b"\0"}
+KINDS = {"jsonl": (JSON_LINES, [4, 6, 6]), "text": (TEXTS, [4, 6])}
+
+
+@pytest.fixture(autouse=True)
+def messages(caplog, tmp_path, monkeypatch):
+    """Collect what is logged; keep the user's own cache folder out of it."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
+    return caplog
+
+
+@pytest.fixture
+def scans(monkeypatch):
+    """Count how often data are indexed."""
+    counted = []
+    for name in ("index_json_lines", "index_text_files"):
+        real = getattr(entries, name)
+        monkeypatch.setattr(
+            entries, name, lambda *args, real=real, **kwargs: counted.append(args[0].name) or real(*args, **kwargs)
+        )
+    return counted
+
+
+@pytest.fixture(params=KINDS)
+def data(request, tmp_path):
+    """A folder of one kind of data, an hour old, and its lengths."""
+    contents, lengths = KINDS[request.param]
+    folder = write_files(tmp_path / "data", contents)
+    an_hour_ago = time.time() - 3600
+    for name in contents:
+        os.utime(folder / name, (an_hour_ago, an_hour_ago))
+    return folder, lengths
+
+
+def lengths_of(folder, **changes):
+    return open_documents(folder, **changes).lengths.tolist()
+
+
+def saved(folder: Path) -> Path:
+    """Return the only index below `folder`."""
+    (path,) = folder.rglob("*.lengths")
+    assert list(folder.rglob("*.tmp")) == []
+    return path
+
+
+def test_the_second_start_reads_no_data(data, scans, messages, monkeypatch):
+    folder, lengths = data
+    assert lengths_of(folder) == lengths
+    assert f"index saved to {saved(folder)}" in messages.text
+    assert saved(folder).parent == folder / HIDDEN_FOLDER
+    opened = []
+    for module, name in ((builtins, "open"), (os, "open"), (io, "open")):
+        real = getattr(module, name)
+
+        def spy(path, *args, real=real, **kwargs):
+            opened.append(os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else path)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, spy)
+    again = open_documents(folder)
+    stream = build_splits(config(folder)).train
+    stream.global_batch(0, 10)
+    monkeypatch.undo()
+    assert again.lengths.tolist() == lengths
+    assert set(opened) == {str(saved(folder))}
+    assert scans == [str(folder)]
+    assert f"lengths from the index {saved(folder)}" in messages.text
+    assert epoch_tokens(stream), "the data can still be read"
+
+
+def test_documents_of_a_cached_index_are_the_same(data):
+    folder, lengths = data
+    fresh, cached = open_documents(folder), open_documents(folder)
+    assert cached.describe() == fresh.describe()
+    assert build_splits(config(folder)).train.fingerprint() == build_splits(config(folder)).train.fingerprint()
+    for document, length in enumerate(lengths):
+        assert cached.document_name(document) == fresh.document_name(document)
+        np.testing.assert_array_equal(cached.read(document, 0, length), fresh.read(document, 0, length))
+    unpickled = pickle.loads(pickle.dumps(cached))
+    np.testing.assert_array_equal(unpickled.read(1, 0, 3), fresh.read(1, 0, 3))
+
+
+def change_size(folder, name):
+    (folder / name).write_bytes((folder / name).read_bytes() * 2)
+
+
+def change_nothing_but_the_time(folder, name):
+    os.utime(folder / name)
+
+
+def change_same_size(folder, name):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content.replace(b"three", b"t\\n\\t").replace(b"one", b"two"))
+    assert len((folder / name).read_bytes()) == len(content)
+
+
+def add(folder, name):
+    shutil.copy2(folder / name, folder / f"new{Path(name).suffix}")
+
+
+def remove(folder, name):
+    (folder / name).unlink()
+
+
+def rename(folder, name):
+    (folder / name).rename(folder / f"z{Path(name).suffix}")
+
+
+CHANGES = {
+    change_size: "1 file changed, the first is a",
+    change_nothing_but_the_time: "it was written again",
+    change_same_size: "it was written again",
+    add: "1 file added, the first is new",
+    remove: "1 file removed, the first is a",
+    rename: "1 file added, the first is z",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_data_are_indexed_anew(data, scans, messages, change):
+    folder, _ = data
+    before = lengths_of(folder)
+    suffix = ".jsonl" if (folder / "a.jsonl").exists() else ".txt"
+    change(folder, f"a{suffix}")
+    after = lengths_of(folder)
+    assert len(scans) == 2
+    assert f"the data changed since {saved(folder)} was made" in messages.text
+    assert CHANGES[change] in messages.text
+    assert lengths_of(folder) == after
+    assert len(scans) == 2, "the new index replaced the old one"
+    if change is not change_nothing_but_the_time and not (change is change_same_size and suffix == ".txt"):
+        assert after != before
+
+
+def test_a_change_right_after_indexing_is_noticed(tmp_path, scans):
+    """File systems count time in steps: the index waits until a later change must get another time."""
+    path = tmp_path / "a.jsonl"
+    for number in range(10):
+        path.write_bytes(b'{"text": "one"}\n')
+        assert lengths_of(path) == [4]
+        path.write_bytes(b'{"text": "\\n\\n"}')
+        assert lengths_of(path) == [3]
+        assert len(scans) == 2 * number + 2
+
+
+def test_each_way_of_reading_has_its_own_index(tmp_path, scans):
+    folder = write_files(tmp_path / "d", {"a.jsonl": b'{"text": "one", "body": "seven"}\n', "b.txt": b"x"})
+    one = folder / "a.jsonl"
+    for _ in range(2):
+        assert lengths_of(one) == [4]
+        assert lengths_of(one, json_key="body") == [6]
+        assert lengths_of(folder, data_glob="*.txt") == [2]
+        assert lengths_of(folder / "*.t*") == [2]
+    assert len(scans) == 4
+    assert len(list(folder.rglob("*.lengths"))) == 4
+
+
+def test_the_index_moves_with_the_data(data, scans, tmp_path):
+    folder, lengths = data
+    lengths_of(folder)
+    folder.rename(tmp_path / "moved")
+    assert lengths_of(tmp_path / "moved") == lengths
+    assert len(scans) == 1
+
+
+def test_the_index_of_another_data_set_is_not_used(data, scans, tmp_path, messages):
+    folder, lengths = data
+    lengths_of(folder)
+    other = write_files(tmp_path / "other" / "data", {p.name: p.read_bytes() * 2 for p in folder.glob("a.*")})
+    shutil.copytree(folder / HIDDEN_FOLDER, other / HIDDEN_FOLDER)
+    assert len(lengths_of(other)) != len(lengths) or lengths_of(other) != lengths
+    assert len(scans) == 2
+    assert "the data changed since" in messages.text
+
+
+def test_an_index_made_for_another_request_is_not_used(tmp_path, scans, messages):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one", "body": "seven"}\n')
+    lengths_of(path, json_key="body")
+    wrong = saved(tmp_path).read_bytes()
+    saved(tmp_path).unlink()
+    lengths_of(path)
+    saved(tmp_path).write_bytes(wrong)
+    assert lengths_of(path) == [4]
+    assert len(scans) == 3
+    assert "'json_key': 'body'" in messages.text
+
+
+def damage(index: Path, how: str) -> None:
+    content = index.read_bytes()
+    if how == "truncated":
+        index.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        index.write_bytes(b"")
+    elif how == "corrupt":
+        index.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    elif how == "version":
+        index.write_bytes(content[:7] + bytes([99]) + content[8:])
+    else:
+        index.write_bytes(b"MMIDIDX\x00\x00" + b"\x01" * 500)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "corrupt", "version", "foreign"])
+def test_a_damaged_index_is_replaced_with_a_warning(data, scans, messages, how):
+    folder, lengths = data
+    lengths_of(folder)
+    damage(saved(folder), how)
+    assert lengths_of(folder) == lengths
+    assert len(scans) == 2
+    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
+    assert f"the index {saved(folder)} cannot be trusted" in warning
+    assert "indexing anew" in warning
+    assert lengths_of(folder) == lengths
+    assert len(scans) == 2
+
+
+def test_a_full_disk_leaves_the_index_in_memory_with_a_warning(data, scans, messages, monkeypatch):
+    folder, lengths = data
+    monkeypatch.setattr(file_table, "CLOCK_STEP_NS", 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128, limits[1]))
+    try:
+        assert lengths_of(folder) == lengths
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
+    for part in ("could not be saved", "File too large", "used from memory", "--data-cache-path", HIDDEN_FOLDER):
+        assert part in warning
+    left = [path for path in folder.parent.rglob("*") if path.is_file() and path.suffix in (".tmp", ".lengths")]
+    assert left == []
+    assert lengths_of(folder) == lengths
+    assert saved(folder).exists(), "with room again it is saved"
+    assert len(scans) == 2
+
+
+def refuse_folder(monkeypatch, *folders):
+    """Refuse to write below folders, as a read-only file system does also to root."""
+    real_makedirs = os.makedirs
+
+    def makedirs(path, *args, **kwargs):
+        if any(str(path).startswith(str(folder)) for folder in folders):
+            raise OSError(30, "Read-only file system", str(path))
+        return real_makedirs(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+
+
+def test_read_only_data_are_indexed_in_the_users_cache(data, scans, messages, tmp_path, monkeypatch):
+    folder, lengths = data
+    refuse_folder(monkeypatch, folder)
+    for _ in range(2):
+        assert lengths_of(folder) == lengths
+    assert len(scans) == 1
+    assert saved(tmp_path / "user_cache").parent == tmp_path / "user_cache" / "megatron-dynamic-cp"
+    assert "Read-only file system" in messages.text
+    assert not [record for record in messages.records if record.levelno >= logging.WARNING]
+
+
+def test_a_folder_that_may_not_be_written_at_all(data, scans, messages, tmp_path, monkeypatch):
+    folder, lengths = data
+    refuse_folder(monkeypatch, folder, tmp_path / "user_cache")
+    assert lengths_of(folder) == lengths
+    assert "could not be saved" in messages.text
+    assert list(tmp_path.rglob("*.lengths")) == []
+    messages.clear()
+    refuse_folder(monkeypatch, tmp_path / "asked")
+    assert lengths_of(folder, cache_path=str(tmp_path / "asked")) == lengths
+    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
+    assert str(tmp_path / "asked") in warning
+    assert len(scans) == 2
+
+
+def test_the_user_names_a_folder(data, scans, tmp_path):
+    folder, lengths = data
+    cache = tmp_path / "some" / "cache"
+    twin = tmp_path / "twin"
+    shutil.copytree(folder, twin / "data", copy_function=shutil.copy2)
+    for place in (folder, twin / "data") * 2:
+        assert lengths_of(place, cache_path=str(cache)) == lengths
+    assert len(scans) == 2
+    assert len(list(cache.iterdir())) == 2, "data sets of one name do not take turns"
+    assert not (folder / HIDDEN_FOLDER).exists()
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InvalidInputError, match=r"--data-cache-path .*file is not a folder"):
+        lengths_of(folder, cache_path=str(tmp_path / "file"))
+
+
+def test_relative_paths(data, scans, monkeypatch):
+    folder, lengths = data
+    monkeypatch.chdir(folder)
+    name = "a.jsonl" if (folder / "a.jsonl").exists() else "a.txt"
+    assert lengths_of(".") == lengths_of(".") == lengths
+    assert lengths_of(name) == lengths_of(f"./{name}") == lengths_of(folder / name)
+    assert len(scans) == 2
+
+
+def test_bad_data_leave_no_index(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"txt": 1}\n')
+    with pytest.raises(DataError, match="line 2"):
+        lengths_of(tmp_path)
+    assert list(tmp_path.rglob("*.lengths")) == []
+
+
+def index_in_a_process(folder, barrier, results):
+    barrier.wait()
+    results.put(lengths_of(folder))
+
+
+def test_processes_that_index_at_the_same_time_all_end_well(data):
+    folder, lengths = data
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=index_in_a_process, args=(folder, barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == [lengths] * 4
+    for process in processes:
+        process.join(timeout=20)
+        assert process.exitcode == 0
+    load_index(str(saved(folder)))
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [os.getcwd()]
+from megatron.trainer.data import json_lines, scan, workers
+from tests.unit.data.helpers import open_documents
+json_lines.RANGE_BYTES = 1 << 16
+real = json_lines.Progress.advance
+def advance(self, amount):
+    real(self, amount)
+    if self._done > 1 << 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+json_lines.Progress.advance = advance
+json_lines.BYTES_PER_PROCESS = 1 << 20
+json_lines.num_usable_cpus = lambda: 2
+open_documents(sys.argv[1])
+"""
+
+
+def test_an_indexer_that_is_killed_does_not_block_the_next(tmp_path, scans):
+    folder = write_files(tmp_path / "data", {"a.jsonl": b'{"text": "%s"}\n' % (b"x" * 1000) * 4000})
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not (folder / HIDDEN_FOLDER).exists()
+    assert lengths_of(folder) == [1001] * 4000
+    assert saved(folder).exists()
+
+
+def test_many_files_are_looked_at_in_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_table, "FILES_PER_TASK", 7)
+    monkeypatch.setattr(text_files, "FILES_PER_TASK", 7)
+    folder = write_files(tmp_path, {f"{i:03}.txt": b"x" * i + b"\0" * (i % 3 == 0) for i in range(100)})
+    assert lengths_of(folder) == [i + 1 for i in range(100) if i % 3]
+
+
+def test_only_special_files_make_no_documents(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="no documents found"):
+        build_splits(config(tmp_path))
+
+
+def test_a_pipe_of_json_lines_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl is not a regular file"):
+        lengths_of(tmp_path / "a.jsonl")
+
+
+def test_long_scans_tell_how_far_they_are(tmp_path, messages, monkeypatch):
+    from megatron.trainer.data import progress
+
+    folder = write_files(tmp_path / "d", {"a.jsonl": b'{"text": "one"}\n' * 10})
+    monkeypatch.setattr(json_lines, "RANGE_BYTES", 16)
+    monkeypatch.setattr(progress, "TICK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    ticks = []
+    (entry,) = entries.index_entries(config(folder), on_tick=lambda: ticks.append(1))
+    assert len(entry.index.columns["lengths"]) == 10
+    assert "50 % of 160 bytes" in messages.text
+    assert len(ticks) >= 10
+    assert length_index.load_index(entry.index.path).digest == entry.index.digest
