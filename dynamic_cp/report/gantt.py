@@ -66,7 +66,7 @@ def gantt(
     how long the iteration takes. The picture says so.
     """
     windows = [_window(timeline) for _, timeline in timelines]
-    heights = [min(2.5, max(0.75, 0.085 * window.num_rows)) for window in windows]
+    heights = [min(2.5, max(0.75, 0.055 * window.num_rows)) for window in windows]
     figure = new_figure(width_in, sum(heights) + 0.42 * len(timelines) + 1.05 + (0.3 if title else 0.0))
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if title:

@@ -61,9 +61,10 @@ def length_histogram(seqlens: Iterable[int], theme: Theme, *, width_in: float = 
 def length_shares(lengths: Ints) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
     """Return (powers of two that bound the buckets, shares of samples, tokens and squared tokens in every bucket).
 
-    A bucket holds its lower bound and not its upper one; the first and the last hold at least one sample.
+    A bucket holds its upper bound (limits are often powers of two) and not its lower one; that of 1 to 2 holds both.
+    The first and the last hold at least one sample.
     """
-    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+    exponents = np.frexp(np.maximum(1, lengths - 1).astype(np.float64))[1] - 1
     low, high = int(exponents.min()), int(exponents.max())
     edges: Ints = 1 << np.arange(low, high + 2, dtype=np.int64)
     values = lengths.astype(np.float64)

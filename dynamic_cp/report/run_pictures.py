@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, add_handles, add_legend, new_figure, time_unit
@@ -43,7 +44,7 @@ def times(records: Sequence[RunRecord], theme: Theme, *, width_in: float = WIDE_
     # One slow iteration (the first compiles) must not flatten all others.
     usual = float(np.percentile([max(one.predicted_s, one.measured_s) for one in shown], 98))
     panel.set_ylim(0, 1.08 * factor * (highest if highest < 2 * usual else 1.5 * usual))
-    _over_iterations(panel, f"time of an iteration ({unit})")
+    _over_iterations(panel, f"time of an iteration ({unit})", number)
     add_handles(figure, panel.lines, width_in=width_in)
     return figure
 
@@ -92,8 +93,7 @@ def cp_sizes(records: Sequence[RunRecord], theme: Theme, *, width_in: float = ME
         panel.stairs(bottom + shares[:, index], edges, baseline=bottom, fill=True, color=theme.cp_color(size))
         bottom = bottom + shares[:, index]
     panel.set_ylim(0, 100)
-    panel.set_xlim(edges[0], edges[-1])
-    _over_iterations(panel, "buckets (%)")
+    _over_iterations(panel, "buckets (%)", edges)
     panel.grid(visible=False)
     add_legend(figure, cp_legend(set(sizes), theme), width_in=width_in, title="CP size")
     return figure
@@ -111,7 +111,7 @@ def losses(records: Sequence[RunRecord], theme: Theme, *, width_in: float = MEDI
     marker = "o" if len(shown) <= 40 else None
     numbers, values = [one.iteration for one in shown], [one.loss or 0.0 for one in shown]
     panel.plot(numbers, values, color=theme.series_color(2), linewidth=1.4, marker=marker, markersize=3.5)
-    _over_iterations(panel, "loss (mean per token)")
+    _over_iterations(panel, "loss (mean per token)", numbers)
     return figure
 
 
@@ -133,10 +133,12 @@ def _use_logarithms(panel: Axes) -> None:
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def _over_iterations(panel: Axes, label: str) -> None:
+def _over_iterations(panel: Axes, label: str, numbers: Sequence[float] | NDArray[np.float64]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     panel.grid()
     panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    spare = 0.02 * (numbers[-1] - numbers[0]) or 0.5
+    panel.set_xlim(numbers[0] - spare, numbers[-1] + spare)
     panel.set_xlabel("iteration")
     panel.set_ylabel(label)

@@ -1,0 +1,91 @@
+"""Draws the pictures of README and docs into docs/images; the same bytes for the same planner and matplotlib.
+
+python -m tools.make_pictures [--output DIR]
+
+All show one case: Llama-3-8B with full recomputation on 32 H100 (predicted, not measured), 256 GitHub files of at
+most 65 536 tokens, the largest token limit that memory holds. Four batches are planned; the one with the median
+speed-up is drawn, and the static policy beside it is the fastest one. `overview` also exists as PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.comparison import Comparison, compare_policies, verdict_of
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.drawing import save
+from dynamic_cp.report.gantt import gantt
+from dynamic_cp.report.imbalance import imbalance
+from dynamic_cp.report.knee import knee, knee_points
+from dynamic_cp.report.lengths_picture import length_histogram
+from dynamic_cp.report.theme import THEMES
+from dynamic_cp.types import PlanOptions, Sample, Topology
+from dynamic_cp.workloads import draw_lengths
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+NUM_BATCHES, NUM_SAMPLES, MAX_SEQLEN = 4, 256, 65536
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw everything in both themes; return 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=IMAGES, metavar="DIR")
+    output: Path = parser.parse_args(argv).output
+    output.mkdir(parents=True, exist_ok=True)
+    comparison = compared()
+    verdict = verdict_of(comparison)
+    assert verdict is not None
+    baseline = comparison.policy(verdict.baseline)
+    ratios = next(one.per_batch for one in comparison.speedups if one.baseline == verdict.baseline)
+    number = sorted(range(NUM_BATCHES), key=ratios.__getitem__)[(NUM_BATCHES - 1) // 2]
+    timelines = []
+    for one, name in ((baseline, f"static CP {baseline.static_cp_size}"), (comparison.policy("dynamic"), "dynamic CP")):
+        timeline = one.batches[number].timeline
+        assert timeline is not None
+        timelines.append((name, timeline))
+    cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, comparison.options)
+    pictures = {
+        "overview": partial(gantt, timelines),
+        "cp-sizes": partial(cp_map, [(name, timeline.plan) for name, timeline in timelines]),
+        "lengths": partial(length_histogram, [sample.seqlen for sample in comparison.batches[number]]),
+        "imbalance": partial(imbalance, [(name, timeline.lane_busy_s) for name, timeline in reversed(timelines)]),
+        "knee": partial(knee, knee_points(comparison.model, comparison.hardware, cost_model)),
+    }
+    for theme_name, theme in THEMES.items():
+        for name, draw in pictures.items():
+            save(output / f"{name}-{theme_name}.svg", draw, theme)
+        save(output / f"overview-{theme_name}.png", pictures["overview"], theme)
+    print(f"{verdict.text}\nbatch {number + 1}: {ratios[number]:.3f}x; {2 * len(pictures) + 2} files in {output}")
+    return 0
+
+
+def compared() -> Comparison:
+    """Return the case that all pictures show."""
+    batches = [
+        tuple(
+            Sample(sample_id=index, seqlen=seqlen)
+            for index, seqlen in enumerate(draw_lengths("github", NUM_SAMPLES, seed, MAX_SEQLEN).tolist())
+        )
+        for seed in range(NUM_BATCHES)
+    ]
+    return compare_policies(
+        batches,
+        topology=Topology(num_lanes=32),
+        model=load_model("llama-3-8b"),
+        hardware=load_hardware("h100"),
+        options=PlanOptions(max_tokens_per_rank=1, recompute="full"),
+        policies=("dynamic", "static", "balanced"),
+        limit_from_memory=True,
+        model_name="llama-3-8b",
+        hardware_name="h100",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
