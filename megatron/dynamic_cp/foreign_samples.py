@@ -75,7 +75,7 @@ def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
     for name, column in columns.items():
         if column is not None and len(column) != len(tokens):
             raise DataError(
-                f"key {name!r} has {len(column)} values, key 'tokens' {len(tokens)}: they must be equally long",
+                f"key {name!r} has {len(column)} values, key 'tokens' has {len(tokens)}: they must be equally long",
                 key=name,
             )
     return [_cut(columns, first, end, needs) for first, end in _boundaries(item, len(tokens))]
@@ -182,4 +182,7 @@ def _one_dimensional(item: Mapping[str, Any], name: str) -> NDArray[Any] | None:
             f"key {name!r} has shape {tuple(value.shape)}, one dimension is needed: yield samples, not batches",
             key=name,
         )
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, np.ndarray):
+        return value
+    on_host = value.detach().cpu()
+    return (on_host.float() if on_host.dtype == torch.bfloat16 else on_host).numpy()

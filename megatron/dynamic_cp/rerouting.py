@@ -286,7 +286,7 @@ def broadcast(
         stats.bytes_broadcast += words.nbytes * (group.size() - 1)
     if words.numel():
         with phase(f"re-routing of step {step} (broadcast to {group.size()} TP ranks)"):
-            dist.broadcast(words, group_src=0, group=group)
+            dist.broadcast(words, dist.get_global_rank(group, 0), group=group)
     return words
 
 

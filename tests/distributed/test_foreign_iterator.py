@@ -230,3 +230,20 @@ def test_gradients_equal_single_process(name: str, reference_of: Any) -> None:
     assert total[1] == expected["num_tokens"] == sum(sample.seqlen for sample in samples) > 2000
     wanted_loss = sum(losses.sum() for losses in expected["losses"].values())
     assert abs(total[0] / wanted_loss - 1).item() <= TOLERANCE
+
+
+def held_in_flight(layout: Layout, data: list[LaneData]) -> tuple[bool, int]:
+    """Return (this rank draws, samples that it keeps of the batches in flight)."""
+    wrapper, _, _ = make_wrapper(layout, data, 4, lookahead=2)
+    next(wrapper)
+    assert len(wrapper._in_flight) == 2
+    return wrapper._drawer.draws, sum(len(batch.samples) + len(batch.lengths) for batch in wrapper._in_flight)
+
+
+@pytest.mark.parametrize(
+    ("layout", "drawing"), [(LAYOUTS["tp2"], {0, 2}), (Layout(1, pp=4), {0, 3}), (Layout(1, tp=2, pp=2), {0, 2})]
+)
+def test_only_tp_rank_0_of_stages_that_read_holds_samples(layout: Layout, drawing: set[int]) -> None:
+    ranks = run_ranks(4, held_in_flight, layout, all_data(layout, 12, flavours=(1,)))
+    assert {rank for rank, (draws, _) in enumerate(ranks) if draws} == drawing
+    assert all((held > 0) == draws for draws, held in ranks)

@@ -1,0 +1,550 @@
+"""Re-routing: sizes and contents, one exchange of exactly the bytes needed, and faults that reach all ranks alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, InvalidInputError
+from dynamic_cp.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.types import PlannedBatch, Sample
+from megatron.dynamic_cp import rerouting
+from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper
+from megatron.dynamic_cp.foreign_samples import read_item
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.rerouting import (
+    Place,
+    SentColumns,
+    columns_to_send,
+    incoming,
+    make_sample_id,
+    outgoing,
+    sample_origin,
+)
+from megatron.dynamic_cp.sharding import shard_positions
+from megatron.dynamic_cp.token_checksum import combine, token_checksum
+from tests.distributed.foreign import (
+    LAYOUTS,
+    LaneData,
+    lane_data,
+    make_wrapper,
+    piece_of,
+    run_foreign,
+)
+from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.parity import Layout, mixed_plan
+
+ALL = ChunkNeeds(tokens=True, labels=True)
+
+
+# Without ranks: checksums, samples, sizes.
+
+
+def test_checksum_does_not_depend_on_order_or_split() -> None:
+    tokens, positions = np.arange(100, 164), np.arange(64)
+    whole = token_checksum(5, positions, tokens)
+    shards = [shard_positions(64, 4, rank) for rank in range(4)]
+    parts = [token_checksum(np.full(16, 5), shard, tokens[shard]) for shard in shards]
+    assert combine(sum(parts)) == whole
+    assert combine(int(np.array(parts, dtype=np.int64).sum())) == whole
+    assert token_checksum(5, positions[:0], tokens[:0]) == 0
+
+
+def test_checksum_sees_each_kind_of_mistake() -> None:
+    tokens, positions = np.arange(100, 164), np.arange(64)
+    swapped = tokens.copy()
+    swapped[[3, 40]] = swapped[[40, 3]]
+    shifted = np.roll(tokens, 1)
+    changed = tokens + (positions == 7)
+    sums = [
+        token_checksum(5, positions, tokens),
+        token_checksum(6, positions, tokens),
+        token_checksum(5, positions, tokens, column=1),
+        token_checksum(5, positions, swapped),
+        token_checksum(5, positions, shifted),
+        token_checksum(5, positions, changed),
+        token_checksum(5, positions[1:], tokens[1:]),
+        token_checksum(5, np.append(positions, 9), np.append(tokens, 109)),
+        token_checksum(5, positions, tokens.astype(np.float32)),
+    ]
+    assert len(set(sums)) == len(sums)
+    assert all(0 <= total < 2**50 for total in sums)
+
+
+def test_sum_of_checksums_of_4096_ranks_fits() -> None:
+    assert 4096 * (2**50 - 1) < 2**63
+    wrapped = int(np.array([2**50 - 1] * 10_000, dtype=np.int64).sum())
+    assert combine(wrapped) == combine((2**50 - 1) * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "message"),
+    [
+        ({"tokens": None}, "tokens", "missing"),
+        ({"tokens": np.zeros(10)}, "tokens", "dtype float64"),
+        ({"tokens": np.zeros((1, 10), int)}, "tokens", r"shape \(1, 10\)"),
+        ({"tokens": list(range(10))}, "tokens", "is a list"),
+        ({"tokens": np.zeros(0, int)}, "labels", "10 values, key 'tokens' has 0"),
+        ({"tokens": np.full(10, 2**31)}, "tokens", "int32"),
+        ({"labels": torch.zeros(9, dtype=torch.int64)}, "labels", "9 values, key 'tokens' has 10"),
+        ({"loss_mask": np.array(["a"] * 10)}, "loss_mask", "dtype <U1"),
+        ({"position_ids": torch.zeros(10)}, "position_ids", "dtype float32"),
+        ({"cu_seqlens": np.array([0, 4, 9])}, "cu_seqlens", "ends at 9, key 'tokens' has 10"),
+        ({"cu_seqlens": np.array([0, 4, 4, 10])}, "cu_seqlens", "ascend"),
+        ({"cu_seqlens": np.array([1, 10])}, "cu_seqlens", "begin with 0"),
+        ({"cu_seqlens": np.array([10])}, "cu_seqlens", "begin with 0"),
+        ({"cu_seqlens": np.array([0.0, 10.0])}, "cu_seqlens", "dtype"),
+        ({"cu_seqlens": np.array([0, 4, 9]), "cu_seqlens_padded": np.array([0, 10])}, "cu_seqlens_padded", "3 bound"),
+        (
+            {"cu_seqlens": np.array([0, 6, 9]), "cu_seqlens_padded": np.array([0, 4, 10])},
+            "cu_seqlens_padded",
+            "6 tokens, 'cu_seqlens_padded' gives it 4",
+        ),
+    ],
+)
+def test_bad_item_is_refused_by_key(change: dict[str, Any], key: str, message: str) -> None:
+    item = {"tokens": np.arange(10), "labels": np.arange(10), "loss_mask": np.ones(10)}
+    assert len(read_item(item, ALL)) == 1
+    with pytest.raises(DataError, match=message) as caught:
+        read_item(item | change, ALL)
+    assert caught.value.key == key
+    assert repr(key) in str(caught.value)
+
+
+def test_item_that_is_no_dict_is_refused() -> None:
+    with pytest.raises(DataError, match="yielded a Tensor"):
+        read_item(torch.arange(10), ALL)
+
+
+def test_padding_of_packs_is_left_out() -> None:
+    item = {
+        "tokens": torch.tensor([1, 2, 3, 0, 4, 5, 0, 0]),
+        "cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32),
+        "cu_seqlens_padded": torch.tensor([0, 4, 8], dtype=torch.int32),
+        "loss_mask": torch.tensor([True, True, True, False, True, True, False, False]),
+    }
+    first, second = read_item(item, ALL)
+    assert first.tokens.tolist() == [1, 2, 3]
+    assert first.column("labels").tolist() == [2, 3, 0]
+    assert first.column("loss_mask").view(np.float32).tolist() == [1, 1, 0]
+    assert second.tokens.tolist() == [4, 5]
+    assert second.column("position_ids").tolist() == [0, 1]
+
+
+def test_samples_are_copies() -> None:
+    """An iterator may fill the same buffer again while samples wait for their plan."""
+    item = {"tokens": np.arange(4, dtype=np.int32), "loss_mask": np.ones(4, np.float32)}
+    (sample,) = read_item(item, ALL)
+    item["tokens"][:] = 9
+    item["loss_mask"][:] = 9
+    assert sample.tokens.tolist() == [0, 1, 2, 3]
+    assert sample.loss_mask.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((0, 0, 0, 5), SentColumns(("tokens", "labels"), False)),
+        ((0, 0, 5, 0), SentColumns(("tokens", "labels"), True)),
+        ((0, 0, 2, 3), SentColumns(("tokens", "labels", "loss_mask"), False)),
+        ((1, 1, 5, 0), SentColumns(("tokens", "labels", "position_ids", "loss_mask"), True)),
+    ],
+)
+def test_only_what_does_not_follow_from_the_plan_is_sent(given: tuple[int, ...], expected: SentColumns) -> None:
+    columns = columns_to_send(*given)
+    assert columns == expected
+    assert set(columns.for_stage(ChunkNeeds(tokens=True, labels=False)).names) <= {"tokens", "position_ids"}
+    assert set(columns.for_stage(ChunkNeeds(tokens=False, labels=True)).names) <= {"labels", "loss_mask"}
+    assert columns.for_stage(ChunkNeeds(tokens=False, labels=False)).names == ()
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3, 4, 6])
+@pytest.mark.parametrize("sp", [False, True])
+def test_both_sides_know_the_sizes(num_lanes: int, sp: bool) -> None:
+    """What lanes send is, row by row, what the others expect; each token goes to one lane."""
+    layout = Layout(num_lanes, tp=2 if sp else 1, sp=sp)
+    step, num_tokens = 9, 0
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        drawn = [
+            [piece_of(lane, k, int(random.integers(1, 60)), 0) for k in range(int(random.integers(0, 6)) + (lane == 0))]
+            for lane in range(num_lanes)
+        ]
+        samples = tuple(
+            Sample(sample_id=make_sample_id(step, lane, order, num_lanes), seqlen=len(piece["tokens"]))
+            for lane, pieces in enumerate(drawn)
+            for order, piece in enumerate(pieces)
+        )
+        plan = mixed_plan(samples, layout, seed)
+        facts = PlanFacts.of(
+            PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * num_lanes, reason="test")
+        )
+        plans = [lane_plan(plan, lane, facts) for lane in range(num_lanes)]
+        places: list[list[Place]] = [[None] * len(pieces) for pieces in drawn]
+        for bucket in plan.buckets:
+            padded = rerouting._padded(bucket, plans[0])
+            for sample, length in zip(bucket.samples, padded, strict=False):
+                _, lane, order = sample_origin(sample.sample_id, num_lanes)
+                places[lane][order] = Place(bucket.first_lane, bucket.cp_size, length)
+        sent = [
+            outgoing([read_item(p, ALL)[0] for p in pieces], places[lane], ("tokens",), num_lanes)
+            for lane, pieces in enumerate(drawn)
+        ]
+        arriving = [incoming(plan_of_lane, step, num_lanes) for plan_of_lane in plans]
+        came: Counter = Counter()
+        for lane, expected in enumerate(arriving):
+            assert list(expected.rows) == [leaving.rows[lane] for leaving in sent]
+            received = [np.split(leaving.words[:, 0], np.cumsum(leaving.rows)[:-1])[lane].tolist() for leaving in sent]
+            tokens = [token for part in received for token in part]
+            for token, id_, position in zip(tokens, expected.sample_ids, expected.positions, strict=True):
+                _, owner, order = sample_origin(int(id_), num_lanes)
+                assert token == drawn[owner][order]["tokens"][position]
+            assert len(set(expected.targets.tolist())) == len(tokens)
+            came.update(tokens)
+        assert set(came.values()) == {1}
+        assert len(came) == sum(sample.seqlen for sample in samples)
+        num_tokens += len(came)
+    assert num_tokens > 200
+
+
+# On ranks: how much is sent.
+
+
+def all_data(layout: Layout, num_items: int, flavour: int) -> list[LaneData]:
+    return [lane_data(lane, num_items, flavours=(flavour,)) for lane in range(layout.lanes)]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavour", "columns_of_stage"),
+    [
+        ("dp4", 0, [2]),  # tokens and labels; the mask follows from the lengths
+        ("dp4", 1, [3]),
+        ("dp4", 3, [4]),
+        ("pp2", 1, [1, 2]),
+        ("pp2_vpp2", 2, [1, 1]),
+        ("tp2", 1, [3]),
+    ],
+)
+def test_bytes_sent_are_the_bytes_needed(name: str, flavour: int, columns_of_stage: list[int]) -> None:
+    """4 bytes a token and column that another lane drew; nothing for padding, nothing that a stage does not read."""
+    layout = LAYOUTS[name]
+    ranks = run_ranks(layout.topology.world_size, run_foreign, layout, all_data(layout, 16, flavour), 8, {})
+    total = 0
+    for stage, num_columns in enumerate(columns_of_stage):
+        for step in range(len(ranks[0].steps)):
+            drawing = [rank.steps[step] for rank in ranks if rank.stage == stage and rank.tp_rank == 0]
+            sent = sum(record.sent_bytes for record in drawing)
+            assert sent == 4 * num_columns * sum(record.arrived_rows_from_others for record in drawing)
+            broadcast = sum(record.broadcast_bytes for record in drawing)
+            assert broadcast == (layout.tp - 1) * 4 * num_columns * sum(record.real_tokens for record in drawing)
+            total += sent
+        others = [rank for rank in ranks if rank.tp_rank > 0]
+        assert all(step.sent_bytes == step.broadcast_bytes == 0 for rank in others for step in rank.steps)
+    assert total > 1000
+
+
+COUNTED = (
+    "all_to_all_single",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "all_gather_object",
+    "broadcast_object_list",
+    "send",
+    "isend",
+    "scatter",
+    "gather",
+)
+
+
+def count_collectives(layout: Layout, data: list[LaneData]) -> list[tuple[str, int, int]]:
+    """Return (collective, bytes of its largest tensor, step) for each call on this rank."""
+    wrapper, _, _ = make_wrapper(layout, data, 8)
+    calls: list[tuple[str, int, int]] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, max(a.nbytes for a in args if isinstance(a, torch.Tensor)), wrapper.step))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in COUNTED:
+        setattr(dist, name, counted(name))
+    for _ in range(2):
+        next(wrapper)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
+def test_one_collective_moves_the_tokens(name: str) -> None:
+    layout = LAYOUTS[name]
+    data = all_data(layout, 8, 3)  # tokens, labels and position ids are integers, the mask is float32
+    ranks = run_ranks(4, count_collectives, layout, data)
+    for rank, calls in enumerate(ranks):
+        draws = rank % layout.tp == 0
+        for step in range(2):
+            names = Counter(call for call, _, s in calls if s == step)
+            assert names["all_to_all_single"] == draws
+            assert names["broadcast"] == (layout.tp > 1)
+            assert names["reduce_scatter_tensor"] == draws
+            assert names["all_gather_into_tensor"] == (draws and rank < layout.lanes * layout.tp)
+            assert names["all_reduce"] == 5, "outcome and sum of drawing, outcome and digest of planning, agreement"
+            assert sum(names.values()) <= 9
+        small = [size for call, size, _ in calls if call not in ("all_to_all_single", "broadcast")]
+        assert max(small) <= 16 * 8, "only lengths and places go to all lanes"
+
+
+# On ranks: faults.
+
+
+def fail_foreign(
+    layout: Layout, data: list[LaneData], plant: Callable[[ForeignIteratorWrapper], None], settings: dict[str, Any]
+) -> tuple[type, str, int, float]:
+    """Return (error, message, step, seconds) of this rank, after a collective that shows that all are in step."""
+    wrapper, _, _ = make_wrapper(layout, data, 8, **settings)
+    plant(wrapper)
+    started_s = time.monotonic()
+    with pytest.raises(DynamicCPError) as caught:
+        for _ in wrapper:
+            pass
+    seconds = time.monotonic() - started_s
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == layout.topology.world_size
+    return type(caught.value), str(caught.value), wrapper.step, seconds
+
+
+def fails_alike(
+    layout: Layout, plant: Callable[[ForeignIteratorWrapper], None], data: list[LaneData] | None = None, **settings: Any
+) -> tuple[type, str, int]:
+    results = run_ranks(4, fail_foreign, layout, data or all_data(layout, 32, 1), plant, settings, timeout_s=60)
+    assert len({result[:3] for result in results}) == 1, results
+    assert max(result[3] for result in results) < 20
+    return results[0][:3]
+
+
+def replace_item(wrapper: ForeignIteratorWrapper, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change item `number` of this rank's iterator, if it has one."""
+    drawer = wrapper._drawer
+    if drawer.draws:
+        original = drawer._own_iterator()
+        changed = (change(item) if index == number else item for index, item in enumerate(original))
+        drawer._data_iterators = [changed] * len(drawer._chunks)
+
+
+def raise_on_rank_2(wrapper: ForeignIteratorWrapper) -> None:
+    def fail(item: dict[str, Any]) -> Any:
+        raise OSError("disk on fire")
+
+    if dist.get_rank() == 2:
+        replace_item(wrapper, 3, fail)
+
+
+@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
+def test_iterator_that_raises_fails_all_ranks_alike(name: str) -> None:
+    layout = LAYOUTS[name]
+    kind, message, step = fails_alike(layout, raise_on_rank_2)
+    assert kind is DataError
+    assert "the data iterator raised OSError: disk on fire" in message
+    assert message.endswith("(rank 2)")
+    assert step == (1 if name == "dp4" else 0)
+
+
+def lose_the_tokens_on_rank_1(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 1:
+        replace_item(wrapper, 2, lambda item: {"text": item["tokens"], "labels": item["labels"]})
+
+
+def tear_the_mask_on_rank_3(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 3:
+        replace_item(wrapper, 0, lambda item: item | {"loss_mask": item["loss_mask"][:-1]})
+
+
+def contradict_the_tokens_on_rank_0(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 0:
+        replace_item(wrapper, 5, lambda item: item | {"cu_seqlens": np.array([0, 10_000])})
+
+
+@pytest.mark.parametrize(
+    ("plant", "step", "words"),
+    [
+        (lose_the_tokens_on_rank_1, 1, ("'tokens' is missing", "['labels', 'text']", "lane 1", "(rank 1)")),
+        (tear_the_mask_on_rank_3, 0, ("'loss_mask'", "lane 3", "step 0", "(rank 3)")),
+        (contradict_the_tokens_on_rank_0, 2, ("'cu_seqlens' ends at 10000", "lane 0", "step 2", "(rank 0)")),
+    ],
+)
+def test_bad_input_fails_all_ranks_alike(plant: Any, step: int, words: tuple[str, ...]) -> None:
+    kind, message, at = fails_alike(LAYOUTS["dp4"], plant)
+    assert kind is DataError
+    assert at == step
+    assert all(word in message for word in words), message
+
+
+def take_the_iterator_of_rank_2(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 2:
+        wrapper._drawer._data_iterators = None
+
+
+def give_a_list(wrapper: ForeignIteratorWrapper) -> None:
+    wrapper._drawer._data_iterators = [iter([]), iter([])]
+
+
+@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
+def test_missing_iterator_fails_all_ranks_alike(name: str) -> None:
+    kind, message, _ = fails_alike(LAYOUTS[name], take_the_iterator_of_rank_2)
+    assert kind is InvalidInputError
+    assert "has no data iterator" in message
+    assert "(rank 2)" in message
+
+
+def test_list_that_fits_no_chunks_fails_all_ranks_alike() -> None:
+    kind, message, _ = fails_alike(LAYOUTS["dp4"], give_a_list)
+    assert kind is InvalidInputError
+    assert "2 data iterators were given for 1 model chunks" in message
+
+
+def skip_an_item_on_the_last_stage(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 3:
+        next(wrapper._drawer._own_iterator())
+
+
+def test_stages_that_draw_other_samples_fail_alike() -> None:
+    kind, message, step = fails_alike(LAYOUTS["pp2"], skip_an_item_on_the_last_stage)
+    assert kind is DisagreementError
+    assert step == 0
+    assert "pipeline stage 1 drew 8 samples in 8 items for step 0, the first stage 8 in 8, of other lengths" in message
+
+
+def swap_two_tokens_in_transit(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 2:
+        _change_in_transit(lambda words: torch.cat([words[1:2], words[:1], words[2:]]))
+
+
+def change_a_mask_in_transit(wrapper: ForeignIteratorWrapper) -> None:
+    if dist.get_rank() == 2:
+        _change_in_transit(lambda words: torch.cat([words[:-1], 1 - words[-1:]], dim=0))
+
+
+def _change_in_transit(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    original = dist.all_to_all_single
+
+    def changed(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(output, *args, **kwargs)
+        output.copy_(change(output.clone()))
+        return result
+
+    dist.all_to_all_single = changed
+
+
+@pytest.mark.parametrize("plant", [swap_two_tokens_in_transit, change_a_mask_in_transit])
+@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
+def test_change_in_transit_is_noticed(name: str, plant: Any) -> None:
+    kind, message, step = fails_alike(LAYOUTS[name], plant, verify="full")
+    assert kind is DisagreementError
+    assert step == 0
+    assert "re-routing of step 0 changed" in message
+
+
+def lose_a_token(wrapper: ForeignIteratorWrapper) -> None:
+    """Lane 1 computes on one token less."""
+    original = rerouting.count_packed
+
+    def count(packed: Any, arriving: rerouting.Incoming, names: Any) -> list[int]:
+        rows = {name: getattr(arriving, name)[:-1] for name in ("targets", "sample_ids", "positions", "is_last")}
+        return original(packed, dataclasses.replace(arriving, **rows), names)
+
+    if dist.get_rank() == 1:
+        rerouting.count_packed = count
+
+
+def test_lost_token_is_noticed() -> None:
+    kind, message, step = fails_alike(LAYOUTS["dp4"], lose_a_token, verify="full")
+    assert kind is DisagreementError
+    assert step == 0
+    assert "tokens and gave out" in message
+
+
+def plan_for_other_lengths(wrapper: ForeignIteratorWrapper) -> None:
+    """The planner is told of a sample one token longer than it is."""
+    original = wrapper._plan_source.request
+
+    def request(step: int, samples: Any) -> None:
+        longer = [Sample(sample_id=s.sample_id, seqlen=s.seqlen + (i == 3)) for i, s in enumerate(samples)]
+        original(step, longer)
+
+    wrapper._plan_source.request = request
+
+
+def test_plan_for_other_lengths_fails_all_ranks_alike() -> None:
+    kind, message, _ = fails_alike(LAYOUTS["dp4"], plan_for_other_lengths)
+    assert kind is DisagreementError
+    assert "is in 1 buckets of the plan with" in message
+    assert "(rank 1)" in message
+
+
+def fail_to_get_a_plan_on_rank_3(wrapper: ForeignIteratorWrapper) -> None:
+    def take(step: int) -> Any:
+        raise DynamicCPError("the store is gone")
+
+    if dist.get_rank() == 3:
+        wrapper._plan_source.take = take
+
+
+def test_rank_without_a_plan_fails_all_ranks_alike() -> None:
+    kind, message, _ = fails_alike(LAYOUTS["pp2"], fail_to_get_a_plan_on_rank_3)
+    assert kind is DynamicCPError
+    assert message == "the store is gone (rank 3)"
+
+
+def die_in(name: str, rank: int) -> None:
+    def die(*args: Any, **kwargs: Any) -> None:
+        os._exit(1)
+
+    if dist.get_rank() == rank:
+        setattr(dist, name, die)
+
+
+def wrap_with_a_dying_rank(layout: Layout, collective: str, rank: int) -> None:
+    wrapper, _, _ = make_wrapper(layout, all_data(layout, 16, 1), 8)
+    next(wrapper)
+    die_in(collective, rank)
+    next(wrapper)
+    # Ranks that have no part in the collective learn of it by the next one of all.
+    next(wrapper)
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "rank", "phase"),
+    [
+        ("dp4", "all_to_all_single", 2, "re-routing of step 1 (exchange, all-to-all over 4 lanes)"),
+        ("dp4", "reduce_scatter_tensor", 1, "re-routing of step 1 (directory, reduce-scatter over 4 lanes)"),
+        ("dp4", "all_gather_into_tensor", 3, "drawing the samples of step 1"),
+        ("tp2", "broadcast", 2, "re-routing of step 1 (broadcast to 2 TP ranks)"),
+    ],
+)
+def test_killed_rank_ends_the_others_with_the_phase(name: str, collective: str, rank: int, phase: str) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(4, wrap_with_a_dying_rank, LAYOUTS[name], collective, rank, timeout_s=60)
+    assert time.monotonic() - started_s < 30
+    reports = str(caught.value).split("\nrank ")
+    assert sum("died without a word" in report for report in reports) == 1
+    others = [report for report in reports if "died without a word" not in report]
+    assert len(others) == 3
+    assert all("ReroutingError" in report and " failed on rank " in report for report in others)
+    assert any(phase in report for report in others)
