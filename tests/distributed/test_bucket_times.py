@@ -35,7 +35,8 @@ LAYOUTS = {
     ),
     "two_lanes_pp2": Layout(2, pp=2),
 }
-DELAY_S = 0.15
+DELAY_S = 0.4
+"""Longer than a loaded machine makes a small micro-batch wait."""
 
 
 class SleepBackward(torch.autograd.Function):
@@ -129,7 +130,7 @@ def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
     layout = LAYOUTS[name]
     plan = mixed_plan(SAMPLES, layout)
     ranks = run_ranks(layout.topology.world_size, time_steps, layout, plan, 2, loss.forward_step, timeout_s=90)
-    num_compared = 0
+    num_compared, shares = 0, []
     for rank in ranks:
         assert rank["same"], "timing changed a gradient"
         assert rank["num_gradients"] > 10
@@ -144,9 +145,10 @@ def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
             seconds = [seconds for one in observations for seconds in (one.forward_s, one.backward_s)]
             assert min(seconds) > 0
             assert sum(seconds) < duration_s
-            if layout.pp == 1:
-                assert sum(seconds) > 0.5 * duration_s, "most of a step without a pipeline is forward and backward"
+            shares.append(sum(seconds) / duration_s)
     assert num_compared == 2 * layout.topology.world_size * layout.vpp * plan.num_microbatches
+    if layout.pp == 1:
+        assert max(shares) > 0.4, "without a pipeline, most of a step is forward and backward"
     check_gathered(layout, plan, ranks)
 
 
@@ -173,12 +175,12 @@ def test_time_belongs_to_its_micro_batch(name: str) -> None:
     forward_step = slowed({1: DELAY_S}, {2: DELAY_S})
     ranks = run_ranks(2, time_slowed, layout, plan, forward_step, timeout_s=60)
     for observations in ranks:
-        for chunk in range(layout.vpp):
-            of_chunk = [one for one in observations if one.chunk == chunk]
-            slow_forward = [index for index, one in enumerate(of_chunk) if one.forward_s > 0.9 * DELAY_S]
-            slow_backward = [index for index, one in enumerate(of_chunk) if one.backward_s > 0.9 * DELAY_S]
-            assert slow_forward == ([1] if chunk == 0 else [])
-            assert slow_backward == ([2] if chunk == 0 else [])
+        of_chunk = [one for one in observations if one.chunk == 0]
+        for slow, seconds in ((1, [one.forward_s for one in of_chunk]), (2, [one.backward_s for one in of_chunk])):
+            assert seconds[slow] > 0.9 * DELAY_S > max(seconds[:slow] + seconds[slow + 1 :])
+        if layout.vpp > 1:
+            others = [one for one in observations if one.chunk == 1]
+            assert max(max(one.forward_s, one.backward_s) for one in others) < 0.9 * DELAY_S
 
 
 def time_slowed(layout: Layout, plan: Plan, forward_step: Callable[..., Any]) -> list[Observation]:
@@ -261,6 +263,40 @@ def test_least_ignores_passes_that_did_not_end() -> None:
     np.testing.assert_array_equal(found, np.array([row(0, 5, nan), row(1, 2, 4)]))
 
 
+class FakeEvent:
+    """A CUDA event that counts who waits for it."""
+
+    num_waits = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        FakeEvent.num_waits += 1
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_events_are_waited_for_after_the_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path that a GPU takes, with events of the CPU's clock."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    times, step = trivial_step("cuda")
+    started = time.perf_counter()
+    for _ in range(3):
+        step(times.forward_step)
+    duration_s = time.perf_counter() - started
+    assert FakeEvent.num_waits == 0
+    observations = times.end_step()
+    assert FakeEvent.num_waits == 6
+    seconds = [seconds for one in observations for seconds in (one.forward_s, one.backward_s)]
+    assert len(seconds) == 6
+    assert 0 < min(seconds) <= sum(seconds) < duration_s
+
+
 def test_overhead_is_small() -> None:
     """CPU seconds per micro-batch of a model that does nothing; real ones take some 10 ms at least."""
     ((with_times, without),) = run_ranks(1, empty_passes, timeout_s=60)
@@ -269,6 +305,25 @@ def test_overhead_is_small() -> None:
 
 def empty_passes() -> tuple[float, float]:
     """Return the least CPU seconds of a micro-batch with and without times."""
+
+    times, step = trivial_step("cpu")
+
+    def seconds(forward_step: Callable[..., Any]) -> float:
+        started = time.process_time()
+        for _ in range(200):
+            step(forward_step)
+        times.end_step()
+        return (time.process_time() - started) / 200
+
+    # The times wrap a forward step that is the same as the other.
+    with_times, without = (
+        min(seconds(forward_step) for _ in range(5)) for forward_step in (times.forward_step, times._forward_step)
+    )
+    return with_times, without
+
+
+def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]], None]]:
+    """Return times of a model that does nearly nothing, and what runs one micro-batch of 32 sequences through it."""
 
     class Params:
         local_cp_size, cp_comm_type, padded_seqlens = 1, "p2p", tuple(range(1, 33))
@@ -280,14 +335,9 @@ def empty_passes() -> tuple[float, float]:
         next(data_iterator)
         return chunk(x), lambda output: (output.sum(),)
 
-    times = BucketTimes([model], stage=0, lane=0, device=torch.device("cpu"), forward_step=forward_step)
+    def step(timed_forward_step: Callable[..., Any]) -> None:
+        output, loss_func = timed_forward_step(iter([{"packed_seq_params": Params}]), model)
+        loss_func(output)[0].backward()
 
-    def seconds(step: Callable[..., Any]) -> float:
-        started = time.process_time()
-        for _ in range(200):
-            output, loss_func = step(iter([{"packed_seq_params": Params}]), model)
-            loss_func(output)[0].backward()
-        times.end_step()
-        return (time.process_time() - started) / 200
-
-    return tuple(min(seconds(step) for _ in range(5)) for step in (times.forward_step, forward_step))
+    times = BucketTimes([model], stage=0, lane=0, device=torch.device(device), forward_step=forward_step)
+    return times, step
