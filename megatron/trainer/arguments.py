@@ -171,6 +171,11 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-path", nargs="*", default=[], help="[WEIGHT] PATH ...: folders, JSONL files, .bin/.idx prefixes"
     )
     group.add_argument("--data-glob", default="**/*", help="files of a folder in --data-path")
+    group.add_argument(
+        "--data-cache-path",
+        metavar="DIR",
+        help="where indexes of text and JSONL data are kept; default: beside the data, else the user's cache folder",
+    )
     group.add_argument("--json-key", default="text", help="text field of a JSONL line")
     group.add_argument(
         "--overlong",

@@ -27,6 +27,7 @@ from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
 from megatron.trainer.data.config import DataConfig
+from megatron.trainer.index_once import index_once
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
 
@@ -166,6 +167,7 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     return DataConfig(
         data_path=tuple(args.data_path),
         data_glob=args.data_glob,
+        cache_path=args.data_cache_path,
         json_key=args.json_key,
         split=args.split,
         seq_length=args.seq_length,
@@ -180,9 +182,10 @@ def data_config(args: argparse.Namespace) -> DataConfig:
 
 
 def _data(args: argparse.Namespace, device: torch.device) -> tuple[DataConfig, int, Splits]:
-    """Return the data, which every rank indexes for itself and all must see alike."""
+    """Return the data, which rank 0 indexes and all must see alike."""
     config = data_config(args)
-    splits = run_on_all_ranks(lambda: build_splits(config), device)
+    entries = index_once(config, device)
+    splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
     fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
     check_same_digest(fingerprint, "the training data of --data-path", device)
     if args.eval_iters > 0 and splits.valid is None:

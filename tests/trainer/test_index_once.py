@@ -1,0 +1,147 @@
+"""One scan of the data in a job, whoever can see the file of the index."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import DataError, DynamicCPError
+from megatron.trainer import index_once as module
+from megatron.trainer.data import entries, index_cache
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.index_once import index_once
+from tests.distributed.harness import RankError, run_ranks
+
+LINES = b'{"text": "one"}\n\n{"text": "three"}\n'
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
+    (tmp_path / "data" / "text").mkdir(parents=True)
+    (tmp_path / "data" / "a.jsonl").write_bytes(LINES * 50)
+    for number in range(5):
+        (tmp_path / "data" / "text" / f"{number}.txt").write_bytes(b"x" * number)
+    return tmp_path / "data"
+
+
+def config_of(folder) -> DataConfig:
+    paths = (str(folder / "a.jsonl"), str(folder / "text"))
+    return DataConfig(seq_length=64, split="1,0,0", data_path=paths)
+
+
+def index_and_count(config: DataConfig, blind_ranks=(), unwritable=False):
+    """Return scans on this rank, where the lengths come from, a hash of the stream, and one sample of it."""
+    scans, listed = [], []
+    for name in ("index_json_lines", "index_text_files"):
+        real = getattr(entries, name)
+        setattr(entries, name, lambda *a, real=real, **k: scans.append(a[0].name) or real(*a, **k))
+    real_find = entries.find_files
+    entries.find_files = lambda *a: listed.append(a[0]) or real_find(*a)
+    if dist.get_rank() in blind_ranks:
+        module.load_index = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
+    if unwritable:
+        index_cache.LengthIndex.save = lambda self, path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    found = index_once(config, CPU)
+    stream = build_splits(config, found).train
+    paths = [entry.index.path for entry in found]
+    return scans, listed, paths, stream.fingerprint(), stream.read(3).tokens.tolist()
+
+
+@pytest.mark.parametrize("case", ["shared", "two_blind", "unwritable"])
+def test_rank_zero_alone_lists_and_scans(folder, case):
+    config = config_of(folder)
+    blind = (1, 3) if case == "two_blind" else ()
+    results = run_ranks(4, index_and_count, config, blind, case == "unwritable", timeout_s=60)
+    for rank, (scans, listed, paths, fingerprint, tokens) in enumerate(results):
+        assert scans == listed == (list(config.data_path) if rank == 0 else [])
+        mapped = case == "shared" or (case == "two_blind" and rank not in blind)
+        assert [path is not None for path in paths] == [mapped] * 2
+        assert (fingerprint, tokens) == results[0][3:]
+    assert results[0][3] == build_splits(config).train.fingerprint(), "as without ranks"
+    again = run_ranks(4, index_and_count, config, blind, timeout_s=60)
+    assert [scans for scans, *_ in again] == [[]] * 4
+
+
+def fail():
+    try:
+        index_once(DataConfig(seq_length=64, data_path=(os.environ["BAD"],)), CPU)
+    except DataError as error:
+        return str(error)
+
+
+def test_bad_data_are_the_same_error_on_all_ranks(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": 5}\n')
+    monkeypatch.setenv("BAD", str(path))
+    (message,) = set(run_ranks(3, fail, timeout_s=60))
+    assert f"{path} line 1: field 'text' is a int" in message
+
+
+def index_slowly(config: DataConfig, seconds: float, ticks: bool):
+    """Rank 0 takes longer than the job's timeout of 1 s, with or without progress."""
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
+    real = module.index_entries
+
+    def slow(config, on_tick):
+        for _ in range(int(seconds / 0.25)):
+            time.sleep(0.25)
+            if ticks:
+                on_tick()
+        if not ticks:
+            raise DataError("too late")
+        return real(config, on_tick)
+
+    module.index_entries = slow
+    started = time.monotonic()
+    try:
+        return len(index_once(config, CPU))
+    except DynamicCPError as error:
+        return str(error), time.monotonic() - started
+
+
+def test_the_others_wait_while_there_is_progress(folder):
+    assert run_ranks(2, index_slowly, config_of(folder), 3.0, True, timeout_s=60) == [2, 2]
+
+
+def test_the_others_do_not_wait_without_progress(folder):
+    _, (message, seconds) = run_ranks(2, index_slowly, config_of(folder), 4.0, False, timeout_s=30)
+    assert "rank 0 has made no progress in indexing the data for 1 s, rank 1 waits no longer" in message
+    assert seconds < 3
+
+
+def die(config: DataConfig, told):
+    """Rank 0 is killed in the middle; what the other one says goes to a file."""
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
+    entries.index_json_lines = lambda *args, **kwargs: os._exit(9)
+    started = time.monotonic()
+    try:
+        index_once(config, CPU)
+    except DynamicCPError as error:
+        told.write_text(f"{time.monotonic() - started} {error}")
+
+
+def test_an_indexer_that_dies_blocks_neither_the_others_nor_the_next_start(folder, tmp_path):
+    config, told = config_of(folder), tmp_path / "told"
+    with pytest.raises(RankError, match="rank 0: died without a word"):
+        run_ranks(2, die, config, told, timeout_s=20)
+    seconds, message = told.read_text().split(" ", 1)
+    assert float(seconds) < 4
+    assert "rank 0 has made no progress in indexing the data" in message
+    results = run_ranks(2, index_and_count, config, timeout_s=60)
+    assert results[0][0] == list(config.data_path)
+
+
+def test_a_copy_of_the_data_elsewhere_is_as_good(folder, tmp_path):
+    config = config_of(folder)
+    first = run_ranks(2, index_and_count, config, timeout_s=60)
+    shutil.rmtree(folder / index_cache.HIDDEN_FOLDER)
+    assert run_ranks(2, index_and_count, config, timeout_s=60)[1][3:] == first[1][3:]
