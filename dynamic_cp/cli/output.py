@@ -14,13 +14,21 @@ from dynamic_cp.errors import InvalidInputError
 STDOUT = "-"
 
 
-def check_writable(path: str | None) -> None:
+def check_writable(path: str | None, *, only_files: bool = False) -> None:
     """Refuse a path that cannot be written to; nothing is left there.
+
+    Args:
+        path: '-' is stdout; None is nothing to write.
+        only_files: refuse stdout and devices, too.
 
     Raises:
         InvalidInputError: a folder, a missing folder, or no permission.
     """
-    if path is None or path == STDOUT or _is_device(path):
+    if path is None:
+        return
+    if path == STDOUT or _is_device(path):
+        if only_files:
+            raise InvalidInputError(f"cannot write {path}: it is no file: give the name of one")
         return
     if Path(path).is_dir():
         raise InvalidInputError(f"cannot write {path}: it is a folder: give the name of a file in it")

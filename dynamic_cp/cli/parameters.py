@@ -122,12 +122,12 @@ def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, An
     return names, settings
 
 
-def batch_options(*, several: bool, default_batches: int = 1) -> Callable[[_Command], _Command]:
+def batch_options(*, several: bool, default_batches: int = 1, required: bool = True) -> Callable[[_Command], _Command]:
     """Add the options that say which global batches there are."""
     options = [
         _option(
             "--lengths",
-            required=True,
+            required=required,
             type=LENGTHS,
             help="File of lengths (.npy, .txt, .csv, .jsonl, .idx), which is one global batch unless "
             "--global-batch-size draws from it; a bundled workload to draw from (`dynamic-cp lengths` lists them); or "
@@ -179,27 +179,38 @@ NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Every lane holds the whole optimizer state."
 )
 
-job_options = _section(
-    "Job",
-    _option("--lanes", required=True, type=int, metavar="N", help="Data-parallel x context-parallel ranks."),
-    *MODEL_AND_HARDWARE,
-    _option(
-        "--tp", type=int, default=1, show_default=True, metavar="N", help="Tensor parallel; > 1 is sequence parallel."
-    ),
-    _option("--pp", type=int, default=1, show_default=True, metavar="N", help="Pipeline stages."),
-    _option("--vpp", type=int, default=1, show_default=True, metavar="N", help="Model chunks per pipeline stage."),
-    RANKS_PER_NODE,
-    _option("--recompute", type=click.Choice(RECOMPUTE_MODES), default="none", show_default=True, help="Activations."),
-    NO_DISTRIBUTED_OPTIMIZER,
-    _option(
-        "--max-tokens-per-rank",
-        type=TokensOrAuto(),
-        default="auto",
-        show_default=True,
-        help="Padded tokens of a rank per micro-batch; auto: as many as memory holds.",
-    ),
-)
-"""Adds the options that describe the job."""
+
+def job_options(command: _Command | None = None, *, required: bool = True) -> Any:
+    """Add the options that describe the job; `required`: whether --lanes is."""
+    add = _section(
+        "Job",
+        _option("--lanes", required=required, type=int, metavar="N", help="Data-parallel x context-parallel ranks."),
+        *MODEL_AND_HARDWARE,
+        _option(
+            "--tp",
+            type=int,
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Tensor parallel; > 1 is sequence parallel.",
+        ),
+        _option("--pp", type=int, default=1, show_default=True, metavar="N", help="Pipeline stages."),
+        _option("--vpp", type=int, default=1, show_default=True, metavar="N", help="Model chunks per pipeline stage."),
+        RANKS_PER_NODE,
+        _option(
+            "--recompute", type=click.Choice(RECOMPUTE_MODES), default="none", show_default=True, help="Activations."
+        ),
+        NO_DISTRIBUTED_OPTIMIZER,
+        _option(
+            "--max-tokens-per-rank",
+            type=TokensOrAuto(),
+            default="auto",
+            show_default=True,
+            help="Padded tokens of a rank per micro-batch; auto: as many as memory holds.",
+        ),
+    )
+    return add if command is None else add(command)
+
 
 SEARCH = _option(
     "--search",

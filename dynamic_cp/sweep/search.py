@@ -19,6 +19,9 @@ from dynamic_cp.sweep.space import EXCHANGES, Refused, Setting, Space, layouts_o
 _WORTH = 0.999
 """Choosing the exchange per bucket is another point only if it is faster than this factor."""
 
+_WORTH_BYTES = 0.99
+"""A slower setting is another point only if it needs less than this share of memory."""
+
 Progress = Callable[[int, int, str], None]
 _Evaluate = Callable[[Sequence[Setting], Callable[[], None]], list[Point | Refused]]
 
@@ -116,10 +119,13 @@ def sweep(
 
 
 def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the points that no other equals or beats in both time and memory, the fastest first."""
+    """Return the points that no other equals or beats in both time and memory, the fastest first.
+
+    A slower point is kept only if it saves memory that is worth a line.
+    """
     front: list[Point] = []
     for point in sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes)):  # stable: ties keep their order
-        if not front or point.peak_bytes < front[-1].peak_bytes:
+        if not front or point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes:
             front.append(point)
     return tuple(front)
 

@@ -1,0 +1,96 @@
+"""`dynamic-cp report`: a comparison, or a training run, as one HTML file."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import click
+
+from dynamic_cp.cli.console import progress
+from dynamic_cp.cli.output import check_writable
+from dynamic_cp.cli.parameters import (
+    Command,
+    batch_options,
+    job_options,
+    one_option,
+    options_in,
+    output_option,
+    planner_options,
+)
+from dynamic_cp.cli.simulate import DEFAULT_BATCHES, DEFAULT_POLICIES, compared
+
+
+@click.command(
+    "report",
+    cls=Command,
+    short_help="Write one HTML file with pictures, tables and inputs.",
+    epilog="""\b
+Examples:
+  dynamic-cp report --lengths github --global-batch-size 256 --lanes 16 --tp 2 --output report.html
+  dynamic-cp report --run runs/dump --output run.html
+""",
+)
+@options_in(
+    "Training run",
+    one_option("--run", metavar="DIR", help="Folder of a run's --dynamic-cp-dump: predicted against measured."),
+)
+@batch_options(several=True, default_batches=DEFAULT_BATCHES, required=False)
+@job_options(required=False)
+@options_in(
+    "Planner",
+    one_option(
+        "--policy",
+        default=DEFAULT_POLICIES,
+        show_default=True,
+        metavar="NAME,..",
+        help="Policies, with commas between; also flexsp and wlb.",
+    ),
+)
+@planner_options
+@output_option(True, "Page to write.", "FILE.html")
+@click.pass_context
+def command(ctx: click.Context, /, run: str | None, policy: str, output: str, **given: Any) -> None:
+    """Write one HTML file, which needs no network: a comparison as of `simulate` with pictures, or a training run.
+
+    Give either --lengths and --lanes, or --run. It needs matplotlib and jinja2.
+    """
+    check_writable(output, only_files=True)
+    again = _command_line(ctx)
+    if run is not None:
+        _check_only_run(ctx)
+        from dynamic_cp.report.run import read_run
+        from dynamic_cp.report.run_html import write_run_report
+
+        write_run_report(output, read_run(run), command=again, inputs={"run": run})
+    else:
+        for name in ("lengths", "lanes"):
+            if given[name] is None:
+                raise click.UsageError(f"Missing option '--{name}' (or '--run DIR' for a training run).", ctx)
+        comparison, batch = compared(policy, given)
+        given_inputs = {name: value for name, value in {**batch.as_dict(), **given}.items() if value is not None}
+        with progress("drawing") as steps:
+            steps(0, 1, "pictures")
+            from dynamic_cp.report.html import write_report
+
+            write_report(output, comparison, command=again, inputs=given_inputs)
+    click.echo(f"{output}: open it in a browser")
+
+
+def _check_only_run(ctx: click.Context) -> None:
+    for name in ctx.params:
+        source = ctx.get_parameter_source(name)
+        if name not in ("run", "output") and source == click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} says what to simulate, --run is about a run.", ctx)
+
+
+def _command_line(ctx: click.Context) -> str:
+    """Return what to type to get the same again: the options that were given."""
+    words = ["dynamic-cp", "report"]
+    for parameter in ctx.command.params:
+        assert parameter.name is not None
+        if ctx.get_parameter_source(parameter.name) != click.core.ParameterSource.COMMANDLINE:
+            continue
+        value = ctx.params[parameter.name]
+        words += [parameter.opts[0]] if value is True else [parameter.opts[0], shlex.quote(str(value))]
+    return " ".join(words)
