@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamic_cp import hugging_face
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape
 
 _LARGEST = 1e300
@@ -88,7 +89,8 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
         file = Path(name)
     else:
         raise InvalidInputError(
-            f"{name!r} is none of the bundled {kind}: use {', '.join(names)}, or the path of a .json file", name=name
+            f"{name!r} is none of the bundled {kind}{did_you_mean(name, names)}: use {', '.join(names)}, or the path of a .json file",
+            name=name,
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

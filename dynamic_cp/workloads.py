@@ -19,6 +19,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.length_summary import describe as describe
 from dynamic_cp.lengths import read_length_array
 from dynamic_cp.lognormal import LOGNORMALS, SPEC_EXAMPLE, parse_lognormal
+from dynamic_cp.nearest import did_you_mean
 
 _DATA = Path(__file__).parent / "data" / "lengths"
 
@@ -127,7 +128,8 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 def _unknown(name: str) -> InvalidInputError:
     return InvalidInputError(
-        f"{name!r} is no workload: use {', '.join(workload_names())}, {SPEC_EXAMPLE}, or the path of a file of lengths",
+        f"{name!r} is no workload{did_you_mean(name, workload_names())}: use {', '.join(workload_names())}, "
+        f"{SPEC_EXAMPLE}, or the path of a file of lengths",
         name=name,
     )
 

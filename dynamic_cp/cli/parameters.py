@@ -180,9 +180,9 @@ NO_DISTRIBUTED_OPTIMIZER = _option(
 )
 
 
-def job_options(command: _Command | None = None, *, required: bool = True) -> Any:
+def job_options(*, required: bool = True) -> Callable[[_Command], _Command]:
     """Add the options that describe the job; `required`: whether --lanes is."""
-    add = _section(
+    return _section(
         "Job",
         _option("--lanes", required=required, type=int, metavar="N", help="Data-parallel x context-parallel ranks."),
         *MODEL_AND_HARDWARE,
@@ -209,7 +209,6 @@ def job_options(command: _Command | None = None, *, required: bool = True) -> An
             help="Padded tokens of a rank per micro-batch; auto: as many as memory holds.",
         ),
     )
-    return add if command is None else add(command)
 
 
 SEARCH = _option(

@@ -39,7 +39,7 @@ Examples:
 """,
 )
 @batch_options(several=False)
-@job_options
+@job_options()
 @options_in(
     "Planner",
     one_option(

@@ -49,13 +49,13 @@ Examples:
 )
 @planner_options
 @output_option(True, "Page to write.", "FILE.html")
-@click.pass_context
-def command(ctx: click.Context, /, run: str | None, policy: str, output: str, **given: Any) -> None:
+def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     """Write one HTML file, which needs no network: a comparison as of `simulate` with pictures, or a training run.
 
     Give either --lengths and --lanes, or --run. It needs matplotlib and jinja2.
     """
     check_writable(output, only_files=True)
+    ctx = click.get_current_context()
     again = _command_line(ctx)
     if run is not None:
         _check_only_run(ctx)

@@ -41,7 +41,7 @@ Examples:
 """,
 )
 @batch_options(several=True, default_batches=DEFAULT_BATCHES)
-@job_options
+@job_options()
 @options_in(
     "Planner",
     one_option(

@@ -31,7 +31,7 @@ Examples:
 """,
 )
 @batch_options(several=False)
-@job_options
+@job_options()
 @options_in(
     "Planner",
     one_option(

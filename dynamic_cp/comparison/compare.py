@@ -15,6 +15,7 @@ from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_pee
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
@@ -36,7 +37,9 @@ def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
     known = (*POLICIES, *PEERS)
     for name in names:
         if name not in known:
-            raise InvalidInputError(f"policy {name!r} is unknown: use some of {', '.join(known)}", policy=name)
+            raise InvalidInputError(
+                f"policy {name!r} is unknown{did_you_mean(name, known)}: use some of {', '.join(known)}", policy=name
+            )
     if not names:
         raise InvalidInputError(f"0 policies are given, at least 1 is needed: use some of {', '.join(known)}")
     return tuple(dict.fromkeys(names))
