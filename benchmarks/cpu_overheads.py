@@ -45,6 +45,7 @@ def measure(num_layers: int) -> None:
 
     from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch
     from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+    from megatron.dynamic_cp.planning import FixedPlan
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.run import set_up
     from megatron.trainer.step import run_schedule
@@ -53,15 +54,6 @@ def measure(num_layers: int) -> None:
     config = json.dumps({"mode": "distribution", "type": "lognormal", **lengths})
     flags = f"{MODEL} --num-layers {num_layers} --seq-length 64 --train-iters 1 --split 1,0,0 --dynamic-cp"
     run = set_up(parse_args([*flags.split(), "--mock-data", "--varlen-mock-dataset-config-json", config]))
-
-    class FixedPlan:
-        planner_s = 0.0
-
-        def __init__(self, plan: Plan) -> None:
-            self._plan = plan
-
-        def plan(self, _step: int, _samples: object) -> PlannedBatch:
-            return PlannedBatch(plan=self._plan, predicted_s=1.0, predicted_busy_s=(1.0,), reason="")
 
     def seconds(cp_size: int, num_microbatches: int) -> float:
         firsts = range(0, NUM_RANKS, cp_size)
@@ -73,7 +65,12 @@ def measure(num_layers: int) -> None:
         )
         plan = Plan(topology=run.topology, max_tokens_per_rank=64, micro_batches=micro_batches)
         wrapper = DataIteratorWrapper(
-            plan_source=FixedPlan(plan), read_sample=run.splits.train.read, groups=run.groups, chunks=run.needs
+            plan_source=FixedPlan(
+                PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,), reason=""), run.groups.lane
+            ),
+            read_sample=run.splits.train.read,
+            groups=run.groups,
+            chunks=run.needs,
         )
         times = []
         for _ in range(5):

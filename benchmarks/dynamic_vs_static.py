@@ -82,8 +82,9 @@ def measure(options: argparse.Namespace) -> None:
     """Time every policy on the same global batches; rank 0 writes the rows."""
     import torch.distributed as dist
 
-    from dynamic_cp.padding import padding_fraction
+    from dynamic_cp.planner_process import Problem
     from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+    from megatron.dynamic_cp.planner import Planner
     from megatron.dynamic_cp.planning import PlanSource
     from megatron.trainer import derive
     from megatron.trainer.arguments import parse_args
@@ -97,14 +98,15 @@ def measure(options: argparse.Namespace) -> None:
     run = set_up(args)
     wrappers = {}
     for name, policy in POLICIES.items():
-        source = PlanSource(
+        problem = Problem(
             topology=run.topology,
             model=run.model_shape,
             hardware=run.hardware,
             options=derive.plan_options(args),
             policy=policy,
-            name=name,
         )
+        planner = Planner(problem, max_seqlen=args.seq_length) if dist.get_rank() == 0 else None
+        source = PlanSource(planner, topology=run.topology, lane=run.groups.lane, name=name)
         wrappers[name] = DataIteratorWrapper(
             plan_source=source, read_sample=run.splits.train.read, groups=run.groups, chunks=run.needs
         )
@@ -130,12 +132,12 @@ def measure(options: argparse.Namespace) -> None:
             losses[name].append(sums.loss)
             if batch == 0:
                 continue
-            plan, total = wrappers[name].planned.plan, totals[name]
+            plan, total = wrappers[name].plan.facts, totals[name]
             total["seconds"] += elapsed
-            total["planner_s"] += wrappers[name].planner_s
-            total["predicted_s"] += wrappers[name].planned.predicted_s
-            total["tokens"] += plan.num_tokens
-            total["padded"] += plan.num_tokens / (1 - padding_fraction(plan))
+            total["planner_s"] += plan.planner_s
+            total["predicted_s"] += plan.predicted_s
+            total["tokens"] += plan.seqlen_sum
+            total["padded"] += plan.seqlen_sum / (1 - plan.padding_fraction)
             total["bytes"] += sums.exchanged_bytes
             total["mbs"] += plan.num_microbatches
     for name in POLICIES:

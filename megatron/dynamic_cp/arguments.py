@@ -14,6 +14,7 @@ from dynamic_cp import catalog
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import SEARCH_EFFORTS, CpCommType
 
+VERIFY_MODES = ("digest", "full", "off")
 # The exchanges between the lanes of a CP group that the attention has today; the type of a plan names more.
 EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather")
 STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
@@ -68,6 +69,33 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SEARCH_EFFORTS,
         default="fast",
         help="effort of the planner: milliseconds, or thorough: some ten times as long for a better plan of a pipeline",
+    )
+    group.add_argument(
+        "--dynamic-cp-lookahead",
+        type=int,
+        default=2,
+        metavar="K",
+        help="plan K global batches ahead, in a process of its own beside rank 0; 0 plans inside the step",
+    )
+    group.add_argument(
+        "--dynamic-cp-plan-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait for a plan; then the step runs the static plan (CP size --context-parallel-size, or the "
+        "smallest that holds --seq-length), with a warning",
+    )
+    group.add_argument(
+        "--dynamic-cp-strict",
+        action="store_true",
+        help="a planner that fails or takes too long ends the run instead",
+    )
+    group.add_argument(
+        "--dynamic-cp-verify",
+        choices=VERIFY_MODES,
+        default="digest",
+        help="compare the plan's digest over all ranks in each step; full: also judge the whole plan and the messages "
+        "of the pipeline on every rank, and follow each token from its sample to its shard; off: neither",
     )
     group.add_argument(
         "--cp-comm-type",

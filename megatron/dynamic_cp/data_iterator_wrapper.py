@@ -2,56 +2,32 @@
 
     lengths -> plan (rank 0, published) -> this lane's samples -> packs -> zigzag shards -> one iterator per model chunk
 
-Everything that can fail on one rank alone (reading samples) happens here, before the first collective of the step, and
-its outcome is exchanged: all ranks go on, or all raise the same error.
+Plans and packs are made ahead of the step that needs them. Whatever can fail on one rank alone is exchanged before the
+first collective of the step: all ranks go on, or all raise the same error.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError
-from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.serialize import digest
-from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
+from dynamic_cp import serialize
+from dynamic_cp.errors import DisagreementError, IllegalPlanError
+from dynamic_cp.lane_plan import LanePlan, lane_plan
+from dynamic_cp.types import Sample
 from dynamic_cp.validate import check_plan
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.planning import PlanSource
+from megatron.dynamic_cp.micro_batches import ChunkNeeds, ReadSample, for_chunk, micro_batches
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.planning import FixedPlan, PlanSource
+from megatron.dynamic_cp.prefetch import Packer
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
-from megatron.dynamic_cp.verify import check_same_digest, collective_device, run_on_all_ranks
-
-
-class SampleTokens(Protocol):
-    """What is read of one sample; labels are shifted already: labels[i] follows tokens[i]."""
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-
-
-class _Values(NamedTuple):
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-
-
-_EMPTY_PLACE = _Values(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkNeeds:
-    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask."""
-
-    tokens: bool
-    labels: bool
+from megatron.dynamic_cp.verify import agree, collective_device
 
 
 class StepData(NamedTuple):
@@ -63,132 +39,162 @@ class StepData(NamedTuple):
     seqlen_squared_sum: int
 
 
+class Step(NamedTuple):
+    """A step that is ready to run."""
+
+    number: int
+    samples: Sequence[Sample]
+    data: StepData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Seconds of the latest `wrap` that this rank did nothing but wait.
+
+    Attributes:
+        plan_s: for the plan.
+        pack_s: for the packed micro-batches, or packing them where there are no workers.
+    """
+
+    plan_s: float
+    pack_s: float
+
+
 class DataIteratorWrapper:
     """Plans global batches and builds this rank's micro-batches.
 
     Args:
-        plan_source: makes the plan, the same on all ranks.
+        plan_source: makes the plan, the same on all ranks; a series of its own.
         read_sample: sample_id -> its tokens; called for the samples of this lane only, once each.
         groups: prebuilt CP groups.
         chunks: what each model chunk of this rank needs.
         device: where the tensors go.
+        num_workers: processes that read and pack ahead; 0 packs inside `wrap`.
+        verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan on
+            every rank; "off" does neither.
 
     Attributes:
-        planned: the latest plan with its prediction.
+        plan: the latest plan, as this lane sees it.
+        rank_tokens: padded tokens of this rank in each micro-batch of it.
+        waits: how long the latest `wrap` waited.
         exchange_stats: bytes that this rank's attention sent since the latest `wrap`.
     """
 
     def __init__(
         self,
         *,
-        plan_source: PlanSource,
-        read_sample: Callable[[int], SampleTokens],
+        plan_source: PlanSource | FixedPlan,
+        read_sample: ReadSample,
         groups: DynamicCPGroups,
         chunks: Sequence[ChunkNeeds],
         device: torch.device | None = None,
+        num_workers: int = 0,
+        verify: str = "digest",
     ) -> None:
-        self._plan_source = plan_source
-        self._read_sample = read_sample
+        self._source = plan_source
         self._groups = groups
         self._chunks = tuple(chunks)
         self._device = device or collective_device()
-        self.planned: PlannedBatch | None = None
+        self._verify = verify
+        reads = any(needs.tokens or needs.labels for needs in self._chunks)
+        self._packer = Packer(
+            read_sample if reads else None, num_workers=num_workers, pin_memory=self._device.type == "cuda"
+        )
+        self._source.on_arrival(lambda _, plan: self._packer.submit(plan))
+        self._requested: set[int] = set()
+        self.plan: LanePlan | None = None
+        self.rank_tokens: tuple[int, ...] = ()
+        self.waits = Waits(plan_s=0.0, pack_s=0.0)
         self.exchange_stats = ExchangeStats()
 
-    @property
-    def planner_s(self) -> float:
-        """Seconds that rank 0 spent on the latest plan."""
-        return self._plan_source.planner_s
+    def look_ahead(self, step: int, samples: Sequence[Sample]) -> None:
+        """Have the plan and the packs of a coming step made; returns at once. In the order of the steps, on all ranks.
+
+        Args:
+            samples: the global batch, the same on all ranks.
+        """
+        self._source.request(step, samples)
+        self._requested.add(step)
 
     def wrap(self, step: int, samples: Sequence[Sample]) -> StepData:
         """Return the iterators and counts of global batch `step`. Collective over the job.
 
         Args:
-            samples: the global batch, the same on all ranks.
+            samples: the global batch, the same on all ranks and the one that `look_ahead` was given, if it was.
 
         Raises:
             DynamicCPError: no plan, an illegal one, ranks that disagree, or a sample that could not be read; the same
                 on all ranks.
         """
-        self.planned = self._plan_source.plan(step, samples)
-        plan = self.planned.plan
-        check_same_digest(digest(plan), f"the plan of step {step}", self._device)
+        if step not in self._requested:
+            self.look_ahead(step, samples)
+        self._requested.discard(step)
         self.exchange_stats = ExchangeStats()
 
-        def build_all() -> list[dict[str, Any]]:
-            check_plan(plan, samples)
-            return [self._build(plan, i, f"step {step}, micro-batch {i}") for i in range(plan.num_microbatches)]
+        def prepare() -> tuple[LanePlan, list[dict[str, Any]]]:
+            started_s = time.perf_counter()
+            plan = self._source.take(step)
+            taken_s = time.perf_counter()
+            packed = self._packer.take()
+            self.waits = Waits(plan_s=taken_s - started_s, pack_s=time.perf_counter() - taken_s)
+            self._check(step, plan, samples)
+            self.rank_tokens = tuple(bucket.rank_tokens for bucket in packed.buckets)
+            return plan, list(micro_batches(packed, self._groups, self._device, f"step {step}", self.exchange_stats))
 
-        micro_batches = run_on_all_ranks(build_all, self._device)
-        seqlens = np.array([sample.seqlen for sample in samples], dtype=np.int64)
+        self.plan, batches = agree(
+            prepare,
+            None if self._verify == "off" else lambda prepared: prepared[0].facts.digest,
+            what=f"the plan of step {step}",
+            device=self._device,
+        )
+        facts = self.plan.facts
         return StepData(
-            [_iterate(deque(micro_batches), needs) for needs in self._chunks],
-            plan.num_microbatches,
-            int(seqlens.sum()),
-            int((seqlens * seqlens).sum()),
+            [for_chunk(batches, needs) for needs in self._chunks],
+            facts.num_microbatches,
+            facts.seqlen_sum,
+            facts.seqlen_squared_sum,
         )
 
-    def _build(self, plan: Plan, index: int, label: str) -> dict[str, Any]:
-        """Return this rank's shard of micro-batch `index`: [1, T] tensors and the packed-sequence parameters."""
-        bucket = plan.micro_batches[index].bucket_of_lane(self._groups.lane)
-        group = self._groups.group(bucket.first_lane, bucket.cp_size)
-        seqlens = padded_seqlens(
-            (sample.seqlen for sample in bucket.samples), bucket.cp_size, plan.topology.rank_token_multiple
-        )
-        positions = packed_shard_positions(seqlens, bucket.cp_size, group.rank())
-        params = DynamicPackedSeqParams.build(
-            seqlens,
-            torch.from_numpy(positions).to(self._device),
-            group,
-            cp_comm_type=bucket.cp_comm_type,
-            label=f"{label}, lanes {bucket.first_lane}..{bucket.first_lane + bucket.cp_size - 1}",
-            stats=self.exchange_stats,
-        )
-        batch: dict[str, Any] = {"packed_seq_params": params}
-        if any(needs.tokens or needs.labels for needs in self._chunks):
-            ends = np.cumsum(seqlens) // bucket.cp_size
-            columns = self._read_shard(bucket, np.split(positions, ends[:-1]))
-            batch |= {name: torch.from_numpy(column).to(self._device)[None] for name, column in columns.items()}
-        return batch
+    def steps(self, batches: Iterable[tuple[int, Sequence[Sample]]]) -> Iterator[Step]:
+        """Yield every batch (step, samples) with what `wrap` returns of it, looking ahead; see `wrap`."""
+        coming = iter(batches)
+        ahead: deque[tuple[int, Sequence[Sample]]] = deque()
+        while True:
+            for step, samples in islice(coming, self._source.lookahead + 1 - len(ahead)):
+                self.look_ahead(step, samples)
+                ahead.append((step, samples))
+            if not ahead:
+                return
+            step, samples = ahead.popleft()
+            yield Step(step, samples, self.wrap(step, samples))
 
-    def _read_shard(self, bucket: Bucket, shards: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
-        """Return tokens, labels, loss mask and position ids of the local tokens, 0 in all of them for padding.
+    def close(self) -> None:
+        """Stop fetching plans and packing; the plan source is closed, too."""
+        self._source.close()
+        self._packer.close()
 
-        Args:
-            shards: for each sequence of the pack the positions that this rank holds.
-        """
-        columns: dict[str, list[NDArray[Any]]] = {"tokens": [], "labels": [], "loss_mask": [], "position_ids": []}
-        read = [self._read(sample) for sample in bucket.samples] or [_EMPTY_PLACE]
-        for values, shard in zip(read, shards, strict=True):
-            for name in ("tokens", "labels", "loss_mask"):
-                columns[name].append(take_shard(getattr(values, name), shard))
-            columns["position_ids"].append(take_shard(np.arange(len(values.tokens)), shard))
-        return {name: np.concatenate(column) for name, column in columns.items()}
-
-    def _read(self, sample: Sample) -> SampleTokens:
-        values = self._read_sample(sample.sample_id)
-        lengths = [len(values.tokens), len(values.labels), len(values.loss_mask)]
-        if lengths != [sample.seqlen] * 3:
-            raise DataError(
-                f"sample {sample.sample_id} has {lengths[0]} tokens, {lengths[1]} labels and a loss mask of "
-                f"{lengths[2]}, its index says {sample.seqlen}: the data changed after it was indexed; restart to "
-                "index it again",
-                sample_id=sample.sample_id,
+    def _check(self, step: int, plan: LanePlan, samples: Sequence[Sample]) -> None:
+        """Compare this lane's part with what this rank knows of the batch; in full, judge the whole plan."""
+        if self._verify == "full":
+            whole = self._source.whole(step)
+            check_plan(whole, samples)
+            if serialize.digest(whole) != plan.facts.digest or lane_plan(whole, plan.lane, plan.facts) != plan:
+                raise DisagreementError(
+                    f"lane {plan.lane} has another part of the plan of step {step} than the whole plan says: digest "
+                    f"{serialize.digest(whole)[:15]} here, {plan.facts.digest[:15]} published"
+                )
+        seqlens = {sample.sample_id: sample.seqlen for sample in samples}
+        total = (len(seqlens), sum(seqlens.values()))
+        if (plan.facts.num_samples, plan.facts.seqlen_sum) != total:
+            raise DisagreementError(
+                f"the plan of step {step} holds {plan.facts.num_samples} samples of {plan.facts.seqlen_sum} tokens, "
+                f"this rank's global batch {total[0]} of {total[1]}: all ranks must read the same data",
             )
-        return values
-
-
-def _iterate(micro_batches: deque[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
-    """Yield for each micro-batch what a chunk reads, None for the rest.
-
-    Lets go of a micro-batch once it is handed out: what layers cache on it then ends with its backward pass.
-    """
-    while micro_batches:
-        batch = micro_batches.popleft()
-        yield {
-            "tokens": batch.get("tokens") if needs.tokens else None,
-            "position_ids": batch.get("position_ids") if needs.tokens else None,
-            "labels": batch.get("labels") if needs.labels else None,
-            "loss_mask": batch.get("loss_mask") if needs.labels else None,
-            "packed_seq_params": batch["packed_seq_params"],
-        }
+        for bucket in plan.buckets:
+            for sample in bucket.samples:
+                if seqlens.get(sample.sample_id) != sample.seqlen:
+                    raise IllegalPlanError(
+                        f"the plan of step {step} has sample {sample.sample_id} with {sample.seqlen} tokens, this "
+                        f"rank's global batch says {seqlens.get(sample.sample_id)}: all ranks must read the same data",
+                        sample_id=sample.sample_id,
+                    )

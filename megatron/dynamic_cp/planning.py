@@ -1,124 +1,261 @@
-"""Where the plan of a step comes from: rank 0 plans and publishes, every rank takes the same plan or the same error.
+"""Where the plan of a step comes from, on every rank: asked for early, fetched in the background, taken when needed.
 
-Planning runs in the training loop for now, behind `PlanSource.plan`; whoever moves it ahead of the step keeps that
-call.
+    request(step + lookahead)  ->  rank 0's Planner  ->  store  ->  fetched by a thread  ->  take(step)
+
+A rank fetches its own lane's part only. It asks the store in growing pauses instead of waiting inside it: a wait in the
+store blocks signal handlers and prints a warning whenever it times out.
 """
 
 from __future__ import annotations
 
+import logging
+import pickle
+import queue
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from dynamic_cp import serialize
-from dynamic_cp.search import plan_global_batch
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
-from megatron.dynamic_cp.verify import job_store, publish_outcome, run_on_rank_zero
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
+from dynamic_cp.planner_process import Request
+from dynamic_cp.types import Hardware, Plan, PlannedBatch, Sample, Topology
+from megatron.dynamic_cp.planner import ERROR, WHOLE, Planner, lane_key
+from megatron.dynamic_cp.verify import agree, beat, job_store, rank_zero_is_silent
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    plan: str
-    predicted_s: float
-    predicted_busy_s: tuple[float, ...]
-    reason: str
-    planner_s: float
+DEFAULT_TIMEOUT_S = 300.0
+_STOP = -1
+_LOOK_UP_S = 0.05
+RANKS_PER_PAUSE = 512
+"""Ranks that may ask the store in the shortest pauses: with more of them, each asks less often."""
 
 
 class PlanSource:
-    """Plans global batches for all ranks of the job.
+    """The plans of one series of global batches, for one rank.
 
     Args:
-        policy: one of dynamic_cp.search.POLICIES.
-        name: prefix of the keys in the store; two sources of one job need two names.
+        planner: rank 0's; None on the other ranks.
+        name: of the series; two series of one job need two names.
+        lane: whose part of the plans is fetched.
+        lookahead: global batches that are asked for ahead of the one that is taken.
+        timeout_s: how long rank 0 waits for a plan before it takes the static one.
+        wants_whole: publish the whole plan, too, for `whole`.
+
+    Attributes:
+        hardware: what the cost model is to use for requests from now on; None = what the planner was made with. Matters
+            on rank 0.
+        wait_s: seconds that the latest `take` waited.
     """
 
     def __init__(
         self,
+        planner: Planner | None,
         *,
         topology: Topology,
-        model: ModelShape,
-        hardware: Hardware,
-        options: PlanOptions,
-        policy: str = "dynamic",
+        lane: int,
         name: str = "train",
+        lookahead: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        wants_whole: bool = False,
     ) -> None:
         self.topology = topology
-        self.model = model
-        self.hardware = hardware
-        self.options = options
-        self.policy = policy
-        self._name = name
-        self._previous_key: str | None = None
-        self.planner_s = 0.0
-        """Seconds that rank 0 spent on the latest plan."""
+        self.lookahead = lookahead
+        self.hardware: Hardware | None = None
+        self.wait_s = 0.0
+        self._planner = planner
+        self._prefix = f"dynamic_cp/plan/{name}"
+        self._lane = lane
+        self._timeout_s = timeout_s
+        self._wants_whole = wants_whole
+        self._taken: int | None = None
+        self._listener: Callable[[int, LanePlan], None] | None = None
+        self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._arrived = threading.Condition()
+        self._outcomes: dict[int, LanePlan | DynamicCPError] = {}
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
 
-    def plan(self, step: int, samples: Sequence[Sample]) -> PlannedBatch:
-        """Return the plan of `samples`, the same on every rank. Called by all ranks with steps in the same order, each
-        step once, with a collective of all ranks after each call (a plan is deleted when the next is asked for).
+    def on_arrival(self, listener: Callable[[int, LanePlan], None]) -> None:
+        """Have `listener` told of each plan when it arrives, from another thread and in the order of the requests."""
+        self._listener = listener
 
-        Raises:
-            DynamicCPError: rank 0 found no plan; the same error on every rank.
-        """
-        key = f"dynamic_cp/plan/{self._name}/{step}"
-
-        def compute() -> _Published:
-            started = time.perf_counter()
-            planned = self._plan(samples)
-            return _Published(
-                plan=serialize.dumps(planned.plan),
-                predicted_s=planned.predicted_s,
-                predicted_busy_s=planned.predicted_busy_s,
-                reason=planned.reason,
-                planner_s=time.perf_counter() - started,
-            )
-
-        published = publish_outcome(key, compute)
-        # Whoever asks for this step has finished the collectives of the one before, so its plan was read by all.
-        if dist.get_rank() == 0 and self._previous_key is not None:
-            job_store().delete_key(self._previous_key)
-        self._previous_key = key
-        self.planner_s = published.planner_s
-        return PlannedBatch(
-            plan=serialize.loads(published.plan),
-            predicted_s=published.predicted_s,
-            predicted_busy_s=published.predicted_busy_s,
-            reason=published.reason,
-        )
-
-    def warm_up(self, max_seqlen: int) -> float:
-        """Plan a made-up batch on rank 0, so that the planner's code is compiled and loaded before the first step.
-
-        Has no effect on any plan. Collective: the others wait; minutes at most, the first time on a machine.
+    def request(self, step: int, samples: Sequence[Sample]) -> None:
+        """Ask for the plan of `step`; returns at once. All ranks ask for the same steps in the same order.
 
         Args:
-            max_seqlen: longest sample of the run, tokens.
+            samples: the global batch; only rank 0's are looked at.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._fetch_all, name="dynamic-cp-plans", daemon=True)
+            self._thread.start()
+        if self._planner is not None:
+            self._planner.submit(
+                Request.of(self._key(step), samples, wants_whole=self._wants_whole, hardware=self.hardware)
+            )
+        self._steps.put(step)
 
-        Returns:
-            Seconds that rank 0 spent.
+    def take(self, step: int) -> LanePlan:
+        """Return the plan of `step`, which was requested. Every rank takes every step, in the same order, with a
+        collective of all ranks between two of them (a plan is removed when the next one is taken).
 
         Raises:
-            DynamicCPError: rank 0 found no plan; the same error on every rank.
+            DynamicCPError: there is no plan, the same error on every rank; or this rank could not get it.
         """
+        started_s = time.monotonic()
+        outcome = self._wait_for(step, started_s)
+        self.wait_s = time.monotonic() - started_s
+        if self._planner is not None and self._taken is not None:
+            self._planner.discard(self._key(self._taken))
+        self._taken = step
+        if isinstance(outcome, DynamicCPError):
+            raise outcome
+        if outcome.facts.fallback is not None:
+            logger.warning("step %d runs the static plan: %s", step, outcome.facts.fallback)
+        return outcome
 
-        def compute() -> float:
-            started = time.perf_counter()
-            self._plan(_made_up_batch(max_seqlen, self.topology.num_lanes))
-            return time.perf_counter() - started
+    def whole(self, step: int) -> Plan:
+        """Return the whole plan of `step`, which was taken; needs `wants_whole`."""
+        return serialize.loads(job_store().get(lane_key(self._key(step), WHOLE)).decode())
 
-        return run_on_rank_zero(compute)
+    def close(self) -> None:
+        """Stop fetching; after a collective that followed the latest `take`."""
+        self._is_closed = True
+        if self._planner is not None and self._taken is not None:
+            self._planner.discard(self._key(self._taken))
+        self._steps.put(_STOP)
+        if self._thread is not None:
+            self._thread.join()
 
-    def _plan(self, samples: Sequence[Sample]) -> PlannedBatch:
-        return plan_global_batch(
-            samples,
-            topology=self.topology,
-            model=self.model,
-            hardware=self.hardware,
-            options=self.options,
-            policy=self.policy,
+    def _key(self, step: int) -> str:
+        return f"{self._prefix}/{step}"
+
+    def _wait_for(self, step: int, started_s: float) -> LanePlan | DynamicCPError:
+        # The others give rank 0 its time, and then some for the static plan.
+        limit_s = (
+            self._timeout_s if self._planner is not None else self._timeout_s + job_store().timeout.total_seconds()
         )
+        while True:
+            with self._arrived:
+                if self._arrived.wait_for(lambda: step in self._outcomes, timeout=_LOOK_UP_S):
+                    return self._outcomes.pop(step)
+            waited_s = time.monotonic() - started_s
+            if self._planner is not None:
+                beat()
+                if self._planner.lost_store is not None:
+                    return _lost_store(self._planner.lost_store)
+                if waited_s > limit_s:
+                    self._planner.fall_back(
+                        self._key(step), f"no plan after {limit_s:g} s (--dynamic-cp-plan-timeout {limit_s:g})"
+                    )
+            elif waited_s > limit_s or rank_zero_is_silent():
+                return DynamicCPError(
+                    f"rank 0 has not said anything about {self._key(step)} for {waited_s:.0f} s, rank "
+                    f"{dist.get_rank()} waits no longer: see rank 0's log"
+                )
+
+    def _fetch_all(self) -> None:
+        store = job_store().clone()  # its own connection: the main thread's must be free for other traffic
+        while (step := self._steps.get()) != _STOP:
+            try:
+                outcome = self._fetch(store, step)
+            except RuntimeError as error:  # what a store raises
+                outcome = _lost_store(f"{type(error).__name__}: {error}")
+            except DynamicCPError as error:
+                outcome = error
+            if outcome is None:
+                return
+            if isinstance(outcome, LanePlan) and self._listener is not None:
+                self._listener(step, outcome)
+            with self._arrived:
+                self._outcomes[step] = outcome
+                self._arrived.notify_all()
+
+    def _fetch(self, store: dist.Store, step: int) -> LanePlan | DynamicCPError | None:
+        """Return what was published for this lane, None when the source was closed before."""
+        key = lane_key(self._key(step), self._lane)
+        crowd = max(1.0, dist.get_world_size() / RANKS_PER_PAUSE)
+        pause_s, longest_s = 0.001 * crowd, 0.02 * crowd
+        while not store.check([key]):
+            if self._is_closed:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
+        message = store.get(key)
+        if message[:1] == ERROR:
+            error: DynamicCPError = pickle.loads(message[1:])
+            return error
+        return decode_lane(message[1:])
+
+
+def _lost_store(what: str) -> DynamicCPError:
+    return DynamicCPError(
+        f"rank {dist.get_rank()} cannot reach the job's store ({what}): is the host of rank 0 up? Resume from the last "
+        "checkpoint"
+    )
+
+
+class FixedPlan:
+    """In place of a PlanSource: hands out one plan for every step, for loops that plan themselves.
+
+    Args:
+        planned: the same on all ranks.
+        lane: of this rank.
+    """
+
+    lookahead = 0
+    wait_s = 0.0
+
+    def __init__(self, planned: PlannedBatch, lane: int) -> None:
+        self.topology = planned.plan.topology
+        self._whole = planned.plan
+        self._plan = lane_plan(planned.plan, lane, PlanFacts.of(planned))
+        self._listener: Callable[[int, LanePlan], None] | None = None
+
+    def on_arrival(self, listener: Callable[[int, LanePlan], None]) -> None:
+        """Have `listener` told of the plan at each request."""
+        self._listener = listener
+
+    def request(self, step: int, samples: Sequence[Sample]) -> None:
+        """Announce the plan."""
+        if self._listener is not None:
+            self._listener(step, self._plan)
+
+    def take(self, step: int) -> LanePlan:
+        """Return the plan."""
+        return self._plan
+
+    def whole(self, step: int) -> Plan:
+        """Return the whole plan."""
+        return self._whole
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def warm_up(source: PlanSource, max_seqlen: int) -> float:
+    """Plan a made-up batch, so that the planner's code is compiled and loaded before the first step.
+
+    Has no effect on any plan. Collective; minutes at most, the first time on a machine.
+
+    Args:
+        source: a series of its own, which is closed.
+        max_seqlen: longest sample of the run, tokens.
+
+    Returns:
+        Seconds that it took.
+
+    Raises:
+        DynamicCPError: rank 0 found no plan; the same error on every rank.
+    """
+    started_s = time.monotonic()
+    source.request(0, _made_up_batch(max_seqlen, source.topology.num_lanes))
+    agree(lambda: source.take(0), None)
+    source.close()
+    return time.monotonic() - started_s
 
 
 def _made_up_batch(max_seqlen: int, num_lanes: int) -> tuple[Sample, ...]:

@@ -59,12 +59,40 @@ def publish_outcome(key: str, compute: Callable[[], T]) -> T:
 
 
 _give_up_at_s: float | None = None
+_beats = 0
+_next_beat_s = 0.0
+_BEAT_KEY = "dynamic_cp/rank_zero_is_waiting"
+_BEAT_EVERY_S, _SILENCE_S = 1.0, 10.0
 
 
 def stop_waiting_after(seconds: float) -> None:
     """Let this rank wait for rank 0 for `seconds` more at most; for a signal handler: rank 0 may be dead."""
     global _give_up_at_s
     _give_up_at_s = time.monotonic() + seconds
+
+
+def beat() -> None:
+    """Say on rank 0 that it is alive and waits itself; often enough that nobody gives it up."""
+    global _beats, _next_beat_s
+    if time.monotonic() >= _next_beat_s:
+        _beats += 1
+        _next_beat_s = time.monotonic() + _BEAT_EVERY_S
+        job_store().set(_BEAT_KEY, str(_beats))
+
+
+def rank_zero_is_silent() -> bool:
+    """Return whether the time of `stop_waiting_after` is over, and rank 0 has not said since then that it waits."""
+    global _give_up_at_s, _beats
+    if _give_up_at_s is None or time.monotonic() <= _give_up_at_s:
+        return False
+    if not job_store().check([_BEAT_KEY]):
+        return True
+    beats = int(job_store().get(_BEAT_KEY))
+    if beats == _beats:
+        return True
+    _beats = beats
+    stop_waiting_after(_SILENCE_S)
+    return False
 
 
 def _wait_for(store: dist.Store, key: str) -> None:
@@ -78,7 +106,7 @@ def _wait_for(store: dist.Store, key: str) -> None:
     pause_s = 0.0005
     while not store.check([key]):
         now_s = time.monotonic()
-        if now_s > min(deadline_s, _give_up_at_s or deadline_s):
+        if now_s > deadline_s or rank_zero_is_silent():
             raise DynamicCPError(
                 f"rank 0 has not said anything about {key!r} for {now_s - started_s:.0f} s, rank {dist.get_rank()} "
                 "waits no longer: see rank 0's log",
@@ -104,7 +132,26 @@ def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = Non
     Any other exception is a bug: the rank raises it as it is, the others learn its text.
 
     Args:
-        device: where the collective's one number lives; default: what the job's backend needs.
+        device: where the collective's numbers live; default: what the job's backend needs.
+    """
+    return agree(compute, None, device=device)
+
+
+def agree(
+    compute: Callable[[], T],
+    digest_of: Callable[[T], str] | None,
+    *,
+    what: str = "",
+    device: torch.device | None = None,
+) -> T:
+    """Like `run_on_all_ranks`, and compare a digest of what was computed in the same collective of 24 bytes.
+
+    Args:
+        digest_of: the value's digest (hex), or None to compare nothing.
+        what: was computed, for the error.
+
+    Raises:
+        DisagreementError: the digests differ; on all ranks.
     """
     error = bug = value = None
     try:
@@ -113,24 +160,27 @@ def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = Non
         error = caught
     except Exception as caught:
         bug, error = caught, DynamicCPError(f"{type(caught).__name__}: {caught}; the rank's log has the traceback")
-    has_error = torch.tensor([0 if error is None else 1], device=device or collective_device())
-    dist.all_reduce(has_error, op=dist.ReduceOp.MAX)
-    if not has_error.item():
+    prefix = 0 if error is not None or digest_of is None else _digest_prefix(digest_of(value))  # type: ignore[arg-type]
+    extremes = torch.tensor([int(error is not None), prefix, -prefix], device=device or collective_device())
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    has_error, largest, smallest = extremes.tolist()
+    if not has_error:
+        _check_equal(prefix, largest, -smallest, what)
         return value  # type: ignore[return-value]
     errors: list[DynamicCPError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if bug is not None:
         raise bug
     rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
-    raise type(first)(f"{first} (rank {rank})", **first.details)
+    where = "" if len({str(e) for e in errors}) == 1 and len(errors) > 1 else f" (rank {rank})"
+    raise type(first)(f"{first}{where}", **first.details)
 
 
-def check_same_digest(digest: str, what: str, device: torch.device | None = None) -> None:
-    """Raise DisagreementError on all ranks unless `digest` (hex) is the same everywhere. Collective, 16 bytes."""
-    prefix = int(digest[:15], 16)
-    extremes = torch.tensor([prefix, -prefix], device=device or collective_device())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, smallest = extremes[0].item(), -extremes[1].item()
+def _digest_prefix(digest: str) -> int:
+    return int(digest[:15], 16)
+
+
+def _check_equal(prefix: int, largest: int, smallest: int, what: str) -> None:
     if largest != smallest:
         raise DisagreementError(
             f"ranks disagree on {what}: digests {smallest:015x} and {largest:015x} (this rank has {prefix:015x}); "
@@ -138,3 +188,8 @@ def check_same_digest(digest: str, what: str, device: torch.device | None = None
             smallest=smallest,
             largest=largest,
         )
+
+
+def check_same_digest(digest: str, what: str, device: torch.device | None = None) -> None:
+    """Raise DisagreementError on all ranks unless `digest` (hex) is the same everywhere. Collective, 24 bytes."""
+    agree(lambda: digest, lambda same: same, what=what, device=device)

@@ -170,6 +170,12 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--data-path", nargs="*", default=[], help="[WEIGHT] PATH ...: folders, JSONL files, .bin/.idx prefixes"
     )
+    group.add_argument(
+        "--num-workers",
+        type=int,
+        default=1,
+        help="processes per rank that read and pack the samples of coming steps; 0 does it inside the step",
+    )
     group.add_argument("--data-glob", default="**/*", help="files of a folder in --data-path")
     group.add_argument(
         "--data-cache-path",

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.trainer.data.build import SampleStream
 from megatron.trainer.log import validation_line
 from megatron.trainer.run import Run
-from megatron.trainer.step import run_schedule, sum_over_job
+from megatron.trainer.step import sum_over_job
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +27,6 @@ class Evaluation:
     run: Run
     split: str
     stream: SampleStream | None
-    wrapper: DataIteratorWrapper | None
-    _steps: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
     def of(cls, run: Run, split: str) -> Evaluation:
@@ -38,26 +34,29 @@ class Evaluation:
         stream = run.splits.valid if split == "validation" else run.splits.test
         if run.args.eval_iters == 0:
             stream = None
-        return cls(
-            run=run, split=split, stream=stream, wrapper=None if stream is None else run.iterator_wrapper(stream, split)
-        )
+        return cls(run=run, split=split, stream=stream)
 
     def log(self, iteration: int) -> None:
         """Evaluate and log the mean loss per token; collective."""
         if self.stream is None:
             return
-        loss = self._loss()
+        loss = self._loss(self.stream, iteration)
         logger.info(validation_line(self.split, iteration, loss))
         self.run.scalars.write_validation(self.split, loss, iteration)
 
-    def _loss(self) -> float:
+    def _loss(self, stream: SampleStream, iteration: int) -> float:
         run, args = self.run, self.run.args
         loss_sum, num_tokens = 0.0, 0
-        with _evaluating(run.model):
-            for batch in range(args.eval_iters):
-                samples = self.stream.global_batch(batch * args.global_batch_size, args.global_batch_size)
-                data = self.wrapper.wrap(next(self._steps), samples)
-                logged = run_schedule(run.model, data, args.seq_length, forward_only=True)
+        batches = (
+            (batch, stream.global_batch(batch * args.global_batch_size, args.global_batch_size))
+            for batch in range(args.eval_iters)
+        )
+        with (
+            _evaluating(run.model),
+            contextlib.closing(run.iterator_wrapper(stream, f"{self.split}@{iteration}")) as wrapper,
+        ):
+            for _, _, data in wrapper.steps(batches):
+                logged = run.run_schedule(data, wrapper, forward_only=True)
                 sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
                 loss_sum, num_tokens = loss_sum + sums.loss_sum, num_tokens + sums.num_tokens
         return loss_sum / max(1, num_tokens)

@@ -20,7 +20,8 @@ class StepRecord:
 
     Attributes:
         loss: mean over the unmasked tokens of the global batch.
-        elapsed_s: wall time; predicted_s: the cost model's; planner_s: of rank 0's planner, part of elapsed_s.
+        elapsed_s: wall time; predicted_s: the cost model's; planner_s: of rank 0's planner, beside the steps before.
+        wait_s: part of elapsed_s in which rank 0 waited for the plan and for packed samples.
         num_samples, num_tokens: of the global batch, without padding.
         flops: of the whole job, from true lengths.
         cp_histogram: cp size -> number of non-empty buckets.
@@ -35,6 +36,7 @@ class StepRecord:
     elapsed_s: float
     predicted_s: float
     planner_s: float
+    wait_s: float
     num_samples: int
     num_tokens: int
     flops: float
@@ -88,6 +90,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
         f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",
         f"planner (ms): {1e3 * interval.mean('planner_s'):.1f}",
+        f"waited for it (ms): {1e3 * interval.mean('wait_s'):.1f}",
         f"imbalance: {interval.mean('imbalance'):.3f}",
         f"exchanged: {interval.mean('exchanged_bytes') / 1e6:.2f} MB",
         f"tokens/s: {interval.tokens_per_s:.0f}",
@@ -128,6 +131,7 @@ class Scalars:
             "dynamic-cp/padding": interval.mean("padding_fraction"),
             "dynamic-cp/predicted-time": interval.mean("predicted_s"),
             "dynamic-cp/planner-time": interval.mean("planner_s"),
+            "dynamic-cp/wait-time": interval.mean("wait_s"),
             "dynamic-cp/imbalance": interval.mean("imbalance"),
             "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
         }

@@ -20,8 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.dynamic_cp.arguments import check_supported
-from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.rotary import use_one_rotary_table
 
 

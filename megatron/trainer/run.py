@@ -17,9 +17,12 @@ from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, Topology
-from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
-from megatron.dynamic_cp.planning import PlanSource
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.planner import Planner
+from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
 from megatron.trainer import checkpoint_files, derive, memory, model
@@ -30,6 +33,7 @@ from megatron.trainer.data.config import DataConfig
 from megatron.trainer.index_once import index_once
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
+from megatron.trainer.step import run_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class Run:
     model_shape: ModelShape
     hardware: Hardware
     groups: DynamicCPGroups
+    planner: Planner | None
     splits: Splits
     config: TransformerConfig
     model: Sequence[DistributedDataParallel]
@@ -62,25 +67,45 @@ class Run:
         return self.trainable.scheduler
 
     def iterator_wrapper(self, stream: SampleStream, name: str) -> DataIteratorWrapper:
-        """Return what plans global batches of `stream` and builds this rank's micro-batches of them."""
+        """Return what plans global batches of `stream` and builds this rank's micro-batches of them; close it."""
         return DataIteratorWrapper(
             plan_source=self.plan_source(name),
             read_sample=stream.read,
             groups=self.groups,
             chunks=self.needs,
             device=self.device,
+            num_workers=self.args.num_workers,
+            verify=self.args.dynamic_cp_verify,
         )
 
     def plan_source(self, name: str) -> PlanSource:
-        """Return what plans global batches; `name` is unique in the job."""
+        """Return where this rank gets plans from; `name` is unique in the job."""
         return PlanSource(
+            self.planner,
             topology=self.topology,
-            model=self.model_shape,
-            hardware=self.hardware,
-            options=derive.plan_options(self.args),
-            policy=derive.policy(self.args),
+            lane=self.groups.lane,
             name=name,
+            lookahead=self.args.dynamic_cp_lookahead,
+            timeout_s=self.args.dynamic_cp_plan_timeout,
+            wants_whole=self.args.dynamic_cp_verify == "full",
         )
+
+    def run_schedule(self, data: StepData, wrapper: DataIteratorWrapper, *, forward_only: bool) -> list[dict[str, Any]]:
+        """Run the step that `wrapper` built; return what the loss function logged, [] before the last stage."""
+        return run_schedule(
+            self.model,
+            data,
+            self.args.seq_length,
+            forward_only=forward_only,
+            rank_tokens=wrapper.rank_tokens,
+            verify_messages=self.args.dynamic_cp_verify == "full",
+        )
+
+    def close(self) -> None:
+        """End the planner and flush what is logged."""
+        if self.planner is not None:
+            self.planner.close()
+        self.scalars.close()
 
 
 def set_up(args: argparse.Namespace) -> Run:
@@ -127,6 +152,7 @@ def set_up(args: argparse.Namespace) -> Run:
         model_shape=model_shape,
         hardware=hardware,
         groups=groups,
+        planner=_planner(args, topology, model_shape, hardware),
         splits=splits,
         config=config,
         model=wrapped,
@@ -151,9 +177,27 @@ def set_up(args: argparse.Namespace) -> Run:
     _log_choices(run, hardware_name)
     if is_auto:
         logger.info("the limit of padded tokens is what the memory of hardware %s holds", hardware_name)
-    ready_s = run.plan_source("warm-up").warm_up(args.seq_length)
+    ready_s = warm_up(run.plan_source("warm-up"), args.seq_length)
     logger.info("planner ready after %.1f s, %s search", ready_s, args.dynamic_cp_search)
     return run
+
+
+def _planner(
+    args: argparse.Namespace, topology: Topology, model_shape: ModelShape, hardware: Hardware
+) -> Planner | None:
+    """Return rank 0's planner, None on the other ranks."""
+    if dist.get_rank() != 0:
+        return None
+    problem = Problem(
+        topology=topology,
+        model=model_shape,
+        hardware=hardware,
+        options=derive.plan_options(args),
+        policy=derive.policy(args),
+    )
+    return Planner(
+        problem, max_seqlen=args.seq_length, ahead=args.dynamic_cp_lookahead > 0, strict=args.dynamic_cp_strict
+    )
 
 
 def _hardware(args: argparse.Namespace, name: str) -> Hardware:

@@ -6,27 +6,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.padding import padding_fraction
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.verify import stop_waiting_after
 from megatron.trainer import checkpointing
 from megatron.trainer.checkpointing import Position
+from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.evaluation import Evaluation
 from megatron.trainer.exits import ExitSignals, exit_signals
 from megatron.trainer.log import Interval, StepRecord, iteration_line
 from megatron.trainer.run import Run, set_up
-from megatron.trainer.step import run_schedule, sum_over_job
+from megatron.trainer.step import sum_over_job
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,17 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
     if position.iteration >= args.train_iters:
         logger.info("nothing to train: iteration %d of %d", position.iteration, args.train_iters)
     validation = Evaluation.of(run, "validation")
-    with exit_signals() as signals:
-        interrupted = _train(run, position, validation, signals, started, on_step)
-    if not interrupted:
-        validation.log(position.iteration)
-        Evaluation.of(run, "test").log(position.iteration)
-    run.scalars.close()
+    with contextlib.closing(run):
+        with exit_signals() as signals, contextlib.closing(run.iterator_wrapper(run.splits.train, "train")) as wrapper:
+            interrupted = _train(run, wrapper, position, validation, signals, started, on_step)
+        if not interrupted:
+            validation.log(position.iteration)
+            Evaluation.of(run, "test").log(position.iteration)
 
 
 def _train(
     run: Run,
+    wrapper: DataIteratorWrapper,
     position: Position,
     validation: Evaluation,
     signals: ExitSignals,
@@ -68,23 +70,19 @@ def _train(
 ) -> bool:
     """Train from `position` on, which moves; return whether the run was asked to leave before its end."""
     args = run.args
-    stream = run.splits.train
-    wrapper = run.iterator_wrapper(stream, "train")
     records: list[StepRecord] = []
     saved = position.iteration if _same_folder(args.load, args.save) else None
     first = position.iteration + 1
+    steps = wrapper.steps(_batches(run.splits.train, position, args))
     while position.iteration < args.train_iters:
-        samples = stream.global_batch(position.consumed_samples, args.global_batch_size)
-        record, stop = _train_step(
-            run, wrapper, samples, position.iteration + 1, lambda: bool(signals.received) or _late(args, started)
-        )
+        record, stop = _train_step(run, wrapper, steps, lambda: bool(signals.received) or _late(args, started))
         if stop:
             # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
             stop_waiting_after(math.inf)
         position.iteration += 1
-        position.consumed_samples += len(samples)
+        position.consumed_samples += record.num_samples
         if position.iteration == first:
-            logger.info("first plan: %s", wrapper.planned.reason)
+            logger.info("first plan: %s", wrapper.plan.facts.reason)
         records.append(record)
         if on_step is not None:
             on_step(position.iteration, record)
@@ -105,44 +103,56 @@ def _train(
     return False
 
 
+def _batches(
+    stream: SampleStream, position: Position, args: argparse.Namespace
+) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+    """Yield (iteration, samples) of every iteration after `position`, which may move on meanwhile."""
+    consumed_samples = position.consumed_samples
+    for iteration in range(position.iteration + 1, args.train_iters + 1):
+        yield iteration, stream.global_batch(consumed_samples, args.global_batch_size)
+        consumed_samples += args.global_batch_size
+
+
 def _train_step(
-    run: Run, wrapper: DataIteratorWrapper, samples: Sequence[Sample], iteration: int, wants_stop: Callable[[], bool]
+    run: Run, wrapper: DataIteratorWrapper, steps: Iterator[Step], wants_stop: Callable[[], bool]
 ) -> tuple[StepRecord, bool]:
     """Run one iteration; return what it did, and whether any rank wants to stop.
 
     Args:
+        steps: of `wrapper`; the next one is run.
         wants_stop: whether this rank wants to; asked after the passes, so that a signal ends the iteration it came in.
 
     Raises:
         DynamicCPError: loss or gradient norm is not finite; the same on every rank.
     """
     started = time.perf_counter()
-    data = wrapper.wrap(iteration, samples)
+    iteration, samples, data = next(steps)
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    logged = run_schedule(run.model, data, run.args.seq_length, forward_only=False)
+    logged = run.run_schedule(data, wrapper, forward_only=False)
     sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=wants_stop(), device=run.device)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     _, grad_norm, _ = run.optimizer.step()
     _check_finite("gradient norm", float(grad_norm), iteration)
     run.scheduler.step(increment=len(samples))
-    planned = wrapper.planned
+    facts, waits = wrapper.plan.facts, wrapper.waits
     record = StepRecord(
         loss=sums.loss,
         grad_norm=float(grad_norm),
         learning_rate=learning_rate,
         elapsed_s=time.perf_counter() - started,
-        predicted_s=planned.predicted_s,
-        planner_s=wrapper.planner_s,
+        predicted_s=facts.predicted_s,
+        planner_s=facts.planner_s,
+        wait_s=waits.plan_s + waits.pack_s,
         num_samples=len(samples),
         num_tokens=data.seqlen_sum,
         flops=training_flops(run.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
         num_microbatches=data.num_microbatches,
-        cp_histogram=planned.plan.cp_histogram,
-        padding_fraction=padding_fraction(planned.plan),
-        imbalance=planned.imbalance,
+        cp_histogram=facts.cp_histogram,
+        padding_fraction=facts.padding_fraction,
+        imbalance=facts.imbalance,
         exchanged_bytes=sums.exchanged_bytes,
     )
     return record, sums.stop

@@ -25,12 +25,12 @@ def complete_and_check(args: argparse.Namespace) -> None:
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "min_dynamic_cp_size max_dynamic_cp_size distributed_timeout_minutes lr vocab_size recompute_num_layers "
-        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base",
+        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base dynamic_cp_plan_timeout",
     )
     _not_negative(
         args,
         "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples exit_duration_in_mins",
+        "lr_wsd_decay_samples exit_duration_in_mins num_workers dynamic_cp_lookahead",
     )
     _fraction(args, "hidden_dropout adam_beta1 adam_beta2")
     if args.micro_batch_size != 1:

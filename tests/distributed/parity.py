@@ -16,8 +16,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.planning import FixedPlan
 from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.rotary import use_one_rotary_table
 from tests.distributed import reference
@@ -79,16 +81,10 @@ class Comparison:
         return max(self.gradient_errors.values())
 
 
-class FixedPlan:
-    """Plan source of a test: hands out one plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self.planner_s = 0.0
-
-    def plan(self, step: int, samples: Any) -> PlannedBatch:
-        busy = (1.0,) * self._plan.topology.num_lanes
-        return PlannedBatch(plan=self._plan, predicted_s=1.0, predicted_busy_s=busy, reason="test")
+def fixed_plan(plan: Plan, groups: DynamicCPGroups) -> FixedPlan:
+    """Return the plan source of a test: hands out one plan."""
+    busy = (1.0,) * plan.topology.num_lanes
+    return FixedPlan(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=busy, reason="test"), groups.lane)
 
 
 def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0) -> Plan:
@@ -238,7 +234,7 @@ def run_step(
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
     by_id = {sample.sample_id: sample for sample in samples}
     wrapper = DataIteratorWrapper(
-        plan_source=FixedPlan(plan),
+        plan_source=fixed_plan(plan, groups),
         read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
         groups=groups,
         chunks=[ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks],

@@ -1,4 +1,4 @@
-"""Nobody raises alone: outcomes, errors and plans are the same on all ranks."""
+"""Nobody raises alone: outcomes and errors are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from dynamic_cp import search
-from dynamic_cp.catalog import load_hardware
-from dynamic_cp.errors import (
-    CheckpointError,
-    DataError,
-    DisagreementError,
-    DynamicCPError,
-    IllegalPlanError,
-    InfeasibleSampleError,
-)
-from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Sample, Topology
-from megatron.dynamic_cp import planning
-from megatron.dynamic_cp.planning import PlanSource
+from dynamic_cp.errors import CheckpointError, DataError, DisagreementError, DynamicCPError, IllegalPlanError
 from megatron.dynamic_cp.verify import (
     check_same_digest,
-    job_store,
     publish_outcome,
     run_on_all_ranks,
     run_on_rank_zero,
@@ -126,84 +112,6 @@ def test_digests_are_compared() -> None:
             assert "ranks disagree on the plan" in message
             assert f"this rank has {digests[rank][:15]}" in message
             assert details == {"smallest": int(other[:15], 16), "largest": int(same[:15], 16)}
-
-
-# Plans.
-
-SAMPLES = tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate((700, 40, 9, 230, 1, 64, 128)))
-
-
-def plan_source(name: str = "train") -> PlanSource:
-    shape = ModelShape(
-        num_layers=4,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=32,
-        vocab_size=257,
-    )
-    return PlanSource(
-        topology=Topology(num_lanes=3),
-        model=shape,
-        hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4),
-        name=name,
-    )
-
-
-def plan_steps() -> tuple[list[PlannedBatch], Any, list[str], float]:
-    """Return three plans, the error of an infeasible batch, the steps planned here, the planner's seconds."""
-    planned_here = []
-
-    def counting(samples, **kwargs):
-        planned_here.append(len(samples))
-        return search.plan_global_batch(samples, **kwargs)
-
-    planning.plan_global_batch = counting
-    train, valid = plan_source(), plan_source("validation")
-    plans = []
-    for source, step, samples in ((train, 0, SAMPLES), (valid, 0, SAMPLES[:3]), (train, 1, SAMPLES[3:])):
-        plans.append(source.plan(step, samples))
-        dist.barrier()  # as every step has: rank 0 deletes a plan when it is asked for the next
-    infeasible = outcome_of(lambda: train.plan(2, [Sample(sample_id=0, seqlen=801)]))
-    return plans, infeasible, planned_here, train.planner_s
-
-
-def test_rank_zero_plans_for_all() -> None:
-    results = run_ranks(3, plan_steps, timeout_s=60)
-    source = plan_source()
-    expected = [
-        search.plan_global_batch(
-            samples, topology=source.topology, model=source.model, hardware=source.hardware, options=source.options
-        )
-        for samples in (SAMPLES, SAMPLES[:3], SAMPLES[3:])
-    ]
-    assert expected[0].plan.cp_histogram.keys() >= {2}, "the plan is no trivial one"
-    assert [plans for plans, *_ in results] == [expected] * 3
-    assert [planned for _, _, planned, _ in results] == [[7, 3, 4, 1], [], []]
-    assert len({planner_s for *_, planner_s in results}) == 1
-    assert results[0][3] > 0
-
-
-def test_batch_without_a_plan_fails_all_ranks_alike() -> None:
-    errors = [infeasible for _, infeasible, _, _ in run_ranks(3, plan_steps, timeout_s=60)]
-    assert errors == [errors[0]] * 3
-    assert errors[0][0] is InfeasibleSampleError
-    assert "801" in errors[0][1]
-
-
-def keys_after_steps() -> list[bool]:
-    """Return which of the published plans are still in the store, after five steps."""
-    source = plan_source()
-    for step in range(5):
-        source.plan(step, SAMPLES)
-        dist.all_reduce(torch.ones(1))
-    return [job_store().check([f"dynamic_cp/plan/train/{step}"]) for step in range(5)]
-
-
-def test_old_plans_leave_the_store() -> None:
-    assert run_ranks(2, keys_after_steps, timeout_s=60)[0] == [False] * 4 + [True]
 
 
 def fail_with_a_bug_on_rank_1() -> Any:

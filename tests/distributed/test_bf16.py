@@ -15,11 +15,12 @@ from megatron.core.transformer.module import Float16Module
 from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.attention import ring
-from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.parity import FixedPlan, Layout, mixed_plan
+from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 from tests.distributed.test_parity import BATCHES
 
 pytestmark = pytest.mark.slow
@@ -68,7 +69,7 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     ring.RingShift = recording_shift
     by_id = {sample.sample_id: sample for sample in samples}
     wrapper = DataIteratorWrapper(
-        plan_source=FixedPlan(plan),
+        plan_source=fixed_plan(plan, groups),
         read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
         groups=groups,
         chunks=[ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process)],

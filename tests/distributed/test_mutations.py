@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.dynamic_cp import data_iterator_wrapper, loss, norm, self_attention
+from megatron.dynamic_cp import loss, micro_batches, norm, self_attention
 from megatron.dynamic_cp.attention import all_gather, merge, ring
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
@@ -40,13 +40,13 @@ def rotate_with_the_static_group() -> None:
 
 
 def shift_labels_after_sharding() -> None:
-    original = data_iterator_wrapper.DataIteratorWrapper._read_shard
+    original = micro_batches.read_shard
 
-    def shifted(self, bucket, shards):
-        columns = original(self, bucket, shards)
+    def shifted(bucket, shards, read_sample):
+        columns = original(bucket, shards, read_sample)
         return columns | {"labels": np.roll(columns["tokens"], -1)}
 
-    data_iterator_wrapper.DataIteratorWrapper._read_shard = shifted
+    micro_batches.read_shard = shifted
 
 
 def drop_the_token_count_of_lane_0() -> None:
@@ -61,23 +61,23 @@ def drop_the_token_count_of_lane_0() -> None:
 
 
 def leave_padding_unmasked() -> None:
-    original = data_iterator_wrapper.take_shard
+    original = micro_batches.take_shard
 
     def unmasked(values, positions):
         shard = original(values, positions)
         return np.ones_like(shard) if values.dtype == np.float32 else shard
 
-    data_iterator_wrapper.take_shard = unmasked
+    micro_batches.take_shard = unmasked
 
 
 def count_an_empty_place() -> None:
-    original = data_iterator_wrapper.DataIteratorWrapper._read_shard
+    original = micro_batches.read_shard
 
-    def unmasked(self, bucket, shards):
-        columns = original(self, bucket, shards)
+    def unmasked(bucket, shards, read_sample):
+        columns = original(bucket, shards, read_sample)
         return columns if bucket.samples else columns | {"loss_mask": np.ones_like(columns["loss_mask"])}
 
-    data_iterator_wrapper.DataIteratorWrapper._read_shard = unmasked
+    micro_batches.read_shard = unmasked
 
 
 def forget_a_gradient_of_the_ring() -> None:

@@ -1,4 +1,4 @@
-"""Planning before the first step loads all compiled code that steps need, on rank 0 alone, and changes no plan."""
+"""Planning a made-up batch before the first step loads all compiled code that steps need."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-from dynamic_cp import search
-from megatron.dynamic_cp import planning
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_agreement import SAMPLES, plan_source
 
 COUNT_COMPILED = """
 import random, sys
@@ -54,27 +49,3 @@ def test_a_made_up_batch_runs_all_compiled_code_that_steps_need(job):
     number, _, new = done.stdout.strip().partition(" ")
     assert int(number) >= 3
     assert new == "[]"
-
-
-def warm_up_then_plan():
-    planned_here = []
-
-    def counting(samples, **kwargs):
-        planned_here.append(len(samples))
-        return search.plan_global_batch(samples, **kwargs)
-
-    planning.plan_global_batch = counting
-    source = plan_source()
-    seconds = source.warm_up(800)
-    return source.plan(0, SAMPLES), planned_here, seconds
-
-
-def test_rank_zero_warms_up_and_plans_stay_the_same():
-    results = run_ranks(2, warm_up_then_plan, timeout_s=120)
-    source = plan_source()
-    expected = search.plan_global_batch(
-        SAMPLES, topology=source.topology, model=source.model, hardware=source.hardware, options=source.options
-    )
-    assert [plan for plan, _, _ in results] == [expected] * 2
-    assert [planned for _, planned, _ in results] == [[16, len(SAMPLES)], []]
-    assert results[0][2] == results[1][2] > 0

@@ -17,10 +17,11 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from megatron.dynamic_cp.data_iterator_wrapper import ChunkNeeds, DataIteratorWrapper
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.parity import FixedPlan, Layout, mixed_plan
+from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 from tests.distributed.reference import SampleTokens
 
 BOTH = (ChunkNeeds(tokens=True, labels=True),)
@@ -62,7 +63,7 @@ def wrap(
     for step, plan in enumerate(plans):
         log: list[int] = []
         wrapper = DataIteratorWrapper(
-            plan_source=FixedPlan(plan),
+            plan_source=fixed_plan(plan, groups),
             read_sample=lambda sample_id, log=log: log.append(sample_id) or read(by_id[sample_id]),
             groups=groups,
             chunks=chunks,
@@ -212,17 +213,18 @@ def test_empty_place_is_the_least_padding(sequence_parallel: bool, num_tokens: i
 
 
 def fail_to_wrap(
-    topology: Topology, plan_of_lane: Sequence[Plan], read: Callable[[Sample], SampleTokens]
+    topology: Topology, plan_of_lane: Sequence[Plan], read: Callable[[Sample], SampleTokens], verify: str = "digest"
 ) -> tuple[type, str, dict[str, Any], float]:
     """Return the error of this rank and the seconds until it came; then do what the next step would begin with."""
     initialize_model_parallel(topology.tp_size, topology.pp_size)
     groups = DynamicCPGroups.build(topology, timeout_s=30)
     by_id = {sample.sample_id: sample for sample in SAMPLES}
     wrapper = DataIteratorWrapper(
-        plan_source=FixedPlan(plan_of_lane[groups.lane]),
+        plan_source=fixed_plan(plan_of_lane[groups.lane], groups),
         read_sample=lambda sample_id: read(by_id[sample_id]),
         groups=groups,
         chunks=BOTH,
+        verify=verify,
     )
     started = time.monotonic()
     with pytest.raises(DynamicCPError) as caught:
@@ -288,5 +290,5 @@ def test_ranks_with_different_plans_fail_alike() -> None:
 
 def test_illegal_plan_is_refused_on_all_ranks() -> None:
     twice = one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[lane % 3],)) for lane in range(4)))
-    results = run_ranks(4, fail_to_wrap, FOUR_LANES, [twice] * 4, read_telling_tokens, timeout_s=60)
+    results = run_ranks(4, fail_to_wrap, FOUR_LANES, [twice] * 4, read_telling_tokens, "full", timeout_s=60)
     assert_same_error(results, IllegalPlanError)

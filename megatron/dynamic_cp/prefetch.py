@@ -1,0 +1,134 @@
+"""Packs the micro-batches of coming steps in worker processes, while the current one is computed.
+
+    submit(step's plan) -> queue -> DataLoader worker: reads, pads, shards -> shared (or page-locked) memory -> take()
+
+Workers get a plan as soon as it is known. They are torch DataLoader workers over a data set that waits for plans, so
+that shared memory, page-locking and a worker's death are torch's to handle.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.lane_plan import LanePlan
+from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step
+
+_LOOK_UP_S = 0.5
+
+
+class Packer:
+    """Packs one lane's steps, in the order in which they are submitted.
+
+    Args:
+        read_sample: see `pack_step`.
+        num_workers: processes; 0 packs inside `take`.
+        pin_memory: hand out page-locked memory, for copies to a GPU.
+    """
+
+    def __init__(self, read_sample: ReadSample | None, *, num_workers: int = 0, pin_memory: bool = False) -> None:
+        self._read_sample = read_sample
+        self._plans: deque[LanePlan] = deque()
+        self._pin_memory = pin_memory
+        self._queues: list[Any] = []
+        self._packed: Iterator[PackedStep | DynamicCPError] | None = None
+        self._num_submitted = 0
+        if num_workers > 0 and read_sample is not None:
+            context = multiprocessing.get_context("fork")  # the index of the data is shared, not copied
+            self._queues = [context.Queue() for _ in range(num_workers)]
+            self._packed = iter(
+                DataLoader(
+                    _Packing(self._queues, read_sample),
+                    batch_size=None,
+                    num_workers=num_workers,
+                    multiprocessing_context=context,
+                    pin_memory=pin_memory,
+                    worker_init_fn=_ignore_signals,
+                    generator=torch.Generator(),  # else it would draw from the generator that dropout uses
+                )
+            )
+
+    def submit(self, plan: LanePlan) -> None:
+        """Have the next step packed; from any one thread."""
+        if self._packed is None:
+            self._plans.append(plan)
+        else:
+            self._queues[self._num_submitted % len(self._queues)].put(plan)  # DataLoader asks its workers in turn
+            self._num_submitted += 1
+
+    def take(self) -> PackedStep:
+        """Return the oldest step that was not taken yet.
+
+        Raises:
+            DynamicCPError: a sample could not be read, or a worker died.
+        """
+        if self._packed is None:
+            packed = pack_step(self._plans.popleft(), self._read_sample)
+            return packed.pin_memory() if self._pin_memory else packed
+        try:
+            outcome = next(self._packed)
+        except RuntimeError as error:  # DataLoader's word for a dead worker
+            raise DataError(
+                f"{error}: out of memory or killed? Lower --num-workers (0 reads inside the training process)"
+            ) from error
+        if isinstance(outcome, DynamicCPError):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """End the workers."""
+        for plans in self._queues:
+            plans.put(None)
+        self._packed = None  # DataLoader's iterator ends its workers when it is freed
+        for plans in self._queues:
+            plans.close()
+            plans.join_thread()
+        self._queues = []
+
+
+class _Packing(IterableDataset):
+    """What a worker does: wait for a plan, pack it."""
+
+    def __init__(self, queues: list[Any], read_sample: ReadSample) -> None:
+        self._queues = queues
+        self._read_sample = read_sample
+        self._parent = os.getpid()
+
+    def __iter__(self) -> Iterator[PackedStep | DynamicCPError]:
+        info = get_worker_info()
+        assert info is not None, "only workers iterate"
+        while (plan := self._next(self._queues[info.id])) is not None:
+            try:
+                outcome: PackedStep | DynamicCPError = pack_step(plan, self._read_sample)
+            except DynamicCPError as error:
+                outcome = error
+            except Exception as error:
+                traceback.print_exc()
+                outcome = DynamicCPError(f"{type(error).__name__}: {error}; the rank's log has the traceback")
+            yield outcome
+
+    def _next(self, plans: Any) -> LanePlan | None:
+        # The worker was forked and holds the rank's connections: it must not outlive it, or peers would wait for them.
+        while os.getppid() == self._parent:
+            try:
+                plan: LanePlan | None = plans.get(timeout=_LOOK_UP_S)
+                return plan
+            except queue.Empty:
+                continue
+        return None
+
+
+def _ignore_signals(_: int) -> None:
+    """Leave signals to the rank: it finishes its step first, and then ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

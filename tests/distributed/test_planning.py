@@ -1,0 +1,149 @@
+"""Plans reach every rank: inside the step or ahead of it, the same everywhere, and never leave a rank waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynamic_cp import search
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.errors import DisagreementError, InfeasibleSampleError
+from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes, lane_plan
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.serialize import digest
+from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from megatron.dynamic_cp.planner import Planner
+from megatron.dynamic_cp.planning import PlanSource, warm_up
+from megatron.dynamic_cp.verify import job_store
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_agreement import outcome_of
+
+SAMPLES = tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate((700, 40, 9, 230, 1, 64, 128)))
+BATCHES = [SAMPLES, SAMPLES[:3], SAMPLES[3:], SAMPLES[1:5]]
+PROBLEM = Problem(
+    topology=Topology(num_lanes=3),
+    model=ModelShape(
+        num_layers=4,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=32,
+        vocab_size=257,
+    ),
+    hardware=load_hardware("cpu"),
+    options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4),
+)
+
+
+def plan_of(samples: tuple[Sample, ...]) -> PlannedBatch:
+    return search.plan_global_batch(
+        samples,
+        topology=PROBLEM.topology,
+        model=PROBLEM.model,
+        hardware=PROBLEM.hardware,
+        options=PROBLEM.options,
+    )
+
+
+def planner(ahead: bool, problem: Problem = PROBLEM, **options: Any) -> Planner | None:
+    return Planner(problem, max_seqlen=700, ahead=ahead, **options) if dist.get_rank() == 0 else None
+
+
+def source_of(planner: Planner | None, name: str = "train", **options: Any) -> PlanSource:
+    return PlanSource(planner, topology=PROBLEM.topology, lane=dist.get_rank(), name=name, **options)
+
+
+def plan_steps(ahead: bool, lookahead: int) -> dict[str, Any]:
+    """Plan two series, then a batch that no group holds; return what this rank got."""
+    mine = planner(ahead)
+    train, valid = source_of(mine, lookahead=lookahead), source_of(mine, "validation")
+    seconds = warm_up(source_of(mine, "warm-up"), 400)
+    arrived: list[int] = []
+    train.on_arrival(lambda step, plan: arrived.append(step))
+    plans: list[LanePlan] = []
+    for step in range(min(lookahead, len(BATCHES))):
+        train.request(step, BATCHES[step])
+    for step in range(len(BATCHES)):
+        if step + lookahead < len(BATCHES):
+            train.request(step + lookahead, BATCHES[step + lookahead])
+        plans.append(train.take(step))
+        dist.barrier()  # as every step has: a plan is deleted when the next one is taken
+    valid.request(0, SAMPLES[:2])
+    plans.append(valid.take(0))
+    train.request(9, [Sample(sample_id=0, seqlen=1201)])
+    infeasible = outcome_of(lambda: train.take(9))
+    dist.barrier()
+    left = {}
+    if mine is not None:
+        mine.close()
+        left = {step: job_store().check([f"dynamic_cp/plan/train/{step}/1"]) for step in range(4)}
+    for source in (train, valid):
+        source.close()
+    return {"plans": plans, "infeasible": infeasible, "arrived": arrived, "seconds": seconds, "left": left}
+
+
+@pytest.mark.parametrize(("ahead", "lookahead"), [(False, 0), (True, 0), (True, 2), (True, 9)])
+def test_every_rank_gets_its_part_of_rank_zeros_plan(ahead: bool, lookahead: int) -> None:
+    results = run_ranks(3, plan_steps, ahead, lookahead, timeout_s=100)
+    expected = [plan_of(samples) for samples in [*BATCHES, SAMPLES[:2]]]
+    assert expected[0].plan.cp_histogram.keys() >= {2}, "the plan is no trivial one"
+    for lane, got in enumerate(results):
+        assert got["arrived"] == list(range(len(BATCHES)))
+        assert got["seconds"] > 0
+        for planned, part in zip(expected, got["plans"], strict=True):
+            assert part == lane_plan(planned.plan, lane, part.facts)
+            assert (part.facts.digest, part.facts.predicted_s) == (digest(planned.plan), planned.predicted_s)
+            assert part.facts == results[0]["plans"][got["plans"].index(part)].facts
+    assert results[0]["left"] == {0: False, 1: False, 2: False, 3: False}, "old plans leave the store"
+    errors = [got["infeasible"] for got in results]
+    assert errors == [errors[0]] * 3
+    assert errors[0][0] is InfeasibleSampleError
+    assert "1201" in errors[0][1]
+
+
+def test_parts_of_lanes_are_the_plan() -> None:
+    planned = plan_of(SAMPLES)
+    facts = PlanFacts.of(planned, planner_s=0.25, fallback="because")
+    parts = [decode_lane(message) for message in encode_lanes(planned.plan, facts)]
+    assert parts == [lane_plan(planned.plan, lane, facts) for lane in range(3)]
+    assert facts.seqlen_sum == sum(sample.seqlen for sample in SAMPLES)
+    assert facts.seqlen_squared_sum == sum(sample.seqlen**2 for sample in SAMPLES)
+
+
+def test_a_changed_part_is_noticed() -> None:
+    planned = plan_of(SAMPLES)
+    message = bytearray(encode_lanes(planned.plan, PlanFacts.of(planned))[0])
+    message[-20] ^= 1
+    with pytest.raises(DisagreementError, match="arrived with digest"):
+        decode_lane(bytes(message))
+
+
+def take_from_a_lost_store() -> Any:
+    """The connection of the fetching thread breaks: the rank says so at its next take, and does not wait."""
+    mine = planner(False)
+    source = source_of(mine)
+    if dist.get_rank() == 1:
+
+        class Broken:
+            def check(self, keys: list[str]) -> bool:
+                raise RuntimeError("Connection was likely closed")
+
+        from megatron.dynamic_cp import planning
+
+        real = planning.job_store()
+        planning.job_store = lambda: type("Store", (), {"clone": lambda self: Broken(), "timeout": real.timeout})()
+    source.request(0, SAMPLES)
+    outcome = outcome_of(lambda: source.take(0))
+    dist.all_reduce(torch.ones(1))
+    return outcome if isinstance(outcome, tuple) else "plan"
+
+
+def test_a_lost_store_is_said() -> None:
+    first, second, third = run_ranks(3, take_from_a_lost_store, timeout_s=60)
+    assert first == third == "plan"
+    assert "rank 1 cannot reach the job's store" in second[1]
+    assert "Connection was likely closed" in second[1]
