@@ -89,7 +89,8 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
         file = Path(name)
     else:
         raise InvalidInputError(
-            f"{name!r} is none of the bundled {kind}{did_you_mean(name, names)}: use {', '.join(names)}, or the path of a .json file",
+            f"{name!r} is none of the bundled {kind}{did_you_mean(name, names)}: use {', '.join(names)}, "
+            "or the path of a .json file",
             name=name,
         )
     try:

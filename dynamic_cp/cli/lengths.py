@@ -32,7 +32,7 @@ DEFAULT_SAMPLES = 10_000
 @click.command(
     "lengths",
     cls=Command,
-    short_help="Describe sequence lengths: quantiles, and what each length class holds.",
+    short_help="Describe lengths: quantiles, and what each class of them holds.",
     epilog="""\b
 Examples:
   dynamic-cp lengths                             # the bundled workloads

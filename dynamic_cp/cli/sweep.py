@@ -60,7 +60,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 @click.command(
     "sweep",
     cls=Command,
-    short_help="Search TP, PP, VPP, token limit and recomputation for a number of GPUs.",
+    short_help="Search TP, PP, VPP, limits and recomputation for some GPUs.",
     epilog="""\b
 Examples:
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64

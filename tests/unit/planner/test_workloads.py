@@ -154,7 +154,10 @@ def test_pieces_lose_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("gihub", 4, 0, 128), "'gihub' is no workload: use github, github_bal, .*wlb, .*lognormal:mean=1024"),
+        (
+            ("gihub", 4, 0, 128),
+            "'gihub' is no workload .did you mean 'github'.*: use github, github_bal, .*wlb, .*lognormal:mean=1024",
+        ),
         (("", 4, 0, 128), "'' is no workload"),
         (("github", 0, 0, 128), "num_samples is 0, the smallest allowed value is 1"),
         (("github", 4, -1, 128), "seed is -1, the smallest allowed value is 0"),
