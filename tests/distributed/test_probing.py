@@ -1,0 +1,192 @@
+"""Lengths found by probing: each rank its share, the same result or the same error everywhere, nobody left waiting."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import DataError, DynamicCPError
+from megatron.dynamic_cp.probing import ProbedSamples, probe_lengths
+from tests.distributed.harness import RankError, run_ranks
+
+
+def length_of(sample_id: int) -> int:
+    return sample_id * sample_id % 977 + 1
+
+
+def probe_counting(sample_ids, ranks=None):
+    """Return the lengths, what this rank probed, and how many collectives of which kind there were."""
+    probed, collectives = [], []
+    for name in ("all_gather_into_tensor", "broadcast_object_list", "all_reduce", "all_gather_object"):
+        real = getattr(dist, name)
+        setattr(dist, name, lambda *a, name=name, real=real, **k: collectives.append(name) or real(*a, **k))
+    group = dist.new_group(ranks) if ranks else None
+    if ranks and dist.get_rank() not in ranks:
+        return None
+    lengths = probe_lengths(sample_ids, lambda i: probed.append(i) or length_of(i), group=group)
+    return lengths.tolist(), probed, collectives
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 8, 101])
+def test_every_sample_is_probed_once_and_known_everywhere(num_samples):
+    sample_ids = [7 + 3 * i for i in range(num_samples)]
+    results = run_ranks(4, probe_counting, sample_ids, timeout_s=60)
+    assert [lengths for lengths, *_ in results] == [[length_of(i) for i in sample_ids]] * 4
+    assert sorted(i for _, probed, _ in results for i in probed) == sample_ids
+    shares = [len(probed) for _, probed, _ in results]
+    assert max(shares) - min(shares) <= 1
+    assert [collectives for *_, collectives in results] == [["all_gather_into_tensor"]] * 4
+
+
+def test_nothing_to_probe_needs_no_collective():
+    assert run_ranks(2, probe_counting, [], timeout_s=60) == [([], [], [])] * 2
+
+
+def test_a_group_of_some_ranks():
+    one, two, three, four = run_ranks(4, probe_counting, [5, 6, 7], [1, 3], timeout_s=60)
+    assert one is three is None
+    assert two[0] == four[0] == [length_of(i) for i in (5, 6, 7)]
+    assert (two[1], four[1]) == ([5, 7], [6])
+
+
+def probe_with_failures(failures):
+    def probe(sample_id: int):
+        if sample_id in failures:
+            failure = failures[sample_id]
+            if isinstance(failure, Exception):
+                raise failure
+            return failure
+        return 10
+
+    try:
+        return probe_lengths(range(100, 110), probe).tolist()
+    except DynamicCPError as error:
+        return type(error), str(error), error.details, type(error.__cause__).__name__
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (KeyError("text"), "KeyError: 'text'"),
+        (DataError("the file is cut"), "the file is cut"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad\nbyte"), "bad byte"),
+        (0, "its length is 0, an integer from 1 to"),
+        (-2, "its length is -2"),
+        (2.5, "its length is 2.5"),
+        (None, "its length is None"),
+        (1 << 40, "its length is 1099511627776"),
+    ],
+)
+def test_a_failure_on_one_rank_is_the_same_error_on_all(failure, said):
+    results = run_ranks(4, probe_with_failures, {106: failure}, timeout_s=60)
+    for kind, message, details, _ in results:
+        assert kind is DataError
+        assert message.startswith("sample 106 could not be probed for its length on rank 2: ")
+        assert said in message
+        assert "\n" not in message
+        assert details == {"sample_id": 106, "rank": 2}
+    assert [cause != "NoneType" for *_, cause in results] == [False, False, True, False], "its rank has the traceback"
+
+
+def test_of_several_failures_the_first_sample_speaks():
+    failures = {109: DataError("last"), 103: DataError("third"), 105: DataError("fifth"), 107: DataError("later")}
+    results = run_ranks(4, probe_with_failures, failures, timeout_s=60)
+    assert {(message.split()[1], message.split("rank ")[1][0]) for _, message, *_ in results} == {("103", "3")}
+
+
+def probe_beside_a_dead_rank(how, told, timeout_s):
+    """Rank 2 is killed, or hangs, in the middle of its share; write what the others say."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    rank = dist.get_rank()
+
+    def probe(sample_id: int) -> int:
+        if rank == 2 and sample_id == 6:
+            if how == "killed":
+                os._exit(9)
+            time.sleep(60)
+        return 5
+
+    started = time.monotonic()
+    try:
+        probe_lengths(range(12), probe, group=group)
+    except DynamicCPError as error:
+        (told / str(rank)).write_text(f"{time.monotonic() - started} {error}")
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_a_lost_rank_does_not_hang_the_others(tmp_path, how):
+    with pytest.raises(RankError, match=r"rank 2: (died without a word|nothing after)"):
+        run_ranks(4, probe_beside_a_dead_rank, how, tmp_path, 2, timeout_s=5)
+    for rank in (0, 1, 3):
+        seconds, message = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert float(seconds) < 4.5
+        assert "probing the lengths of samples 0 .. 11: one of 4 ranks ended or did not answer" in message
+        assert "\n" not in message
+
+
+# Data sets.
+
+
+class Words:
+    """Tokenizes when it is asked; item 13 is broken on demand."""
+
+    def __init__(self, num_items: int = 40, broken: bool = False) -> None:
+        self.num_items, self.broken = num_items, broken
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __getitem__(self, index: int):
+        self.asked.append(index)
+        ids = list(range(index, index + 2 + index % 7))
+        if self.broken and index == 13:
+            return {"labels": ids}
+        if index % 3 == 0:
+            return torch.tensor(ids)
+        return {"tokens": ids[:-1], "labels": ids[1:]} if index % 3 == 1 else np.array(ids)
+
+
+def stream_of_words(broken=False):
+    dataset = Words(broken=broken)
+    samples = ProbedSamples(dataset, order=lambda position: (7 * position) % 40, num_batches=2)
+    batches, asked = [], []
+    try:
+        for step in range(8):
+            batches.append([(s.sample_id, s.seqlen) for s in samples.global_batch(10 * step, 10)])
+            asked.append(len(dataset.asked))
+    except DynamicCPError as error:
+        return str(error)
+    read = samples.read(3)
+    return batches, asked, read.tokens.tolist(), read.labels.tolist(), read.loss_mask.tolist()
+
+
+def test_a_data_set_that_tokenizes_on_the_fly():
+    results = run_ranks(4, stream_of_words, timeout_s=60)
+    batches, _, *read = results[0]
+    assert [batches for batches, *_ in results] == [batches] * 4
+    assert [s for batch in batches for s in batch] == [(p, 1 + (7 * p) % 40 % 7) for p in range(80)]
+    for _, asked, *_ in results:
+        assert asked == [5, 5, 10, 10, 10, 10, 10, 10], "two batches at a time, each item once"
+    assert read == [[21], [22], [1.0]]
+
+
+def test_a_broken_item_is_the_same_error_on_all_ranks():
+    (message,) = set(run_ranks(3, stream_of_words, True, timeout_s=60))
+    assert "item 13 could not be probed for its length on rank" in message
+    assert "no 'tokens' (it has 'labels')" in message
+
+
+@pytest.mark.parametrize("item", [[], [1], [[1, 2]], {"tokens": [1, 2], "labels": [1]}, {"labels": [1]}])
+def test_items_of_wrong_shapes_are_refused(item):
+    samples = ProbedSamples([item])
+    with pytest.raises(DataError, match="item 0 has"):
+        samples.read(0)
+    with pytest.raises(DataError, match="0 items"):
+        ProbedSamples([])
