@@ -299,14 +299,14 @@ def fill(packed: PackedStep, words: Tensor, arriving: Incoming, sent: SentColumn
     loss_mask = torch.zeros(num_tokens, dtype=torch.float32, device=device)
     for name, column in zip(sent.names, words.unbind(1), strict=True):
         if name == "loss_mask":
-            loss_mask[targets] = column.contiguous().view(torch.float32)
+            loss_mask.index_copy_(0, targets, column.contiguous().view(torch.float32))
         else:
-            columns[COLUMNS.index(name), targets] = column.long()
+            columns[COLUMNS.index(name)].index_copy_(0, targets, column.long())
     if "position_ids" not in sent.names:
-        columns[2, targets] = torch.from_numpy(arriving.positions).to(device)
+        columns[COLUMNS.index("position_ids")].index_copy_(0, targets, torch.from_numpy(arriving.positions).to(device))
     if "loss_mask" not in sent.names:
         has_loss = np.ones_like(arriving.is_last) if sent.own_labels else ~arriving.is_last
-        loss_mask[targets] = torch.from_numpy(has_loss).to(device, torch.float32)
+        loss_mask.index_copy_(0, targets, torch.from_numpy(has_loss).to(device, torch.float32))
     return replace(packed, columns=columns, loss_mask=loss_mask)
 
 
