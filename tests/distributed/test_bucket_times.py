@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dynamic_cp.errors import DisagreementError
@@ -35,7 +37,7 @@ LAYOUTS = {
     ),
     "two_lanes_pp2": Layout(2, pp=2),
 }
-DELAY_S = 0.4
+DELAY_S = 0.3
 """Longer than a loaded machine makes a small micro-batch wait."""
 
 
@@ -188,8 +190,18 @@ def time_slowed(layout: Layout, plan: Plan, forward_step: Callable[..., Any]) ->
     packed = trainee.pack(plan, samples_of(30, 31, 32, 33, 34, 35, 36, 37))
     trainee.run(packed)
     times = build_times(trainee, forward_step=forward_step)
-    trainee.run(packed, forward_step_func=times.forward_step)
-    return times.end_step()
+    steps = []
+    for _ in range(3):
+        trainee.run(packed, forward_step_func=times.forward_step)
+        steps.append(times.end_step())
+    return [least(of_one) for of_one in zip(*steps, strict=True)]
+
+
+def least(same: Sequence[Observation]) -> Observation:
+    """Return the least times of one bucket: a loaded machine may stop a rank for long, hardly thrice at one place."""
+    assert len({facts(one) for one in same}) == 1
+    forward_s, backward_s = min(one.forward_s for one in same), min(one.backward_s for one in same)
+    return dataclasses.replace(same[0], forward_s=forward_s, backward_s=backward_s)
 
 
 def test_waiting_for_a_peer_is_left_out() -> None:
@@ -198,10 +210,9 @@ def test_waiting_for_a_peer_is_left_out() -> None:
     bucket = Bucket(first_lane=0, cp_size=2, samples=(sample,))
     plan = Plan(topology=layout.topology, max_tokens_per_rank=1000, micro_batches=(MicroBatch(buckets=(bucket,)),) * 1)
     (own_0, gathered), (own_1, _) = run_ranks(2, come_late, layout, plan, timeout_s=60)
-    assert own_0[0].forward_s > 0.9 * DELAY_S > own_1[0].forward_s
-    assert len(gathered) == 1
-    assert gathered[0].forward_s == own_1[0].forward_s
-    assert gathered[0].backward_s == min(own_0[0].backward_s, own_1[0].backward_s)
+    assert len(gathered) == len(own_0) == len(own_1) == 3
+    assert min(one.forward_s for one in own_0) > 0.9 * DELAY_S > min(one.forward_s for one in own_1)
+    assert gathered == [least(of_one) for of_one in zip(own_0, own_1, strict=True)]
 
 
 def come_late(layout: Layout, plan: Plan) -> tuple[list[Observation], list[Observation]]:
@@ -217,8 +228,12 @@ def come_late(layout: Layout, plan: Plan) -> tuple[list[Observation], list[Obser
         return times.forward_step(late(), model)
 
     times = build_times(trainee)
-    trainee.run(packed, forward_step_func=forward_step)
-    return times.end_step(), times.gather()
+    own = []
+    for _ in range(3):
+        dist.barrier()
+        trainee.run(packed, forward_step_func=forward_step)
+        own += times.end_step()
+    return own, times.gather()
 
 
 def gather_unequal(layout: Layout, plan: Plan) -> tuple[str, int, int]:
