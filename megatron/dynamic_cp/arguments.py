@@ -91,6 +91,16 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         help="a planner that fails or takes too long ends the run instead",
     )
     group.add_argument(
+        "--dynamic-cp-dump",
+        metavar="DIR",
+        help="write every plan and every iteration there; `dynamic-cp report --run DIR` shows them",
+    )
+    group.add_argument(
+        "--dynamic-cp-replay",
+        metavar="DIR",
+        help="take the plans of a dump instead of planning: the run is the recorded one bit for bit",
+    )
+    group.add_argument(
         "--dynamic-cp-verify",
         choices=VERIFY_MODES,
         default="digest",

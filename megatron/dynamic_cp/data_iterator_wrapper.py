@@ -22,11 +22,12 @@ from dynamic_cp.errors import DisagreementError, IllegalPlanError
 from dynamic_cp.lane_plan import LanePlan, lane_plan
 from dynamic_cp.types import Sample
 from dynamic_cp.validate import check_plan
-from megatron.dynamic_cp.micro_batches import ChunkNeeds, ReadSample, for_chunk, micro_batches
+from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.planning import FixedPlan, PlanSource
 from megatron.dynamic_cp.prefetch import Packer
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.token_audit import check_tokens
 from megatron.dynamic_cp.verify import agree, collective_device
 
 
@@ -71,7 +72,7 @@ class DataIteratorWrapper:
         device: where the tensors go.
         num_workers: processes that read and pack ahead; 0 packs inside `wrap`.
         verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan on
-            every rank; "off" does neither.
+            every rank and reads every sample once more to follow its tokens; "off" does neither.
 
     Attributes:
         plan: the latest plan, as this lane sees it.
@@ -96,6 +97,7 @@ class DataIteratorWrapper:
         self._chunks = tuple(chunks)
         self._device = device or collective_device()
         self._verify = verify
+        self._read_sample = read_sample
         reads = any(needs.tokens or needs.labels for needs in self._chunks)
         self._packer = Packer(
             read_sample if reads else None, num_workers=num_workers, pin_memory=self._device.type == "cuda"
@@ -131,7 +133,7 @@ class DataIteratorWrapper:
         self._requested.discard(step)
         self.exchange_stats = ExchangeStats()
 
-        def prepare() -> tuple[LanePlan, list[dict[str, Any]]]:
+        def prepare() -> tuple[LanePlan, PackedStep, list[dict[str, Any]]]:
             started_s = time.perf_counter()
             plan = self._source.take(step)
             taken_s = time.perf_counter()
@@ -139,14 +141,20 @@ class DataIteratorWrapper:
             self.waits = Waits(plan_s=taken_s - started_s, pack_s=time.perf_counter() - taken_s)
             self._check(step, plan, samples)
             self.rank_tokens = tuple(bucket.rank_tokens for bucket in packed.buckets)
-            return plan, list(micro_batches(packed, self._groups, self._device, f"step {step}", self.exchange_stats))
+            return (
+                plan,
+                packed,
+                list(micro_batches(packed, self._groups, self._device, f"step {step}", self.exchange_stats)),
+            )
 
-        self.plan, batches = agree(
+        self.plan, packed, batches = agree(
             prepare,
             None if self._verify == "off" else lambda prepared: prepared[0].facts.digest,
             what=f"the plan of step {step}",
             device=self._device,
         )
+        if self._verify == "full":
+            check_tokens(self.plan, packed, self._read_sample, f"step {step}", self._device)
         facts = self.plan.facts
         return StepData(
             [for_chunk(batches, needs) for needs in self._chunks],

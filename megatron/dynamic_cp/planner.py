@@ -12,12 +12,13 @@ import logging
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.planner_process import Answer, PlannerProcess, Problem, Request, answer
+from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.verify import job_store
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ class Planner:
         max_seqlen: longest sample of the run, tokens; the fallback must hold it.
         ahead: plan in a process of its own; otherwise inside `submit`.
         strict: a failure of the planner is an error of the run, there is no fallback.
-        recorded: key -> plan of an earlier run, which are taken instead of planning.
-        on_answer: told every published answer with its request, from whichever thread.
+        recorded: gives the answers of an earlier run instead of planning.
+        on_answer: told every published answer with its request, from whichever thread; makes answers hold whole plans.
+        publish_whole: publish whole plans, too.
 
     Raises:
         InfeasibleSampleError: no static plan holds `max_seqlen`.
@@ -59,12 +61,14 @@ class Planner:
         strict: bool = False,
         recorded: Callable[[Request], Answer] | None = None,
         on_answer: Callable[[Request, Answer], None] | None = None,
+        publish_whole: bool = False,
     ) -> None:
         self._problem = problem
         self._static = problem.static(max_seqlen)
         self._strict = strict
         self._recorded = recorded
         self._on_answer = on_answer
+        self._publish_whole = publish_whole
         self._store = job_store().clone()  # its own connection: a long answer must not block the ranks' other traffic
         self._changed = threading.Condition()
         self._waiting: dict[str, Request] = {}
@@ -81,8 +85,14 @@ class Planner:
             )
             self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Have `request` planned and published; returns at once when planning ahead."""
+    def submit(self, key: str, samples: Sequence[Sample], hardware: Hardware | None = None) -> None:
+        """Have a global batch planned and published under `key`; returns at once when planning ahead.
+
+        Args:
+            hardware: what the cost model is to use; None = the problem's.
+        """
+        wants_whole = self._publish_whole or self._on_answer is not None
+        request = Request.of(key, samples, wants_whole=wants_whole, hardware=hardware)
         with self._changed:
             self._waiting[request.key] = request
             self._changed.notify()
@@ -152,7 +162,7 @@ class Planner:
         else:
             assert given.lanes is not None, "an answer is a plan, an error or a failure"
             messages = {lane_key(given.key, lane): PLAN + part for lane, part in enumerate(given.lanes)}
-            if given.whole is not None:  # before the parts: whoever has one asks for it
+            if self._publish_whole and given.whole is not None:  # before the parts: whoever has one asks for it
                 self._store.set(lane_key(given.key, WHOLE), given.whole)
         _set_all(self._store, messages)
 
@@ -202,7 +212,8 @@ class Planner:
             key = self._to_discard.popleft()
             for lane in range(self._problem.topology.num_lanes):
                 self._store.delete_key(lane_key(key, lane))
-            self._store.delete_key(lane_key(key, WHOLE))
+            if self._publish_whole:
+                self._store.delete_key(lane_key(key, WHOLE))
 
 
 def _set_all(store: dist.Store, messages: Mapping[str, bytes]) -> None:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from dynamic_cp import serialize
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
-from dynamic_cp.planner_process import Request
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp.planner import ERROR, WHOLE, Planner, lane_key
 from megatron.dynamic_cp.verify import agree, beat, job_store, rank_zero_is_silent
@@ -43,7 +42,6 @@ class PlanSource:
         lane: whose part of the plans is fetched.
         lookahead: global batches that are asked for ahead of the one that is taken.
         timeout_s: how long rank 0 waits for a plan before it takes the static one.
-        wants_whole: publish the whole plan, too, for `whole`.
 
     Attributes:
         hardware: what the cost model is to use for requests from now on; None = what the planner was made with. Matters
@@ -60,7 +58,6 @@ class PlanSource:
         name: str = "train",
         lookahead: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        wants_whole: bool = False,
     ) -> None:
         self.topology = topology
         self.lookahead = lookahead
@@ -70,7 +67,6 @@ class PlanSource:
         self._prefix = f"dynamic_cp/plan/{name}"
         self._lane = lane
         self._timeout_s = timeout_s
-        self._wants_whole = wants_whole
         self._taken: int | None = None
         self._listener: Callable[[int, LanePlan], None] | None = None
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -93,9 +89,7 @@ class PlanSource:
             self._thread = threading.Thread(target=self._fetch_all, name="dynamic-cp-plans", daemon=True)
             self._thread.start()
         if self._planner is not None:
-            self._planner.submit(
-                Request.of(self._key(step), samples, wants_whole=self._wants_whole, hardware=self.hardware)
-            )
+            self._planner.submit(self._key(step), samples, self.hardware)
         self._steps.put(step)
 
     def take(self, step: int) -> LanePlan:
@@ -118,7 +112,7 @@ class PlanSource:
         return outcome
 
     def whole(self, step: int) -> Plan:
-        """Return the whole plan of `step`, which was taken; needs `wants_whole`."""
+        """Return the whole plan of `step`, which was taken; the planner must publish whole plans."""
         return serialize.loads(job_store().get(lane_key(self._key(step), WHOLE)).decode())
 
     def close(self) -> None:

@@ -47,6 +47,27 @@ class StepRecord:
     exchanged_bytes: int
 
 
+def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
+    """Return an iteration under the names of `dynamic_cp.report.run.RunRecord`, and what else is known of it."""
+    return {
+        "iteration": iteration,
+        "predicted_s": record.predicted_s,
+        "measured_s": record.elapsed_s,
+        "loss": record.loss,
+        "num_microbatches": record.num_microbatches,
+        "cp_histogram": dict(record.cp_histogram),
+        "padding": record.padding_fraction,
+        "imbalance": record.imbalance,
+        "planner_s": record.planner_s,
+        "exposed_s": record.wait_s,
+        "tokens": record.num_tokens,
+        "samples": record.num_samples,
+        "grad_norm": record.grad_norm,
+        "learning_rate": record.learning_rate,
+        "exchanged_bytes": record.exchanged_bytes,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     """The iterations of one log line; figures are means over them."""

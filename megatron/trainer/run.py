@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.plan_dump import RecordedPlans, RunDump
 from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
@@ -49,6 +52,7 @@ class Run:
     hardware: Hardware
     groups: DynamicCPGroups
     planner: Planner | None
+    dump: RunDump | None
     splits: Splits
     config: TransformerConfig
     model: Sequence[DistributedDataParallel]
@@ -87,7 +91,6 @@ class Run:
             name=name,
             lookahead=self.args.dynamic_cp_lookahead,
             timeout_s=self.args.dynamic_cp_plan_timeout,
-            wants_whole=self.args.dynamic_cp_verify == "full",
         )
 
     def run_schedule(self, data: StepData, wrapper: DataIteratorWrapper, *, forward_only: bool) -> list[dict[str, Any]]:
@@ -131,6 +134,7 @@ def set_up(args: argparse.Namespace) -> Run:
     is_auto = args.max_seqlen_per_dp_cp_rank == "auto"
     # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
     args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(lambda: memory.max_tokens_per_rank(args, model_shape, hardware))
+    dump, recorded = _dump_and_replay(args, topology)
     groups = DynamicCPGroups.build(
         topology,
         timeout_s=60 * args.distributed_timeout_minutes,
@@ -152,7 +156,8 @@ def set_up(args: argparse.Namespace) -> Run:
         model_shape=model_shape,
         hardware=hardware,
         groups=groups,
-        planner=_planner(args, topology, model_shape, hardware),
+        planner=_planner(args, topology, model_shape, hardware, recorded, dump),
+        dump=dump,
         splits=splits,
         config=config,
         model=wrapped,
@@ -177,13 +182,21 @@ def set_up(args: argparse.Namespace) -> Run:
     _log_choices(run, hardware_name)
     if is_auto:
         logger.info("the limit of padded tokens is what the memory of hardware %s holds", hardware_name)
-    ready_s = warm_up(run.plan_source("warm-up"), args.seq_length)
-    logger.info("planner ready after %.1f s, %s search", ready_s, args.dynamic_cp_search)
+    if args.dynamic_cp_replay is not None:
+        logger.info("plans are those of %s", args.dynamic_cp_replay)
+    else:
+        ready_s = warm_up(run.plan_source("warm-up"), args.seq_length)
+        logger.info("planner ready after %.1f s, %s search", ready_s, args.dynamic_cp_search)
     return run
 
 
 def _planner(
-    args: argparse.Namespace, topology: Topology, model_shape: ModelShape, hardware: Hardware
+    args: argparse.Namespace,
+    topology: Topology,
+    model_shape: ModelShape,
+    hardware: Hardware,
+    recorded: RecordedPlans | None,
+    dump: RunDump | None,
 ) -> Planner | None:
     """Return rank 0's planner, None on the other ranks."""
     if dist.get_rank() != 0:
@@ -196,8 +209,45 @@ def _planner(
         policy=derive.policy(args),
     )
     return Planner(
-        problem, max_seqlen=args.seq_length, ahead=args.dynamic_cp_lookahead > 0, strict=args.dynamic_cp_strict
+        problem,
+        max_seqlen=args.seq_length,
+        ahead=args.dynamic_cp_lookahead > 0,
+        strict=args.dynamic_cp_strict,
+        recorded=recorded,
+        on_answer=dump.write_answer if dump is not None else None,
+        publish_whole=args.dynamic_cp_verify == "full",
     )
+
+
+def _dump_and_replay(args: argparse.Namespace, topology: Topology) -> tuple[RunDump | None, RecordedPlans | None]:
+    """Return what rank 0 writes plans to and takes them from; collective, because either may fail there.
+
+    Raises:
+        DynamicCPError: a folder that cannot be written or read; the same on every rank.
+    """
+    opened: list[Any] = [None, None]
+
+    def open_both() -> None:
+        if args.dynamic_cp_dump is not None:
+            about = {"arguments": vars(args), "versions": _versions()}
+            try:
+                opened[0] = RunDump(args.dynamic_cp_dump, about)
+            except OSError as error:
+                raise InvalidInputError(f"--dynamic-cp-dump: cannot write {error}: give another folder") from error
+        if args.dynamic_cp_replay is not None:
+            opened[1] = RecordedPlans(args.dynamic_cp_replay, topology, derive.plan_options(args))
+
+    run_on_rank_zero(open_both)
+    return opened[0], opened[1]
+
+
+def _versions() -> dict[str, str]:
+    names = ("megatron-dynamic-cp", "megatron-core", "torch", "numpy", "numba", "transformer-engine")
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _hardware(args: argparse.Namespace, name: str) -> Hardware:

@@ -25,7 +25,7 @@ from megatron.trainer.checkpointing import Position
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.evaluation import Evaluation
 from megatron.trainer.exits import ExitSignals, exit_signals
-from megatron.trainer.log import Interval, StepRecord, iteration_line
+from megatron.trainer.log import Interval, StepRecord, dump_entry, iteration_line
 from megatron.trainer.run import Run, set_up
 from megatron.trainer.step import sum_over_job
 
@@ -84,6 +84,8 @@ def _train(
         if position.iteration == first:
             logger.info("first plan: %s", wrapper.plan.facts.reason)
         records.append(record)
+        if run.dump is not None:
+            run.dump.write_iteration(dump_entry(position.iteration, record))
         if on_step is not None:
             on_step(position.iteration, record)
         if position.iteration % args.log_interval == 0:

@@ -1,0 +1,154 @@
+"""What was planned, written down and played back: a run that replays its dump has the same plans bit for bit.
+
+    DIR/plans.jsonl        one line per planned global batch: its key, its samples, its plan and why
+    DIR/iterations.jsonl   one line per iteration: predicted and measured (`dynamic-cp report --run DIR` reads it)
+    DIR/run.json           command line and versions
+
+Rank 0 writes. A key that is there twice (a run that resumed from an older checkpoint) counts as it was planned last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.lane_plan import PlanFacts, encode_lanes
+from dynamic_cp.planner_process import Answer, Request
+from dynamic_cp.serialize import digest, plan_from_dict
+from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.validate import check_plan
+
+logger = logging.getLogger(__name__)
+
+PLANS, ITERATIONS, RUN = "plans.jsonl", "iterations.jsonl", "run.json"
+
+
+class RunDump:
+    """Writes the files of a run's dump, from rank 0; a full disk ends the dump with a warning, not the run.
+
+    Args:
+        folder: made if it is not there.
+        about: what `run.json` says.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._failed = False
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, RUN), "w", encoding="utf-8") as file:
+            json.dump(about, file, indent=1, default=str)
+            file.write("\n")
+        for name in (PLANS, ITERATIONS):
+            with open(os.path.join(folder, name), "a", encoding="utf-8"):
+                pass
+
+    def write_answer(self, request: Request, answer: Answer) -> None:
+        """Write a plan down; errors end the run anyway."""
+        if answer.whole is None or answer.facts is None:
+            return
+        self._append(
+            PLANS,
+            {
+                "key": request.key,
+                "sample_ids": request.sample_ids.tolist(),
+                "seqlens": request.seqlens.tolist(),
+                "facts": asdict(answer.facts),
+                "plan": json.loads(answer.whole),
+            },
+        )
+
+    def write_iteration(self, record: Mapping[str, Any]) -> None:
+        """Write an iteration down; the names are those of `dynamic_cp.report.run.RunRecord`."""
+        self._append(ITERATIONS, record)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if self._failed:
+            return
+        path = os.path.join(self.folder, name)
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._failed = True
+            logger.warning("cannot write %s: %s; nothing more is written there, training goes on", path, error)
+
+
+class RecordedPlans:
+    """The plans of a dump, in place of a planner.
+
+    Args:
+        folder: of `RunDump`.
+        topology, options: of this run.
+
+    Raises:
+        DataError: no dump there.
+    """
+
+    def __init__(self, folder: str, topology: Topology, options: PlanOptions) -> None:
+        self._path = os.path.join(folder, PLANS)
+        self._topology, self._options = topology, options
+        self._offsets: dict[str, int] = {}
+        try:
+            with open(self._path, "rb") as file:
+                offset = 0
+                for number, line in enumerate(file, 1):
+                    self._offsets[_key_of(line, f"{self._path}:{number}")] = offset
+                    offset += len(line)
+        except OSError as error:
+            raise DataError(f"--dynamic-cp-replay: cannot read {self._path}: {error}: give a dump's folder") from error
+        if not self._offsets:
+            raise DataError(f"--dynamic-cp-replay: {self._path} holds 0 plans, at least 1 is needed: check the folder")
+
+    def __call__(self, request: Request) -> Answer:
+        """Return the recorded answer to `request`."""
+        try:
+            return self._answer(request)
+        except DynamicCPError as error:
+            return Answer(key=request.key, error=error)
+
+    def _answer(self, request: Request) -> Answer:
+        if request.key not in self._offsets:
+            raise DataError(
+                f"{self._path} has no plan for {request.key}, it holds {len(self._offsets)} others: replay no more "
+                "iterations than were recorded, with the same --eval-interval and --eval-iters",
+            )
+        with open(self._path, "rb") as file:
+            file.seek(self._offsets[request.key])
+            record = json.loads(file.readline())
+        if [record["sample_ids"], record["seqlens"]] != [request.sample_ids.tolist(), request.seqlens.tolist()]:
+            raise DataError(
+                f"{self._path} planned other samples for {request.key}: {len(record['seqlens'])} of "
+                f"{sum(record['seqlens'])} tokens, this run has {len(request.seqlens)} of "
+                f"{int(request.seqlens.sum())}: replay with the same data, --seed and --global-batch-size"
+            )
+        plan = plan_from_dict(record["plan"])
+        if plan.topology != self._topology:
+            raise DataError(
+                f"{self._path} was planned for {plan.topology}, this run is {self._topology}: replay on the same layout"
+            )
+        if plan.max_tokens_per_rank > self._options.max_tokens_per_rank:
+            raise DataError(
+                f"{self._path} allows {plan.max_tokens_per_rank} tokens per rank, this run "
+                f"{self._options.max_tokens_per_rank}: raise --max-seqlen-per-dp-cp-rank"
+            )
+        check_plan(plan, request.samples)
+        facts = PlanFacts(**{**record["facts"], "digest": digest(plan), "cp_histogram": plan.cp_histogram})
+        return Answer(
+            key=request.key, lanes=tuple(encode_lanes(plan, facts)), whole=json.dumps(record["plan"]), facts=facts
+        )
+
+
+def _key_of(line: bytes, where: str) -> str:
+    try:
+        key = json.loads(line)["key"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{where} is no record of a plan ({error}): was the file cut? Remove the line") from error
+    return str(key)
