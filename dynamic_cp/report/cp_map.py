@@ -42,7 +42,7 @@ def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float =
         figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
     sizes: set[int] = set()
     for panel, grid, (name, plan) in zip(panels, grids, plans, strict=True):
-        _draw(panel, grid, theme)
+        _draw(panel, grid, -(-plan.topology.num_lanes // _MAX_LANES), theme)
         sizes |= set(np.unique(grid).tolist())
         _describe(panel, name, plan, grid)
     entries = cp_legend(sizes - {0}, theme) + [("only padding", theme.empty)] * (0 in sizes)
@@ -68,15 +68,15 @@ def _reduced(sizes: Ints) -> Ints:
     return reduced
 
 
-def _draw(panel: Axes, grid: Ints, theme: Theme) -> None:
+def _draw(panel: Axes, grid: Ints, lanes_per_row: int, theme: Theme) -> None:
     tiles: dict[int, list[Rectangle]] = defaultdict(list)
     for column, sizes in enumerate(grid.T.tolist()):
         row = 0
         while row < len(sizes):
             size = sizes[row]
-            # Tiles of the same size are separate groups, but where rows stand for several lanes the group is thinner.
-            height = max(1, size) if len(sizes) >= size else len(sizes)
-            height = min(height, next((i for i, other in enumerate(sizes[row:]) if other != size), len(sizes) - row))
+            run = next((i for i, other in enumerate(sizes[row:]) if other != size), len(sizes) - row)
+            # Groups of one size are tiles of their own; padding, which needs no group, is one tile.
+            height = min(run, max(1, size // lanes_per_row)) if size else run
             tiles[size].append(Rectangle(column, column + 1, row, row + height))
             row += height
     for size, rectangles in sorted(tiles.items()):
@@ -89,7 +89,6 @@ def _draw(panel: Axes, grid: Ints, theme: Theme) -> None:
 
 
 def _describe(panel: Axes, name: str, plan: Plan, grid: Ints) -> None:
-
     num_lanes = plan.topology.num_lanes
     lanes, columns = -(-num_lanes // _MAX_LANES), -(-plan.num_microbatches // _MAX_MICRO_BATCHES)
     panel.set_title(name, fontweight="bold", pad=4)

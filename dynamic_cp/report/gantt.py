@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 _MAX_ROWS = 64
 _MAX_BARS = 4000
 _MAX_NUMBERS = 240
-_NUMBER_PT = 6.5
+_NUMBER_PT, _ARROW_PT = 6.5, 44
+_DATA_SHARE = 0.87
+"""Of the width, for the axis of time."""
 
 
 class _Window(NamedTuple):
@@ -66,7 +68,7 @@ def gantt(
     how long the iteration takes. The picture says so.
     """
     windows = [_window(timeline) for _, timeline in timelines]
-    heights = [min(2.5, max(0.75, 0.055 * window.num_rows)) for window in windows]
+    heights = [_height_in(window) for window in windows]
     figure = new_figure(width_in, sum(heights) + 0.42 * len(timelines) + 1.05 + (0.3 if title else 0.0))
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if title:
@@ -80,12 +82,16 @@ def gantt(
         sizes |= drawn - {0}
         has_empty |= 0 in drawn
         _describe(panel, name, timeline, window, theme, width_in)
-        _mark_end(panel, timeline.makespan_s, longest_s, factor, window, theme)
+        _mark_end(panel, timeline.makespan_s, longest_s, factor, window, theme, width_in)
     panels[0].set_xlim(0, longest_s * factor * 1.004)
     panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
     entries = [*cp_legend(sizes, theme), *[("only padding", theme.empty)] * has_empty, ("idle", theme.band)]
     add_legend(figure, entries, width_in=width_in, title="CP size (forward muted, backward strong)")
     return figure
+
+
+def _height_in(window: _Window) -> float:
+    return min(2.5, max(0.75, 0.055 * window.num_rows, 0.14 * min(8, len(window.stages))))
 
 
 def _window(timeline: Timeline) -> _Window:
@@ -119,7 +125,7 @@ def _draw(
     bars: dict[tuple[int, bool], list[Rectangle]] = defaultdict(list)
     numbers: list[tuple[Rectangle, int, str]] = []
     width_in, height_in, limit = inches
-    pt_per_time, pt_per_row = 0.87 * width_in * 72 / limit, height_in * 72 / window.num_rows
+    pt_per_time, pt_per_row = _DATA_SHARE * width_in * 72 / limit, height_in * 72 / window.num_rows
     to_unit = factor / 1e9
     for index, (stage, micro_batch, _, kind) in enumerate(timeline.operations.tolist()):
         if stage not in window.stages:
@@ -147,10 +153,11 @@ def _draw(
     if len(numbers) <= _MAX_NUMBERS:
         for bar, micro_batch, color in numbers:
             where = (bar.x0 + bar.x1) / 2, (bar.y0 + bar.y1) / 2
-            panel.text(
+            number = panel.text(
                 *where, str(micro_batch), ha="center", va="center_baseline", fontsize=_NUMBER_PT, color=color,
                 clip_on=True, zorder=3,
             )  # fmt: skip
+            number.set_in_layout(False)  # measuring hundreds would take most of the time
     return {cp_size for cp_size, _ in bars}
 
 
@@ -173,40 +180,48 @@ def _describe(panel: Axes, name: str, timeline: Timeline, window: _Window, theme
         )
         named = ", ".join(f"{part} {value:.0%}" for part, value in parts if value >= 0.005)
         facts += f" ({named})" if named else ""
+    facts = _left_out(window, timeline) + facts
     panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
     panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
     panel.set_ylim(window.num_rows, -0.3)
     panel.spines[["left", "bottom"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
     panel.tick_params(axis="x", length=3)
-    _label_rows(panel, window, timeline, width_in)
+    _label_rows(panel, window, timeline)
 
 
-def _label_rows(panel: Axes, window: _Window, timeline: Timeline, width_in: float) -> None:
+def _label_rows(panel: Axes, window: _Window, timeline: Timeline) -> None:
     """Name stages where there are several, else some lanes."""
-    topology = timeline.plan.topology
     lanes = window.lanes
-    which = f"lane {lanes.start}" if len(lanes) == 1 else f"lanes {lanes.start}–{lanes.stop - 1}"
-    if len(lanes) < topology.num_lanes:
-        which += f" of {topology.num_lanes}"
-    if topology.pp_size > 1:
-        step = -(-len(window.stages) // 8)
-        stages = window.stages[::step]
+    if timeline.plan.topology.pp_size > 1:
+        stages = window.stages[:: -(-len(window.stages) // 8)]
         panel.set_yticks([window.row(stage, lanes.start) + len(lanes) / 2 for stage in stages])
         panel.set_yticklabels([str(stage) for stage in stages])
-        text = f"stage ({which} each)" if width_in > 6 or len(window.stages) > 4 else "stage"
-        few = len(window.stages) < topology.pp_size
-        panel.set_ylabel(f"first {len(window.stages)} of {topology.pp_size} stages" if few else text)
+        panel.set_ylabel("stage")
     else:
-        step = max(1, len(lanes) // 4)
-        panel.set_yticks([lane - lanes.start + 0.5 for lane in lanes[::step]])
-        panel.set_yticklabels([str(lane) for lane in lanes[::step]])
-        panel.set_ylabel(which if len(lanes) < topology.num_lanes else "lane")
+        shown = lanes[:: max(1, len(lanes) // 4)]
+        panel.set_yticks([lane - lanes.start + 0.5 for lane in shown])
+        panel.set_yticklabels([str(lane) for lane in shown])
+        panel.set_ylabel("lane")
 
 
-def _mark_end(panel: Axes, end_s: float, longest_s: float, factor: float, window: _Window, theme: Theme) -> None:
+def _left_out(window: _Window, timeline: Timeline) -> str:
+    """Return which places are drawn, if not all."""
+    topology, lanes = timeline.plan.topology, window.lanes
+    text = ""
+    if len(window.stages) < topology.pp_size:
+        text += f"stages 0–{window.stages[-1]} of {topology.pp_size} · "
+    if len(lanes) < topology.num_lanes:
+        which = f"lane {lanes.start}" if len(lanes) == 1 else f"lanes {lanes.start}–{lanes.stop - 1}"
+        text += f"{which} of {topology.num_lanes} · "
+    return text
+
+
+def _mark_end(
+    panel: Axes, end_s: float, longest_s: float, factor: float, window: _Window, theme: Theme, width_in: float
+) -> None:
     panel.axvline(end_s * factor, color=theme.ink, linewidth=1.0, zorder=4)
-    if longest_s - end_s < 0.1 * longest_s:
+    if (1 - end_s / longest_s) * _DATA_SHARE * width_in * 72 < _ARROW_PT:
         return
     middle = window.num_rows / 2
     arrow = {"arrowstyle": "<->", "color": theme.muted, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2}

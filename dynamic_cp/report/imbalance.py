@@ -45,7 +45,7 @@ def imbalance(
         label = f"{name}: busiest {format_s(ordered[0])}, mean {format_s(mean_s)}, max/mean {ratio:.2f}"
         panel.step(places, heights, where="post", color=color, linewidth=1.8, label=label)
         panel.axhline(mean_s * factor, color=color, linewidth=1, linestyle=(0, (4, 3)))
-    panel.set_ylim(0, 1.08 * longest_s * factor)
+    panel.set_ylim(0, 1.08 * longest_s * factor or 1)
     panel.set_xlim(0, 100)
     panel.grid(axis="y")
     lanes = {len(busy_s) for _, busy_s in lane_busy_s}

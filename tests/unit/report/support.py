@@ -1,0 +1,72 @@
+"""Small timelines that the tests of pictures, traces and pages share."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from dynamic_cp.comparison import Comparison, compare_policies
+from dynamic_cp.search import plan_global_batch
+from dynamic_cp.simulator import simulate
+from dynamic_cp.timeline import Timeline
+from dynamic_cp.types import PlanOptions, Topology
+from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, plan_of, samples_of, tiny_cost_model
+
+LENGTHS = (900, 500, 310, 250, 200, 130, 90, 64, 33, 20, 11, 7, 5, 3, 2, 1)
+CASES = ("usual", "one", "pp8-vp2", "4096-lanes", "mostly-empty", "many-micro-batches")
+
+
+@cache
+def timelines(case: str) -> tuple[tuple[str, Timeline], ...]:
+    """Return two policies' timelines of a case."""
+    if case == "4096-lanes":
+        topology = Topology(num_lanes=4096)
+        rows = [[(lane, 1) for lane in range(4096)], [(lane, 256) for lane in range(0, 4096, 256)]]
+        plan = plan_of([*rows, [(0, 4096)]], topology)
+        cost_model = tiny_cost_model(topology)
+        return ("static", simulate(plan_of(rows, topology), cost_model)), ("dynamic", simulate(plan, cost_model))
+    topology, seqlens = {
+        "usual": (Topology(num_lanes=8, pp_size=2), LENGTHS),
+        "one": (Topology(num_lanes=1), (100,)),
+        "pp8-vp2": (Topology(num_lanes=8, pp_size=8, vp_size=2), LENGTHS * 2),
+        "mostly-empty": (Topology(num_lanes=16), (900, 3)),
+        "many-micro-batches": (Topology(num_lanes=2, pp_size=4), (250,) * 300),
+    }[case]
+    options = {"max_tokens_per_rank": 256, "bytes_per_element": 4}
+    return tuple(
+        (
+            policy,
+            simulate(
+                plan_global_batch(
+                    samples_of(seqlens),
+                    topology=topology,
+                    model=TINY_MODEL,
+                    hardware=TINY_HARDWARE,
+                    options=PlanOptions(**options),
+                    policy=policy,
+                ).plan,
+                tiny_cost_model(topology),
+            ),
+        )
+        for policy in ("static", "dynamic")
+    )
+
+
+@cache
+def comparison(num_batches: int = 3, model_name: str = "tiny", policies: tuple[str, ...] = ()) -> Comparison:
+    """Return a comparison of batches that differ."""
+    generator = np.random.default_rng(0)
+    batches = [
+        samples_of(np.minimum(1000, generator.lognormal(4, 1.2, 24).astype(int) + 1)) for _ in range(num_batches)
+    ]
+    return compare_policies(
+        batches,
+        topology=Topology(num_lanes=8, pp_size=2),
+        model=TINY_MODEL,
+        hardware=TINY_HARDWARE,
+        options=PlanOptions(max_tokens_per_rank=256, bytes_per_element=4),
+        policies=policies or ("dynamic", "static", "balanced"),
+        model_name=model_name,
+        hardware_name="tiny",
+    )

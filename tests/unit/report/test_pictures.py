@@ -1,0 +1,338 @@
+"""Every picture in every theme, width and corner case: what it says, that no text collides, that bytes repeat."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import partial
+from itertools import combinations
+from xml.etree import ElementTree
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.report import drawing
+from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.drawing import MEDIUM_IN, NARROW_IN, WIDE_IN, inline_svg, look, png_bytes, save, svg_text
+from dynamic_cp.report.gantt import gantt
+from dynamic_cp.report.imbalance import imbalance
+from dynamic_cp.report.knee import knee, knee_points
+from dynamic_cp.report.lengths_picture import length_histogram, length_shares
+from dynamic_cp.report.run import RunRecord
+from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
+from dynamic_cp.report.theme import CSS, DARK, LIGHT
+from dynamic_cp.types import Topology
+from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
+from tests.unit.report.support import CASES, LENGTHS, timelines
+
+matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+RECORDS = tuple(
+    RunRecord(
+        iteration=number,
+        predicted_s=1.0 + 0.1 * (number % 7),
+        measured_s=(9.0 if number == 1 else 1.1) + 0.1 * (number % 7),
+        loss=10 / number,
+        cp_histogram={1: 20 + number % 5, 4: 2, 16: number % 2},
+        tokens=1000,
+    )
+    for number in range(1, 31)
+)
+KNEE_POINTS = knee_points(TINY_MODEL, TINY_HARDWARE, tiny_cost_model(Topology(num_lanes=8)), (64, 256, 1024))
+
+
+def of_timelines(case):
+    both = timelines(case)
+    return {
+        "gantt": partial(gantt, both),
+        "cp-map": partial(cp_map, [(name, one.plan) for name, one in both]),
+        "imbalance": partial(imbalance, [(name, one.lane_busy_s) for name, one in both]),
+    }
+
+
+OTHERS = {
+    "lengths": partial(length_histogram, LENGTHS),
+    "one-length": partial(length_histogram, [1]),
+    "all-lengths": partial(length_histogram, [1 << power for power in range(22)]),
+    "knee": partial(knee, KNEE_POINTS),
+    "times": partial(times, RECORDS),
+    "agreement": partial(agreement, RECORDS),
+    "cp-sizes": partial(cp_sizes, RECORDS),
+    "losses": partial(losses, RECORDS),
+    "times-one": partial(times, RECORDS[:1]),
+    "agreement-one": partial(agreement, RECORDS[:1]),
+    "cp-sizes-one": partial(cp_sizes, RECORDS[:1]),
+    "losses-one": partial(losses, RECORDS[:1]),
+}
+ALL = [(f"{case} {kind}", (case, kind)) for case in CASES for kind in ("gantt", "cp-map", "imbalance")]
+ALL += [(name, (None, name)) for name in OTHERS]
+
+
+def draw_of(case, kind):
+    return of_timelines(case)[kind] if case else OTHERS[kind]
+
+
+def texts(svg):
+    return {
+        "".join(text.itertext()).strip()
+        for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    }
+
+
+def drawn_texts(figure, monkeypatch):
+    """Return (text, box in pixels) of everything that is written; labels of ticks beyond an axis are not."""
+    found = []
+
+    def draw(text, renderer, *_, **__):
+        if text.get_text().strip() and text.get_visible():
+            found.append((text.get_text(), text.get_window_extent(renderer)))
+
+    figure.canvas.draw()
+    monkeypatch.setattr(matplotlib.text.Text, "draw", draw)
+    monkeypatch.setattr(matplotlib.text.Annotation, "draw", draw)
+    figure.canvas.draw()
+    return found
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
+def test_no_text_collides_or_leaves_the_picture(case, kind, is_narrow, monkeypatch):
+    width_in = NARROW_IN if is_narrow else WIDE_IN if kind in ("gantt", "times", "times-one") else MEDIUM_IN
+    with look(LIGHT):
+        figure = draw_of(case, kind)(LIGHT, width_in=width_in)
+        drawn = drawn_texts(figure, monkeypatch)
+    assert len(drawn) >= 3
+    page = figure.bbox
+    for text, box in drawn:
+        assert box.x0 >= -1, text
+        assert box.x1 <= page.x1 + 1, text
+        assert box.y0 >= -1, text
+        assert box.y1 <= page.y1 + 1, text
+    for (one, box), (other, second) in combinations(drawn, 2):
+        wide = min(box.x1, second.x1) - max(box.x0, second.x0)
+        high = min(box.y1, second.y1) - max(box.y0, second.y0)
+        # Boxes have some air around letters.
+        assert wide < 1 or high < 2, f"{one!r} and {other!r}"
+
+
+def test_colliding_texts_are_found(monkeypatch):
+    with look(LIGHT):
+        figure = drawing.new_figure(3, 2)
+        figure.text(0.5, 0.5, "one")
+        figure.text(0.51, 0.5, "two")
+        drawn = drawn_texts(figure, monkeypatch)
+    (one, box), (two, second) = drawn
+    assert (one, two) == ("one", "two")
+    assert box.overlaps(second)
+
+
+@pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
+def test_a_picture_is_small_well_formed_and_the_same_every_time(case, kind):
+    def draw(theme):
+        return draw_of(case, kind)(theme, width_in=NARROW_IN)
+
+    svg = svg_text(draw, DARK)
+    assert svg == svg_text(draw, DARK)
+    assert 2_000 < len(svg) < 400_000
+    assert DARK.background in svg
+    assert not re.search(r"nan|inf\b", svg)
+    inline = inline_svg(draw, name="a-picture", label='A "picture" of <b>')
+    assert 'aria-label="A &quot;picture&quot; of &lt;b&gt;"' in inline
+    assert "var(--ink)" in inline
+    assert "var(--background)" in inline
+    assert not re.search(r"#fe[0-9a-f]{4}", inline)
+    ids = re.findall(r'\bid="([^"]+)"', inline)
+    assert len(ids) == len(set(ids)) > 5
+    assert all(one.startswith("a-picture-") for one in ids)
+    assert set(re.findall(r'href="#([^"]+)"', inline)) | set(re.findall(r"url\(#([^)]+)\)", inline)) <= set(ids)
+    ElementTree.fromstring(inline)
+
+
+def test_png_is_the_same_every_time_and_has_the_width_asked_for():
+    draw = of_timelines("usual")["gantt"]
+    png = png_bytes(draw, LIGHT)
+    assert png == png_bytes(draw, LIGHT)
+    assert png != png_bytes(draw, DARK)
+    assert png.startswith(b"\x89PNG")
+    assert int.from_bytes(png[16:20], "big") == round(WIDE_IN * 160)
+
+
+def test_gantt_says_what_it_shows():
+    said = texts(svg_text(partial(gantt, timelines("usual"), title="Two policies"), LIGHT))
+    assert {"static", "dynamic", "Two policies", "stage", "idle", "0", "1"} <= said
+    assert any(re.fullmatch(r"−\d+%", text) for text in said)
+    for _, timeline in timelines("usual"):
+        wanted = f"{timeline.plan.num_microbatches} micro-batches"
+        assert any(wanted in text and "idle" in text for text in said)
+    (axis,) = [text for text in said if text.startswith("time since")]
+    assert re.search(r"\((s|ms|µs)\)", axis)
+
+
+def test_gantt_of_many_lanes_shows_the_block_that_ends_last_and_says_so():
+    both = timelines("4096-lanes")
+    said = texts(svg_text(partial(gantt, both), LIGHT))
+    shown = [re.search(r"lanes (\d+)–(\d+) of 4096", text) for text in said]
+    shown = [match for match in shown if match]
+    assert len(shown) >= 1
+    assert all(int(match[2]) - int(match[1]) == 63 for match in shown)
+    assert "128 or more" in said
+
+
+def test_gantt_bars_are_where_the_timeline_has_them():
+    ((_, _), (_, timeline)) = timelines("usual")
+    with look(CSS):
+        figure = gantt([("dynamic", timeline)], CSS)
+    (panel,) = figure.axes
+    edges = set()
+    for patch in panel.patches:
+        if patch.get_zorder() == 2:
+            edges |= {round(float(x), 6) for x, _ in patch.get_path().vertices}
+    factor = 1e3 if timeline.makespan_s < 1 else 1
+    spans = timeline.spans
+    assert len(spans) > 20
+    for span in spans:
+        assert round(span.start_s * factor, 6) in edges
+        assert round(span.end_s * factor, 6) in edges
+
+
+def test_gantt_colours_groups_by_their_size_and_padding_grey():
+    both = timelines("mostly-empty")
+    svg = svg_text(partial(gantt, both), LIGHT)
+    for _, timeline in both:
+        for size in timeline.plan.cp_histogram:
+            assert LIGHT.cp_color(size) in svg
+            assert LIGHT.cp_color(size, forward=True) in svg
+    assert LIGHT.empty in svg
+    assert "only padding" in texts(svg)
+    assert LIGHT.empty not in svg_text(partial(gantt, timelines("one")), LIGHT)
+
+
+def test_cp_map_reduces_large_plans_and_says_so():
+    said = texts(svg_text(of_timelines("4096-lanes")["cp-map"], LIGHT))
+    assert "lane (rows of 64)" in said
+    said = texts(svg_text(of_timelines("many-micro-batches")["cp-map"], LIGHT))
+    assert any(re.fullmatch(r"micro-batch \(each column the largest of \d+\)", text) for text in said)
+    assert "lane" in said
+
+
+def test_length_histogram_has_units_and_shares():
+    said = texts(svg_text(OTHERS["lengths"], LIGHT))
+    assert {"samples (16)", "sequence length (tokens)", "512", "1k"} <= said
+    assert any(text.startswith("tokens (2.") for text in said)
+    assert any(text.startswith("attention work (ΣS²") for text in said)
+
+
+def test_buckets_hold_their_upper_bound():
+    import numpy as np
+
+    edges, (samples, tokens, squares) = length_shares(np.array([1, 2, 3, 4, 5, 64, 65]))
+    assert edges.tolist() == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert (7 * samples).round().tolist() == [2, 2, 1, 0, 0, 1, 1]
+    assert tokens[-1] == pytest.approx(65 / 144)
+    assert squares.sum() == pytest.approx(1)
+    assert length_shares(np.array([1]))[0].tolist() == [1, 2]
+
+
+def test_imbalance_says_max_over_mean():
+    said = texts(svg_text(partial(imbalance, [("uneven", [3.0, 1.0, 2.0]), ("even", [2.0] * 3)]), LIGHT))
+    assert "uneven: busiest 3 s, mean 2 s, max/mean 1.50" in said
+    assert "even: busiest 2 s, mean 2 s, max/mean 1.00" in said
+    assert "busy time of a lane (s)" in said
+
+
+def test_imbalance_of_idle_lanes_is_drawn():
+    assert "max/mean 1.00" in svg_text(partial(imbalance, [("idle", [0.0, 0.0])]), LIGHT)
+
+
+def test_knee_points_are_the_cost_models():
+    cost_model = tiny_cost_model(Topology(num_lanes=8))
+    by_place = {(point.seqlen, point.cp_size): point for point in KNEE_POINTS}
+    assert len(by_place) == 3 * 4
+    cost = cost_model.cost(4, 0, 1024, 1024**2)
+    assert by_place[1024, 4].seconds == pytest.approx(
+        cost.forward_s + cost.backward_s + cost.embedding_forward_s + cost.embedding_backward_s
+        + cost.head_forward_s + cost.head_backward_s
+    )  # fmt: skip
+    assert all(0 < point.mfu < 1 for point in KNEE_POINTS)
+    assert [by_place[1024, cp].fits for cp in (1, 2, 4, 8)] == [False, False, True, True]
+    # Short samples waste large groups.
+    assert by_place[64, 1].mfu > 2 * by_place[64, 8].mfu
+
+
+def test_a_plan_that_runs_with_pipeline_counts_all_stages():
+    one = knee_points(TINY_MODEL, TINY_HARDWARE, tiny_cost_model(Topology(num_lanes=1)), (200,))
+    two = knee_points(TINY_MODEL, TINY_HARDWARE, tiny_cost_model(Topology(num_lanes=1, pp_size=2)), (200,))
+    assert len(one) == len(two) == 1
+    assert two[0].seconds == pytest.approx(one[0].seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_save_writes_both_formats(tmp_path, ending):
+    path = tmp_path / f"picture.{ending}"
+    save(path, OTHERS["losses"], LIGHT)
+    assert path.stat().st_size > 3000
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_save_refuses_other_formats_and_places(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"ends in \.pdf, pictures end in \.png or \.svg"):
+        save(tmp_path / "picture.pdf", OTHERS["losses"], LIGHT)
+    with pytest.raises(InvalidInputError, match=r"cannot write .*choose a writable place"):
+        save(tmp_path / "no" / "picture.svg", OTHERS["losses"], LIGHT)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("draw", [partial(length_histogram, []), partial(times, []), partial(cp_sizes, [])])
+def test_nothing_to_draw_is_an_error_that_says_so(draw):
+    with pytest.raises(InvalidInputError, match="at least 1"):
+        svg_text(draw, LIGHT)
+
+
+def test_settings_of_the_caller_are_untouched_and_do_not_matter():
+    before = dict(matplotlib.rcParams)
+    plain = svg_text(OTHERS["losses"], LIGHT)
+    assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
+        assert svg_text(OTHERS["losses"], LIGHT) == plain
+
+
+def test_dollar_signs_are_no_formulas():
+    svg = svg_text(partial(imbalance, [("a$_b$", [1.0])]), LIGHT)
+    assert "a$_b$: busiest" in svg
+
+
+def test_a_missing_matplotlib_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedFeatureError, match=r"pictures need matplotlib.*\[report\]"):
+        svg_text(OTHERS["losses"], LIGHT)
+
+
+def test_pyplot_is_not_imported():
+    program = (
+        "import sys; from tests.unit.report.test_pictures import OTHERS; from dynamic_cp.report.drawing import *;"
+        "from dynamic_cp.report.theme import LIGHT; svg_text(OTHERS['losses'], LIGHT);"
+        "print('matplotlib.pyplot' in sys.modules, 'matplotlib.figure' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (950, "950"), (999.6, "1k"), (12_345, "12.3k"), (4.56e6, "4.56M"), (2.5e9, "2.5G"), (7e15, "7P")],
+)
+def test_counts_have_three_digits(value, text):
+    assert drawing.format_count(value) == text
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(1, "1"), (512, "512"), (8192, "8k"), (1 << 20, "1M"), (3000, "3000")])
+def test_tokens_are_counted_as_people_do(tokens, text):
+    assert drawing.format_tokens(tokens) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.234, "1.23 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.8 µs"), (1234.5, "1234 s"), (0, "0 µs")]
+)
+def test_seconds_have_three_digits(seconds, text):
+    assert drawing.format_s(seconds) == text
