@@ -20,8 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.lane_plan import LanePlan, PlanFacts
-from dynamic_cp.types import Sample
+from dynamic_cp.lane_plan import LanePlan, lane_plan
+from dynamic_cp.serialize import digest
+from dynamic_cp.types import Plan, Sample
+from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp import rerouting
 from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.foreign_draw import BatchDrawer, DataIterators, DrawnBatch
@@ -30,7 +32,7 @@ from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.rerouting import COLUMNS, Incoming, ReroutingStats, phase
 from megatron.dynamic_cp.token_checksum import combine
-from megatron.dynamic_cp.verify import check_same_digest, collective_device, run_on_all_ranks
+from megatron.dynamic_cp.verify import agree, collective_device, run_on_all_ranks
 
 Verify = Literal["off", "digest", "full"]
 
@@ -45,6 +47,12 @@ class Plans(Protocol):
 
     def take(self, step: int) -> LanePlan:
         """Return this lane's part of the plan."""
+
+    def whole(self, step: int) -> Plan:
+        """Return the whole plan; only with verify="full"."""
+
+    def close(self) -> None:
+        """Stop fetching plans."""
 
 
 class ForeignIteratorWrapper:
@@ -63,8 +71,8 @@ class ForeignIteratorWrapper:
             one more than the others.
         drop_last: end at the first global batch that is not full. False: every item is used; lanes that still have
             data go on with their shares until no lane has any.
-        verify: "digest" compares the plan's digest on all ranks each step, "full" also checksums of all tokens before
-            and after re-routing.
+        verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan and
+            compares checksums of all tokens before and after re-routing; "off" does neither.
         first_step: number of the first global batch.
         consumed_samples: items consumed before; the iterators continue there.
         device: where the tensors go.
@@ -73,7 +81,8 @@ class ForeignIteratorWrapper:
         step: number of the next global batch.
         consumed_samples: items of the global batches that were handed out; those drawn ahead do not count. With `step`
             what a checkpoint must save.
-        facts: of the latest plan.
+        plan: the latest plan, as this lane sees it.
+        rank_tokens: padded tokens of this rank in each micro-batch of it.
         stats: what the latest `wrap` took; exchange_stats: bytes that this rank's attention sent since then.
     """
 
@@ -93,7 +102,8 @@ class ForeignIteratorWrapper:
     ) -> None:
         self.step = first_step
         self.consumed_samples = consumed_samples
-        self.facts: PlanFacts | None = None
+        self.plan: LanePlan | None = None
+        self.rank_tokens: tuple[int, ...] = ()
         self.stats = ReroutingStats()
         self.exchange_stats = ExchangeStats()
         self._plan_source = plan_source
@@ -142,13 +152,14 @@ class ForeignIteratorWrapper:
         if not self._in_flight:
             raise StopIteration
         batch = self._in_flight.popleft()
-        plan = self._take_plan(batch.step)
+        plan = self._take_plan(batch)
         planned_s = time.perf_counter()
         self.stats.plan_wait_s = planned_s - drawn_s
         packed = self._reroute(batch, plan)
         built = list(micro_batches(packed, self._groups, self._device, f"step {batch.step}", self.exchange_stats))
         self.stats.reroute_s = time.perf_counter() - planned_s
-        self.facts = plan.facts
+        self.plan = plan
+        self.rank_tokens = tuple(bucket.rank_tokens for bucket in packed.buckets)
         self.step += 1
         self.consumed_samples += batch.num_items
         return StepData(
@@ -157,6 +168,10 @@ class ForeignIteratorWrapper:
             plan.facts.seqlen_sum,
             plan.facts.seqlen_squared_sum,
         )
+
+    def close(self) -> None:
+        """Stop fetching plans; the plan source is closed."""
+        self._plan_source.close()
 
     def _draw_ahead(self) -> None:
         """Draw one more global batch and ask for its plan; at the end of the data only note that."""
@@ -167,12 +182,30 @@ class ForeignIteratorWrapper:
         self._plan_source.request(batch.step, batch.lengths)
         self._in_flight.append(batch)
 
-    def _take_plan(self, step: int) -> LanePlan:
-        with phase(f"planning step {step}"):
-            plan = run_on_all_ranks(lambda: self._plan_source.take(step), self._device)
-            if self._verify != "off":
-                check_same_digest(plan.facts.digest, f"the plan of step {step}", self._device)
-        return plan
+    def _take_plan(self, batch: DrawnBatch) -> LanePlan:
+        """Return this lane's part of the plan, which all ranks have of the same plan."""
+
+        def take() -> LanePlan:
+            plan = self._plan_source.take(batch.step)
+            if self._verify == "full":
+                whole = self._plan_source.whole(batch.step)
+                if batch.lengths:
+                    check_plan(whole, batch.lengths)
+                if digest(whole) != plan.facts.digest or lane_plan(whole, self._groups.lane, plan.facts) != plan:
+                    raise DisagreementError(
+                        f"lane {self._groups.lane} has another part of the plan of step {batch.step} than the whole "
+                        f"plan says: digest {digest(whole)[:15]} of the whole, {plan.facts.digest[:15]} of the part; "
+                        "restart the job",
+                    )
+            return plan
+
+        with phase(f"planning step {batch.step}"):
+            return agree(
+                take,
+                None if self._verify == "off" else lambda plan: plan.facts.digest,
+                what=f"the plan of step {batch.step}",
+                device=self._device,
+            )
 
     def _reroute(self, batch: DrawnBatch, plan: LanePlan) -> PackedStep:
         """Return this lane's packed step with the columns that this rank reads."""

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from dynamic_cp import serialize
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.types import PlannedBatch, Sample
+from dynamic_cp.types import Plan, PlannedBatch, Sample
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
@@ -104,6 +105,7 @@ class RandomPlans:
             plan = mixed_plan(tuple(samples), self._layout, seed=step)
             busy = (1.0,) * self.topology.num_lanes
             facts = PlanFacts.of(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=busy, reason="test"))
+            job_store().set(f"test/{step}/whole", serialize.dumps(plan))
             for lane, message in enumerate(encode_lanes(plan, facts)):
                 job_store().set(f"test/{step}/{lane}", message)
         else:
@@ -112,6 +114,12 @@ class RandomPlans:
     def take(self, step: int) -> LanePlan:
         self.latest = decode_lane(job_store().get(f"test/{step}/{self._lane}"))
         return self.latest
+
+    def whole(self, step: int) -> Plan:
+        return serialize.loads(job_store().get(f"test/{step}/whole").decode())
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 @dataclass

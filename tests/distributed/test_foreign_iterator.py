@@ -12,14 +12,20 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.types import Sample
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
 from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.foreign_iterator import chunks_of
+from megatron.dynamic_cp.planner import Planner
+from megatron.dynamic_cp.planning import PlanSource
 from tests.distributed import reference
 from tests.distributed.foreign import (
     LAYOUTS,
     LaneData,
     RankRecord,
+    check_step,
     lane_data,
     make_wrapper,
     needs_of_rank,
@@ -247,3 +253,61 @@ def test_only_tp_rank_0_of_stages_that_read_holds_samples(layout: Layout, drawin
     ranks = run_ranks(4, held_in_flight, layout, all_data(layout, 12, flavours=(1,)))
     assert {rank for rank, (draws, _) in enumerate(ranks) if draws} == drawing
     assert all((held > 0) == draws for draws, held in ranks)
+
+
+PROBLEM = Problem(
+    topology=Topology(num_lanes=2, tp_size=2),
+    model=ModelShape(
+        num_layers=4,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=32,
+        vocab_size=256,
+    ),
+    hardware=load_hardware("cpu"),
+    options=PlanOptions(max_tokens_per_rank=300, bytes_per_element=4),
+)
+
+
+class Remembering:
+    """A plan source that keeps the latest plan for the checks."""
+
+    def __init__(self, source: PlanSource) -> None:
+        self._source = source
+        self.latest: LanePlan | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def take(self, step: int) -> LanePlan:
+        self.latest = self._source.take(step)
+        return self.latest
+
+
+def wrap_with_the_planner(layout: Layout, data: list[LaneData], global_batch_size: int) -> tuple[int, int]:
+    """Return (steps, padded tokens) of this rank."""
+    wrapper, _, groups = make_wrapper(layout, data, global_batch_size, verify="full")
+    planner = Planner(PROBLEM, max_seqlen=511, publish_whole=True) if torch.distributed.get_rank() == 0 else None
+    source = Remembering(PlanSource(planner, topology=PROBLEM.topology, lane=groups.lane, lookahead=2))
+    wrapper._plan_source = source
+    num_tokens = 0
+    for step, batch in enumerate(wrapper):
+        share = global_batch_size // layout.lanes
+        pieces = [[piece for item in lane[step * share : (step + 1) * share] for piece in item] for lane in data]
+        assert source.latest is not None
+        assert source.latest.facts.fallback is None
+        check_step(wrapper, batch, source.latest, pieces, needs_of_rank(layout))
+        num_tokens += sum(wrapper.rank_tokens)
+    wrapper.close()
+    return wrapper.step, num_tokens
+
+
+def test_real_planner_plans_what_was_drawn() -> None:
+    layout = LAYOUTS["tp2"]
+    data = all_data(layout, 24, flavours=(1,))
+    ranks = run_ranks(4, wrap_with_the_planner, layout, data, 8)
+    assert [steps for steps, _ in ranks] == [6] * 4
+    assert ranks[0] == ranks[1]
+    assert sum(tokens for _, tokens in ranks) / 2 >= sum(len(p["tokens"]) for lane in data for i in lane for p in i)

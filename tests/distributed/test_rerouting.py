@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, InvalidInputError
+from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import PlannedBatch, Sample
 from megatron.dynamic_cp import rerouting
@@ -303,8 +303,8 @@ def test_one_collective_moves_the_tokens(name: str) -> None:
             assert names["broadcast"] == (layout.tp > 1)
             assert names["reduce_scatter_tensor"] == draws
             assert names["all_gather_into_tensor"] == (draws and rank < layout.lanes * layout.tp)
-            assert names["all_reduce"] == 5, "outcome and sum of drawing, outcome and digest of planning, agreement"
-            assert sum(names.values()) <= 9
+            assert names["all_reduce"] == 4, "outcome and sum of drawing, the plan, agreement before re-routing"
+            assert sum(names.values()) <= 8
         small = [size for call, size, _ in calls if call not in ("all_to_all_single", "broadcast")]
         assert max(small) <= 16 * 8, "only lengths and places go to all lanes"
 
@@ -495,6 +495,41 @@ def test_plan_for_other_lengths_fails_all_ranks_alike() -> None:
     assert kind is DisagreementError
     assert "is in 1 buckets of the plan with" in message
     assert "(rank 1)" in message
+
+
+def publish_an_illegal_plan(wrapper: ForeignIteratorWrapper) -> None:
+    """A plan whose last sample is in two buckets: rank 0, which knows the lengths, must notice."""
+    original = wrapper._plan_source.whole
+
+    def whole(step: int) -> Any:
+        plan = original(step)
+        return dataclasses.replace(plan, micro_batches=plan.micro_batches * 2)
+
+    wrapper._plan_source.whole = whole
+
+
+def test_illegal_plan_is_noticed_in_full() -> None:
+    kind, message, step = fails_alike(LAYOUTS["dp4"], publish_an_illegal_plan, verify="full")
+    assert (kind, step) == (IllegalPlanError, 0)
+    assert "is twice in the plan" in message
+    assert message.endswith("(rank 0)")
+
+
+def give_lane_3_another_part(wrapper: ForeignIteratorWrapper) -> None:
+    original = wrapper._plan_source.take
+
+    def take(step: int) -> Any:
+        plan = original(step)
+        return dataclasses.replace(plan, buckets=plan.buckets[::-1])
+
+    if dist.get_rank() == 3:
+        wrapper._plan_source.take = take
+
+
+def test_other_part_of_the_plan_is_noticed_in_full() -> None:
+    kind, message, _ = fails_alike(LAYOUTS["pp2"], give_lane_3_another_part, verify="full")
+    assert kind is DisagreementError
+    assert "lane 1 has another part of the plan of step 0" in message
 
 
 def fail_to_get_a_plan_on_rank_3(wrapper: ForeignIteratorWrapper) -> None:
