@@ -104,10 +104,9 @@ def _signs(root: str, names: Sequence[str], on_tick: Callable[[], None] | None) 
 
 def _signs_of_files(root: str, names: Sequence[str]) -> list[tuple[int, int]]:
     signs = []
-    for name in names:
-        path = root + name
-        with reading(path):
-            status = os.stat(path)
-        is_regular = stat.S_ISREG(status.st_mode)
-        signs.append((status.st_size, status.st_mtime_ns) if is_regular else (NOT_REGULAR, 0))
+    with reading(root):  # the error names the file
+        for name in names:
+            status = os.stat(root + name)
+            is_regular = stat.S_ISREG(status.st_mode)
+            signs.append((status.st_size, status.st_mtime_ns) if is_regular else (NOT_REGULAR, 0))
     return signs

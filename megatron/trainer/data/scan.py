@@ -98,7 +98,8 @@ def sniff_text_files(paths: Sequence[str]) -> bytes:
         DataError: a file that cannot be read.
     """
     flags = bytearray()
-    for path in paths:
-        with reading(path), open(path, "rb", buffering=0) as file:
-            flags.append(b"\0" in file.read(SNIFFED_BYTES))
+    with reading(paths[0]):  # the error names the file
+        for path in paths:
+            with open(path, "rb", buffering=0) as file:
+                flags.append(b"\0" in file.read(SNIFFED_BYTES))
     return bytes(flags)
