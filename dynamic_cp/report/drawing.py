@@ -181,7 +181,8 @@ def add_rectangles(axes: Axes, rectangles: Sequence[Rectangle], color: str, **st
         )
     ]  # fmt: skip
     codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(rectangles)
-    axes.add_patch(PathPatch(Outline(corners, codes), facecolor=color, **{"linewidth": 0, **style}))
+    # add_patch would look at every corner for limits that all pictures set anyway.
+    axes.add_artist(PathPatch(Outline(corners, codes), facecolor=color, **{"linewidth": 0, **style}))
 
 
 def add_legend(figure: Figure, entries: Sequence[tuple[str, str]], *, width_in: float, title: str = "") -> None:

@@ -1,0 +1,229 @@
+"""Traces: legal by the format, and the same facts as the timeline or the measured spans they are made of."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.report.trace import MeasuredSpan, measured_trace_events, trace_events, write_trace
+from tests.unit.report.support import timelines
+from tests.unit.report.trace_format_check import check_events
+
+SMALL_CASES = ("usual", "one", "pp8-vp2", "mostly-empty", "many-micro-batches")
+
+
+def one_of(events, **wanted):
+    (found,) = [event for event in events if wanted.items() <= event.items()]
+    return found
+
+
+def span(start_s, duration_s, **changes):
+    values = {"iteration": 1, "stage": 0, "lane": 0, "micro_batch": 0, "kind": "F", "chunk": 0} | changes
+    return MeasuredSpan(start_s=start_s, duration_s=duration_s, **values)
+
+
+@pytest.mark.parametrize("case", SMALL_CASES)
+def test_simulated_traces_are_legal_and_hold_every_operation(case):
+    for policy, timeline in timelines(case):
+        events = trace_events(timeline)
+        counts = check_events(events)
+        topology = timeline.plan.topology
+        operations = 2 * timeline.plan.num_microbatches * topology.vp_size * topology.pp_size * topology.num_lanes
+        reduction = topology.pp_size * topology.num_lanes if timeline.gradient_reduction_s else 0
+        assert counts["X"] == operations + reduction
+        assert counts["M"] == 2 * topology.pp_size * (topology.num_lanes + 1)
+        end = one_of(events, ph="i")
+        assert end["name"] == f"end of {policy}"
+        assert end["ts"] == timeline.makespan_ns / 1e3
+        busy_ns = sum(1e3 * event["dur"] for event in events if event["ph"] == "X" and event["cat"] != "reduction")
+        assert busy_ns == pytest.approx(timeline.split.busy_ns.sum())
+
+
+def test_slices_are_the_timelines_events():
+    (_, (_, timeline)) = timelines("usual")
+    wanted = {(one.stage, one.lane, one.name[1:], one.start_us, one.duration_us) for one in timeline.events}
+    found = {
+        (event["pid"], event["tid"], event["name"].split()[0], event["ts"], event["dur"])
+        for event in trace_events(timeline)
+        if event["ph"] == "X" and event["cat"] in ("forward", "backward")
+    }
+    assert len(found) > 50
+    assert found == wanted
+
+
+@pytest.mark.parametrize("case", ["usual", "pp8-vp2"])
+def test_arrows_follow_pipeline_and_groups(case):
+    (_, (_, timeline)) = timelines(case)
+    topology = timeline.plan.topology
+    events = trace_events(timeline)
+    p2p = [event for event in events if event["name"] == "P2P"]
+    buckets = sum(1 for _ in timeline.plan.buckets)
+    hops = topology.pp_size * topology.vp_size - 1
+    assert len(p2p) == 2 * 2 * hops * buckets
+    starts = {event["id"]: event for event in p2p if event["ph"] == "s"}
+    for end in (event for event in p2p if event["ph"] == "f"):
+        start = starts[end["id"]]
+        assert start["pid"] != end["pid"]
+        assert start["tid"] == end["tid"]
+        assert start["ts"] < end["ts"]
+    grouped = [bucket for bucket in timeline.plan.buckets if bucket.cp_size > 1]
+    assert grouped
+    points = sum(bucket.cp_size for bucket in grouped) * 2 * topology.vp_size * topology.pp_size
+    assert sum(event["name"] == "CP group" for event in events) == points
+    assert not any(event["ph"] in "stf" for event in trace_events(timeline, arrows=()))
+
+
+@pytest.mark.parametrize("case", SMALL_CASES)
+def test_counters_reach_the_peak_of_tokens_in_flight_and_end_at_zero(case):
+    for _, timeline in timelines(case):
+        events = [event for event in trace_events(timeline) if event["ph"] == "C"]
+        for stage, peak in enumerate(timeline.peak_in_flight_tokens.max(axis=1)):
+            values = [event["args"]["tokens"] for event in events if event["pid"] == stage]
+            assert max(values) == peak > 0
+            assert values[-1] == 0
+
+
+def test_lanes_can_be_chosen():
+    (_, (_, timeline)) = timelines("4096-lanes")
+    events = trace_events(timeline, lanes=range(250, 260))
+    check_events(events)
+    assert {event["tid"] for event in events if event["ph"] == "X"} == set(range(250, 260))
+    # The group of lanes 0 .. 255 reaches lanes 250 .. 255, the next 256 .. 259.
+    joined = [event["tid"] for event in events if event["name"] == "CP group" and event["ph"] == "s"]
+    assert sorted(set(joined)) == [250, 256]
+
+
+@pytest.mark.parametrize("lanes", [range(0), range(-1, 2), range(4, 9), range(0, 8, 2)])
+def test_lanes_that_are_not_there_are_refused(lanes):
+    (_, (_, timeline)) = timelines("usual")
+    with pytest.raises(InvalidInputError, match=r"the plan has 0 \.\. 7"):
+        trace_events(timeline, lanes=lanes)
+
+
+def test_two_timelines_and_measured_spans_stand_side_by_side():
+    ((_, static), (_, dynamic)) = timelines("usual")
+    events = trace_events(static, label="static") + trace_events(dynamic, label="dynamic", first_process=2)
+    events += measured_trace_events([span(0, 1)], first_process=4)
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert named == ["static: stage 0", "static: stage 1", "dynamic: stage 0", "dynamic: stage 1", "measured: stage 0"]
+    check_events(sorted(events, key=lambda event: (event["ph"] != "M", event["ts"])))
+
+
+def test_written_traces_parse_back_and_are_the_same_bytes(tmp_path):
+    (_, (_, timeline)) = timelines("usual")
+    events = trace_events(timeline)
+    for name in ("a.json", "b.json", "a.json.gz", "b.json.gz"):
+        write_trace(tmp_path / name, events, about={"command": 'dynamic-cp trace --label "x"'})
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+    plain = (tmp_path / "a.json").read_bytes()
+    assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()) == plain
+    assert len((tmp_path / "a.json.gz").read_bytes()) < len(plain) / 4
+    trace = json.loads(plain)
+    assert trace["traceEvents"] == events
+    assert trace["displayTimeUnit"] == "ms"
+    assert trace["otherData"] == {"command": 'dynamic-cp trace --label "x"'}
+    check_events(trace["traceEvents"])
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="choose a writable place"):
+        write_trace(tmp_path / "no" / "trace.json", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measured_iterations_are_slices_on_the_clock_of_the_run():
+    spans = [
+        span(100.5, 0.25, kind="B"),
+        span(100.0, 0.5),
+        span(100.1, 0.5, lane=3, stage=1),
+        span(101.0, 0.5, iteration=2, micro_batch=7, chunk=1),
+    ]
+    events = measured_trace_events(spans)
+    counts = check_events(events)
+    assert counts["X"] == 4
+    first = one_of(events, name="F0", ts=0.0)
+    assert (first["dur"], first["pid"], first["tid"]) == (5e5, 0, 0)
+    assert first["args"] == {"iteration": 1, "micro_batch": 0, "chunk": 0}
+    assert one_of(events, name="F7")["ts"] == 1e6
+    assert one_of(events, name="end of iteration 1")["ts"] == 7.5e5
+    assert one_of(events, name="end of iteration 2")["ts"] == 1.5e6
+    assert measured_trace_events(spans[::-1]) == events
+
+
+def test_measured_spans_may_overlap_by_a_step_of_the_clock_only():
+    touching = [span(1e9, 0.1 + 4e-7), span(1e9 + 0.1, 0.2, kind="B")]
+    check_events(measured_trace_events(touching))
+    with pytest.raises(
+        InvalidInputError, match=r"stage 0, lane 0: 0F0 of iteration 1 and 0B0 .*overlap by 100000\.0 µs"
+    ):
+        measured_trace_events([span(0, 0.2), span(0.1, 0.2, kind="B")])
+
+
+def test_a_simulated_iteration_that_was_measured_exactly_has_the_same_slices():
+    (_, (_, timeline)) = timelines("pp8-vp2")
+    spans = [
+        span(
+            7 + one.start_us / 1e6, one.duration_us / 1e6, stage=one.stage, lane=one.lane, kind=one.name[1],
+            micro_batch=one.args["micro_batch"], chunk=one.args["chunk"],
+        )
+        for one in timeline.events
+    ]  # fmt: skip
+    events = measured_trace_events(spans)
+    check_events(events)
+    found = sorted((event["pid"], event["tid"], event["ts"]) for event in events if event["ph"] == "X")
+    wanted = sorted((one.stage, one.lane, one.start_us) for one in timeline.events)
+    assert len(found) == len(wanted) > 500
+    assert np.allclose(np.array(found), np.array(wanted), atol=0.01)
+
+
+def test_no_spans_and_impossible_spans_are_refused():
+    with pytest.raises(InvalidInputError, match="0 measured spans"):
+        measured_trace_events([])
+    with pytest.raises(InvalidInputError, match="kind 'W'"):
+        span(0, 1, kind="W")
+    for start_s, duration_s in ((0, -1), (0, float("inf")), (float("nan"), 1)):
+        with pytest.raises(InvalidInputError, match="must be finite"):
+            span(start_s, duration_s)
+
+
+def test_traces_need_neither_matplotlib_nor_jinja2():
+    program = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None;"
+        "from tests.unit.report.support import timelines; from dynamic_cp.report.trace import trace_events;"
+        "print(len(trace_events(timelines('one')[0][1])))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert int(result.stdout) > 5
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "message"),
+    [
+        (0, {"dur": 2e6}, "overlaps"),
+        (0, {"tid": 99}, "has no name"),
+        (0, {"ts": -1.0}, ""),
+        (0, {"ph": "Y"}, ""),
+        (-1, {"pid": "0"}, ""),
+    ],
+)
+def test_the_judge_refuses_illegal_traces(index, changes, message):
+    events = measured_trace_events([span(0, 1), span(1, 1, kind="B")])
+    check_events(events)
+    place = [number for number, event in enumerate(events) if event["ph"] == "X"][index]
+    events[place] = events[place] | changes
+    with pytest.raises(AssertionError, match=message):
+        check_events(events)
+
+
+def test_timelines_without_a_reduction_end_with_their_last_operation():
+    (_, (_, timeline)) = timelines("usual")
+    events = trace_events(replace(timeline, gradient_reduction_s=0.0))
+    assert all(event["cat"] != "reduction" for event in events if event["ph"] == "X")
