@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 PHASES = {"X", "M", "C", "i", "s", "t", "f"}
 METADATA = {
@@ -59,7 +60,7 @@ def check_events(events):
         assert place in named, f"thread {place} has no name"
         assert (place[0], None) in named, f"process {place[0]} has no name"
         found.sort(key=lambda one: one[:2])
-        for (_, end, one), (start, _, other) in zip(found, found[1:], strict=False):
+        for (_, end, one), (start, _, other) in pairwise(found):
             assert end <= start, f"{one} overlaps {other}"
     for at in counters.values():
         assert len(at) == len(set(at)), "a counter has one value at a time"
@@ -67,7 +68,7 @@ def check_events(events):
         assert [event["ph"] for event in chain] == ["s", *["t"] * (len(chain) - 2), "f"], name
         assert chain[-1]["bp"] == "e"
         for event in chain:
-            at = 1000 * event["ts"]
+            at = round(1000 * event["ts"], 3)
             inside = [one for one in slices[event["pid"], event["tid"]] if one[0] <= at < one[1]]
             assert len(inside) == 1, f"{event} points at {len(inside)} slices"
     return Counter(event["ph"] for event in events)
