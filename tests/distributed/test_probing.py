@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from datetime import timedelta
 
 import numpy as np
@@ -12,8 +13,13 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.types import Sample, Topology
+from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.probing import ProbedSamples, probe_lengths
-from tests.distributed.harness import RankError, run_ranks
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 
 
 def length_of(sample_id: int) -> int:
@@ -181,6 +187,30 @@ def test_a_broken_item_is_the_same_error_on_all_ranks():
     (message,) = set(run_ranks(3, stream_of_words, True, timeout_s=60))
     assert "item 13 could not be probed for its length on rank" in message
     assert "no 'tokens' (it has 'labels')" in message
+
+
+def wrap_words(plan):
+    """Train-side: probe a global batch, wrap it, return the tokens of this lane."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30)
+    samples = ProbedSamples(Words())
+    wrapper = DataIteratorWrapper(
+        plan_source=fixed_plan(plan, groups),
+        read_sample=samples.read,
+        groups=groups,
+        chunks=[ChunkNeeds(tokens=True, labels=True)],
+    )
+    data = wrapper.wrap(0, samples.global_batch(0, 12))
+    got = [batch["tokens"].flatten() for batch in data.data_iterators[0]]
+    return torch.cat(got).tolist(), data.seqlen_sum
+
+
+def test_the_wrapper_trains_on_a_data_set_that_tokenizes_on_the_fly():
+    batch = tuple(Sample(sample_id=i, seqlen=1 + i % 7) for i in range(12))
+    results = run_ranks(4, wrap_words, mixed_plan(batch, Layout(4)), timeout_s=60)
+    expected = Counter(token for i in range(12) for token in range(i, i + 1 + i % 7) if token)
+    assert sum((Counter(token for token in tokens if token) for tokens, _ in results), Counter()) == expected
+    assert {seqlen_sum for _, seqlen_sum in results} == {sum(sample.seqlen for sample in batch)}
 
 
 @pytest.mark.parametrize("item", [[], [1], [[1, 2]], {"tokens": [1, 2], "labels": [1]}, {"labels": [1]}])

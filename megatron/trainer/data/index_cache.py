@@ -15,6 +15,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index
+from megatron.trainer.data.source import count
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ def find_index(
 
     Several processes may do this at once: each finds a whole index or builds its own, which equals the others'.
 
+    Limits: a change that leaves size and time of a file as they were is not noticed here, but where the document is
+    read. A file server whose clock counts in coarser steps than 20 ms can hide one right after indexing.
+
     Args:
         request: what else decides the lengths.
         build: makes the index of a table of files.
@@ -68,9 +72,11 @@ def find_index(
         if index is not None:
             logger.info("%s: lengths from the index %s (%d bytes)", files.name, path, index.size_bytes)
             return index
+    logger.info("%s: indexing %s, once", files.name, count(len(table), "file"))
     started_s = time.perf_counter()
     index = build(table)
-    logger.info("%s: indexed %d files in %.2f s", files.name, len(table), time.perf_counter() - started_s)
+    seconds = time.perf_counter() - started_s
+    logger.info("%s: indexed %s in %.2f s", files.name, count(len(index.columns["lengths"]), "document"), seconds)
     return _save(index, files, places)
 
 
@@ -87,11 +93,11 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
 
     if cache_path is not None:
         return [os.path.join(cache_path, file_name(os.path.realpath(files.root)))]
+    places = [os.path.join(files.root, HIDDEN_FOLDER, file_name())]
     user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [
-        os.path.join(files.root, HIDDEN_FOLDER, file_name()),
-        os.path.join(user_cache, "megatron-dynamic-cp", file_name(os.path.realpath(files.root))),
-    ]
+    if not user_cache.startswith("~"):  # a user of a container may have no home
+        places.append(os.path.join(user_cache, "megatron-dynamic-cp", file_name(os.path.realpath(files.root))))
+    return places
 
 
 def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], table: FileTable) -> LengthIndex | None:
@@ -101,17 +107,17 @@ def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], t
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("%s: the index %s cannot be read (%s): looking further", files.name, path, error.strerror)
+        logger.warning("%s: the index %s cannot be read (%s): it is not used", files.name, path, error.strerror)
         return None
     except IndexFileError as error:
-        logger.warning("%s: the index %s cannot be trusted, %s: indexing anew", files.name, path, error)
+        logger.warning("%s: the index %s cannot be trusted, %s: it is not used", files.name, path, error)
         return None
     if dict(index.request) != dict(request):
-        logger.warning("%s: the index %s is of %s, not of %s: indexing anew", files.name, path, index.request, request)
+        logger.warning("%s: the index %s is of %s, not of %s: it is not used", files.name, path, index.request, request)
         return None
     change = FileTable.from_columns(index.columns).change_to(table)
     if change is not None:
-        logger.info("%s: the data changed since %s was made (%s): indexing anew", files.name, path, change)
+        logger.info("%s: the data changed since %s was made (%s): it is not used", files.name, path, change)
         return None
     return index
 

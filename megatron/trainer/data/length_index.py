@@ -160,6 +160,8 @@ def load_index(path: str) -> LengthIndex:
     columns = {}
     for column in json.loads(header)["columns"]:
         dtype = np.dtype(column["dtype"])
+        if dtype.kind not in "iu":
+            raise IndexFileError(f"column {column['name']} has type {dtype}, integers are needed", path=path)
         num_bytes = column["length"] * dtype.itemsize
         raw = mapped[column["position"] :][: num_bytes + len(_padding(num_bytes))]
         if zlib.crc32(raw) != column["crc32"]:

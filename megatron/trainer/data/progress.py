@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 BAR_AFTER_S = 1.0
 LINE_EVERY_S = 5.0
 TICK_EVERY_S = 0.5
+WIDTH = 30  # of the text before a bar
 
 
 class Progress:
@@ -70,7 +71,8 @@ class Progress:
             if now_s - self._started_s < BAR_AFTER_S:
                 return
             self._bar = _make_bar(self._unit == "bytes")
-            self._bar.add_task(self._what, total=self._total)
+            what = self._what if len(self._what) <= WIDTH else "…" + self._what[-WIDTH:]
+            self._bar.add_task(what, total=self._total)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=self._done, refresh=True)
 

@@ -32,7 +32,7 @@ START = (
 
 def num_usable_cpus() -> int:
     """Return the CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_in_processes(

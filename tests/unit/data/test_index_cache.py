@@ -239,7 +239,7 @@ def test_a_damaged_index_is_replaced_with_a_warning(data, scans, messages, how):
     assert len(scans) == 2
     (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
     assert f"the index {saved(folder)} cannot be trusted" in warning
-    assert "indexing anew" in warning
+    assert f"{folder}: indexing" in messages.text
     assert lengths_of(folder) == lengths
     assert len(scans) == 2
 
@@ -284,6 +284,16 @@ def test_read_only_data_are_indexed_in_the_users_cache(data, scans, messages, tm
     assert saved(tmp_path / "user_cache").parent == tmp_path / "user_cache" / "megatron-dynamic-cp"
     assert "Read-only file system" in messages.text
     assert not [record for record in messages.records if record.levelno >= logging.WARNING]
+
+
+def test_a_user_without_a_home_gets_no_folder_of_that_name(data, tmp_path, monkeypatch):
+    folder, lengths = data
+    refuse_folder(monkeypatch, folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert lengths_of(folder) == lengths
+    assert list(tmp_path.rglob("*.lengths")) == []
 
 
 def test_a_folder_that_may_not_be_written_at_all(data, scans, messages, tmp_path, monkeypatch):
@@ -396,6 +406,11 @@ def test_a_pipe_of_json_lines_is_an_error(tmp_path):
         lengths_of(tmp_path / "a.jsonl")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_long_scans_tell_how_far_they_are(tmp_path, messages, monkeypatch):
     from megatron.trainer.data import progress
 
@@ -407,5 +422,12 @@ def test_long_scans_tell_how_far_they_are(tmp_path, messages, monkeypatch):
     (entry,) = entries.index_entries(config(folder), on_tick=lambda: ticks.append(1))
     assert len(entry.index.columns["lengths"]) == 10
     assert "50 % of 160 bytes" in messages.text
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "BAR_AFTER_S", 0.0)
+    shutil.rmtree(folder / HIDDEN_FOLDER)
+    entries.index_entries(config(folder))
+    assert str(folder)[-20:] in terminal.getvalue()
+    assert "80/160 bytes" in terminal.getvalue()
     assert len(ticks) >= 10
     assert length_index.load_index(entry.index.path).digest == entry.index.digest
