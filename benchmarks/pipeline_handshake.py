@@ -97,7 +97,9 @@ def measure(name: str) -> None:
         tensor = torch.zeros(shape)
         for _ in rank_tokens:
             if pp_group.rank() == 0:
-                communicator.send_forward_recv_backward(tensor, shape, False)
+                # Not in one call: the handshake would wait for the answer's shape before it sent the question.
+                communicator.send_forward(tensor, False)
+                communicator.recv_backward(shape, False)
             else:
                 communicator.recv_forward(shape, False)
                 communicator.send_backward(tensor, False)
