@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ COMMAND_GROUP = "dynamic_cp.commands"
 """Entry points of commands that need more than this package; each names a click.Command."""
 
 COMMANDS = {
-    "lengths": "Describe sequence lengths: quantiles, and what each length class holds.",
+    "lengths": "Describe lengths: quantiles, and what each class of them holds.",
     "plan": "Plan one global batch and predict its time.",
     "check": "Judge a plan that `plan --output` wrote.",
     "simulate": "Compare policies on several global batches: does dynamic CP pay?",
-    "sweep": "Search TP, PP, VPP, token limit and recomputation for a number of GPUs.",
+    "sweep": "Search TP, PP, VPP, limits and recomputation for some GPUs.",
     "trace": "Write a timeline for Perfetto or chrome://tracing.",
     "report": "Write one HTML file with pictures, tables and inputs.",
     "doctor": "Check the installation and say how to mend it.",
@@ -107,6 +108,7 @@ def group() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status: 0, or 2 after one line on stderr for bad input or an illegal plan."""
+    _print_what_the_terminal_can()
     try:
         arguments = None if argv is None else list(argv)
         status = group.main(args=arguments, prog_name="dynamic-cp", standalone_mode=False)
@@ -133,6 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) closed early; keep Python from complaining again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _print_what_the_terminal_can() -> None:
+    """Let a stream that cannot show a character show `?`, rather than end in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _with_own_flags(message: str) -> str:

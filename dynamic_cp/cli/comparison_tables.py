@@ -40,7 +40,7 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
 
     _show_inputs(comparison, batch, out)
     out.print()
-    out.print(_figures(comparison, wide=out.width >= WIDE))
+    out.print(_figures(comparison, out))
     if all(one.parts is None for one in comparison.policies):
         return
     out.print()
@@ -77,10 +77,11 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
     )
 
 
-def _figures(comparison: Comparison, *, wide: bool) -> Table:
-    columns = ["policy", "s/batch", "± sd", "gain", "95 %", "/bound", "tok/s/GPU"]
+def _figures(comparison: Comparison, out: Console) -> Table:
+    wide = out.width >= WIDE
+    columns = ["policy", "s/batch", "± sd" if can_draw(out) else "sd", "gain", "95 %", "/bound", "tok/s/GPU"]
     if wide:
-        columns += ["TFLOP/s/GPU", "micro-b."]
+        columns += ["TFLOP/s/GPU", "micro-batches"]
     columns += ["GB"]
     if wide:
         columns += ["limit", "plan ms"]

@@ -205,7 +205,7 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
     cross = "×" if can_draw(out) else "x"
     out.print(
         heading(f"{given['model']} on {gpus} {cross} {given['hardware']}"),
-        Text(f"{job.policy}, {len(job.batches)} global batches of {len(job.batches[0])} samples"),
+        Text(f"policy {job.policy}, {len(job.batches)} global batches of {len(job.batches[0])} samples"),
     )
     out.print(f"{found.num_evaluated} settings planned; each of these is beaten by none in both time and memory:")
     out.print()

@@ -1,0 +1,241 @@
+"""Every wrong input of every command: one line with the remedy on stderr, status 2, nothing on stdout or on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from dynamic_cp import cli
+from tools.command_goldens import INPUTS
+
+FILES = ["--model", str(INPUTS / "model.json"), "--hardware", str(INPUTS / "hardware.json")]
+LENGTHS = ["--lengths", str(INPUTS / "lengths.txt")]
+DRAWN = [*LENGTHS, "--global-batch-size", "8"]
+COMMANDS = {
+    "lengths": ["lengths", LENGTHS[1]],
+    "plan": ["plan", *LENGTHS, "--lanes", "4", *FILES],
+    "check": ["check", "plan.json"],
+    "simulate": ["simulate", *DRAWN, "--lanes", "4", *FILES],
+    "sweep": ["sweep", *DRAWN, "--gpus", "4", *FILES, "--jobs", "1"],
+    "trace": ["trace", *LENGTHS, "--lanes", "4", *FILES, "--output", "trace.json"],
+    "report": ["report", *DRAWN, "--lanes", "4", *FILES, "--output", "report.html"],
+    "doctor": ["doctor", "--quick"],
+}
+
+# Words after those above (a later option wins); what stderr says.
+ANY_BATCH = [
+    (["--lengths", "/nowhere.npy"], "cannot read /nowhere.npy: No such file or directory: check the path"),
+    (["--lengths", "column.csv"], "none of its 2 columns ('name, size') is named seqlen"),
+    (["--lengths", "empty.txt"], "holds 0 lengths, at least 1 is needed"),
+    (["--lengths", "latin.txt"], "is no .txt file of lengths"),
+    (["--lengths", "negative.txt"], "a length is at least 1 token"),
+    (["--lengths", "words.txt"], "an integer is needed"),
+    (["--lengths", "lengths.xls"], "ends in '.xls': give a .npy, .txt, .csv, .jsonl, .idx file"),
+    (["--lengths", "folder.npy"], "folder.npy"),
+    (["--lengths", "gitub"], "is no workload (did you mean 'github'"),
+    (["--lengths", "lognormal:mean=9"], "lognormal"),
+    (["--global-batch-size", "0"], "--global-batch-size is 0, 1 to 10000000"),
+    (["--global-batch-size", "-4"], "--global-batch-size is -4"),
+    (["--global-batch-size", "many"], "Invalid value for '--global-batch-size': 'many' is not a valid integer"),
+    (["--global-batch-size", "8", "--seed", "-1"], "seed is -1, the smallest allowed value is 0"),
+    (["--global-batch-size", "8", "--max-seqlen", "-5"], "max_seqlen is -5"),
+    (["--global-batch-size", "8", "--overlong", "cut"], "Invalid value for '--overlong': 'cut' is not one of"),
+    (["--model", "llama3-8b"], "none of the bundled models (did you mean 'llama-3-8b'"),
+    (["--model", "/nowhere.json"], "cannot read /nowhere.json"),
+    (["--model", "words.json"], "is not JSON"),
+    (["--hardware", "h1000"], "none of the bundled hardware (did you mean 'h100'"),
+    (["--hardware", "words.json"], "is not JSON"),
+    (["--hardware", "cpu"], "hardware 'cpu' gives no hbm_bytes"),
+    (["--ranks-per-node", "0"], "ranks_per_node is 0"),
+    (["--lenghts", "x"], "No such option '--lenghts'"),
+]
+ANY_JOB = [
+    (["--lanes", "0"], "num_lanes is 0, the smallest allowed value is 1"),
+    (["--lanes", "-1"], "num_lanes is -1"),
+    (["--lanes", "2000000"], "num_lanes is 2000000, at most 1048576"),
+    (["--tp", "0"], "tp_size is 0"),
+    (["--pp", "0"], "pp_size is 0"),
+    (["--vpp", "2"], "vp_size is 2 but pp_size is 1: interleaving needs pp_size >= 2"),
+    (["--pp", "16"], "--pp 16 times --vpp 1 is 16 model chunks, the model has 8 layers"),
+    (["--max-tokens-per-rank", "many"], "'many' is neither a number of tokens nor 'auto'"),
+    (["--max-tokens-per-rank", "0"], "max_tokens_per_rank is 0"),
+    (["--max-tokens-per-rank", "-1"], "max_tokens_per_rank is -1"),
+    (["--max-tokens-per-rank", "64"], "64 per rank): raise --max-tokens-per-rank or --lanes"),
+    (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
+    (["--cp-comm-type", "a2a+p2p"], "Invalid value for '--cp-comm-type'"),
+    (["--recompute", "some"], "Invalid value for '--recompute'"),
+]
+SEVERAL = [
+    (["--batches", "0"], "--batches is 0, 1 to 1000 can be compared"),
+    (["--batches", "-2"], "--batches is -2"),
+]
+POLICY = [
+    (["--policy", "dynamik"], "policy 'dynamik' is unknown (did you mean 'dynamic'?)"),
+    (["--policy", ","], "0 policies are given"),
+]
+JSON = [
+    (["--json", "no/such/folder.json"], "cannot write no/such/folder.json: No such file or directory"),
+    (["--json", "."], "cannot write .: it is a folder"),
+    (["--json", "lengths.xls/x.json"], "cannot write lengths.xls/x.json: Not a directory"),
+]
+CASES = {
+    "lengths": [
+        *(
+            ([words[1]], says)
+            for words, says in ANY_BATCH
+            if words[0] == "--lengths" and not words[1].startswith("log")
+        ),
+        *JSON,
+        (["--samples", "0"], "--samples is 0, at least 1 is needed"),
+        (["--samples", "5", "--seed", "-3"], "seed is -3"),
+        (["--seed", "3"], "--seed is about drawing a batch"),
+    ],
+    "plan": [
+        *ANY_BATCH,
+        *ANY_JOB,
+        *JSON,
+        (["--output", "no/plan.json"], "cannot write no/plan.json"),
+        (["--policy", "best"], "policy 'best' is unknown: use one of dynamic"),
+        (["--seed", "1"], "--seed is about drawing a batch, but all of"),
+    ],
+    "check": [
+        ([], "cannot read plan.json: No such file or directory"),
+        (["more.json"], "Got unexpected extra argument"),
+        (["--lengths", "empty.txt"], "cannot read plan.json"),
+    ],
+    "simulate": [*ANY_BATCH, *ANY_JOB, *SEVERAL, *POLICY, *JSON],
+    "sweep": [
+        *ANY_BATCH,
+        *SEVERAL,
+        *JSON,
+        (["--gpus", "0"], "num_gpus is 0, at least 1 is needed"),
+        (["--gpus", "12"], "12 GPUs are no whole number of nodes of 8"),
+        (["--tp", "1,x"], "'1,x' is not a list of whole numbers"),
+        (["--pp", "0"], "pp is 0, at least 1"),
+        (["--tp", "3"], "none of the settings can run on 4 GPUs: TP x PP does not divide the GPUs (6)"),
+        (["--recompute", "half"], "recompute is half: use some of none, selective, full"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--max-tokens-per-rank", "10000000"], "no token limit fits both memory and the longest sample"),
+        (["--policy", "megatron-dev"], "Invalid value for '--policy'"),
+    ],
+    "trace": [
+        *ANY_BATCH,
+        *ANY_JOB,
+        *POLICY,
+        (["--output", "-"], "cannot write -: it is no file"),
+        (["--output", "/dev/null"], "cannot write /dev/null: it is no file"),
+        (["--output", "no/trace.json"], "cannot write no/trace.json"),
+        (["--first-lanes", "5"], "--first-lanes is 5, there are 4 lanes"),
+    ],
+    "report": [
+        *ANY_BATCH,
+        *ANY_JOB,
+        *SEVERAL,
+        *POLICY,
+        (["--output", "no/report.html"], "cannot write no/report.html"),
+        (["--run", "folder.npy"], "--lengths says what to simulate, --run is about a run"),
+    ],
+    "doctor": JSON,
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "column.csv").write_text("name,size\na,3\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"12 \xe9\xff 3")
+    (tmp_path / "negative.txt").write_text("5 -3")
+    (tmp_path / "words.txt").write_text("five")
+    (tmp_path / "words.json").write_text("five")
+    (tmp_path / "lengths.xls").write_text("5")
+    (tmp_path / "folder.npy").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(words, capsys, folder):
+    """Return the line on stderr of a command that refuses, and leaves nothing."""
+    before = sorted(os.listdir(folder))
+    status = cli.main(words)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, ""), f"{words}: {err}"
+    assert err.startswith("dynamic-cp: error: "), err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert sorted(os.listdir(folder)) == before
+    return err
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_bad_input(command, folder, capsys):
+    assert len(CASES[command]) >= 3
+    lines = [(change, says, refused([*COMMANDS[command], *change], capsys, folder)) for change, says in CASES[command]]
+    assert [(change, says, err) for change, says, err in lines if says not in err] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["simulat"], "there is no command 'simulat': did you mean simulate?"),
+        (["plan", "--lengths", "x.txt"], "Missing option '--lanes'"),
+        (["report", "--output", "r.html"], "Missing option '--lengths' (or '--run DIR' for a training run)"),
+        (["report", "--output", "r.html", "--run", "folder.npy"], "was the run started with --dynamic-cp-dump?"),
+        (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+        (["--frobnicate"], "No such option '--frobnicate'"),
+        (["simulate", "--lengths", "github", "--lanes", "4"], "github is a workload without a number of samples"),
+    ],
+)
+def test_bad_usage(words, says, folder, capsys):
+    assert says in refused(words, capsys, folder)
+
+
+def test_output_is_refused_before_the_work(folder, capsys, monkeypatch):
+    def work(*_arguments, **_options):
+        raise AssertionError("planned before the output was checked")
+
+    monkeypatch.setattr("dynamic_cp.comparison.compare_policies", work)
+    monkeypatch.setattr("dynamic_cp.sweep.sweep", work)
+    monkeypatch.setattr("dynamic_cp.search.plan_global_batch", work)
+    for command in ("plan", "simulate", "sweep"):
+        refused([*COMMANDS[command], "--json", "no/x.json"], capsys, folder)
+    refused([*COMMANDS["trace"], "--output", "no/x.json"], capsys, folder)
+    refused([*COMMANDS["report"], "--output", "no/x.html"], capsys, folder)
+
+
+def test_devices_stay_devices(folder, capsys):
+    assert cli.main([*COMMANDS["simulate"], "--json", "/dev/null"]) == 0
+    assert not os.path.isfile("/dev/null")
+
+
+def test_without_arguments_help_is_shown(capsys):
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "simulate" in err
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, folder, capsys):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dynamic_cp.comparison.compare_policies", interrupted)
+    assert cli.main(COMMANDS["simulate"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_nothing_partial_is_left_when_writing_fails(folder, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    assert "No space left on device" in refused([*COMMANDS["lengths"], "--json", "x.json"], capsys, folder)
+
+
+def test_json_is_strict(folder, capsys):
+    assert cli.main([*COMMANDS["simulate"], "--json", "-"]) == 0
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    json.loads(capsys.readouterr().out, parse_constant=refuse)

@@ -1,0 +1,294 @@
+"""Comparisons: parts add up, bounds hold, speed-ups are what they say, verdicts follow the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
+from dynamic_cp.comparison.parts import prices_by_part
+from dynamic_cp.comparison.speedup import t_quantile
+from dynamic_cp.comparison.verdict import MIN_GAIN
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
+from dynamic_cp.search import POLICIES, plan_global_batch
+from dynamic_cp.simulator import simulate
+from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.validate import check_plan
+from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
+
+TOPOLOGIES = [
+    Topology(num_lanes=8, ranks_per_node=4),
+    Topology(num_lanes=6, tp_size=2, sequence_parallel=True),
+    Topology(num_lanes=4, pp_size=2, ranks_per_node=2),
+    Topology(num_lanes=4, pp_size=2, vp_size=2, tp_size=2, sequence_parallel=True),
+    Topology(num_lanes=1),
+]
+OPTIONS = PlanOptions(max_tokens_per_rank=1500, bytes_per_element=4)
+
+
+def batches(count=3, size=24, longest=1200, seed=0):
+    generator = random.Random(seed)
+    return [
+        samples_of(max(1, min(longest, int(generator.lognormvariate(4.5, 1.3)))) for _ in range(size))
+        for _ in range(count)
+    ]
+
+
+def compared(topology=TOPOLOGIES[0], given=None, options=OPTIONS, **more):
+    arguments = {"model": TINY_MODEL, "hardware": CURVED_HARDWARE, "topology": topology, "options": options, **more}
+    return compare_policies(given or batches(), **arguments)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_parts_add_up_and_none_is_negative(topology, recompute):
+    options = replace(OPTIONS, recompute=recompute, cp_comm_types=("p2p", "all_gather"))
+    comparison = compared(topology, options=options, policies=(*POLICIES, "wlb"))
+    seen = 0
+    for policy in comparison.policies:
+        for outcome in policy.batches:
+            parts = dict(outcome.parts)
+            assert set(parts) == set(PART_LABELS)
+            assert math.fsum(parts.values()) == pytest.approx(outcome.iteration_s, rel=1e-12)
+            assert outcome.iteration_s == outcome.timeline.iteration_s == outcome.planned.predicted_s
+            assert min(parts.values()) >= -1e-9, parts
+            assert outcome.parts.busy_s + outcome.parts.bubble_s + parts["gradient_reduction"] == pytest.approx(
+                outcome.iteration_s
+            )
+            split = outcome.timeline.split
+            assert outcome.parts.bubble_s / outcome.makespan_s == pytest.approx(split.bubble_fraction, abs=1e-9)
+            assert outcome.makespan_s >= outcome.lower_bound_s * (1 - 1e-9)
+            check_plan(outcome.planned.plan)
+            seen += 1
+        assert math.fsum(dict(policy.parts).values()) == pytest.approx(policy.iteration_s, rel=1e-12)
+    assert seen == 15
+
+
+def parts_of(topology, hardware, seqlens, cp_size, **options):
+    options = PlanOptions(**{"max_tokens_per_rank": 4000, "bytes_per_element": 4, "static_cp_size": cp_size, **options})
+    planned = plan_global_batch(
+        samples_of(seqlens), topology=topology, model=TINY_MODEL, hardware=hardware, options=options, policy="static"
+    )
+    prices = prices_by_part(TINY_MODEL, hardware, topology, options)
+    return time_parts(simulate(planned.plan, prices.all), prices)
+
+
+def test_each_part_has_its_cause():
+    lanes = Topology(num_lanes=4, ranks_per_node=2)
+    alone = parts_of(lanes, TINY_HARDWARE, [400] * 4, 1)
+    wide = parts_of(lanes, TINY_HARDWARE, [400] * 4, 4)
+    assert alone.exchange_s == alone.padding_s == alone.tensor_parallel_s == alone.pipeline_bubble_s == 0
+    assert wide.exchange_s > 0
+    fast = replace(TINY_HARDWARE, bandwidth_across_nodes_bytes_per_s=1e15, exchange_latency_s_per_layer=0.0)
+    assert parts_of(lanes, fast, [400] * 4, 4).exchange_s == pytest.approx(0, abs=1e-12)
+    assert parts_of(lanes, TINY_HARDWARE, [401] * 4, 4).padding_s > 0  # 401 tokens become 408
+    assert parts_of(lanes, TINY_HARDWARE, [400], 1).padding_s > 0  # three places without samples
+    tensor = Topology(num_lanes=2, tp_size=2, sequence_parallel=True)
+    assert parts_of(tensor, CURVED_HARDWARE, [400] * 2, 1).tensor_parallel_s > 0
+    uneven = parts_of(lanes, TINY_HARDWARE, [3000, 1000, 1000, 1000], 1)
+    assert uneven.dp_wait_s > 0.2 * uneven.iteration_s
+    stages = Topology(num_lanes=2, pp_size=2)
+    assert parts_of(stages, TINY_HARDWARE, [400] * 4, 1).pipeline_bubble_s > 0
+
+
+def test_launches_are_what_an_empty_bucket_costs():
+    lanes = Topology(num_lanes=1)
+    parts = parts_of(lanes, TINY_HARDWARE, [4000, 4000], 1)
+    assert parts.launch_s == pytest.approx(2 * parts_of(lanes, TINY_HARDWARE, [4000], 1).launch_s)
+    free = replace(
+        TINY_HARDWARE,
+        forward_overhead_s_per_layer=0.0,
+        backward_overhead_s_per_layer=0.0,
+        overhead_s_per_bucket_stage=0.0,
+        linear_extra_tokens=0,
+    )
+    assert parts_of(lanes, free, [4000, 4000], 1).launch_s == 0
+
+
+def test_a_static_policy_has_the_fastest_cp_size_of_all_batches():
+    given = batches(4)
+    chosen = compared(given=given, policies=("balanced",)).policy("balanced")
+    times = {}
+    for cp_size in (1, 2, 4, 8):
+        alone = compared(given=given, policies=("balanced",), options=replace(OPTIONS, static_cp_size=cp_size))
+        times[cp_size] = alone.policy("balanced").iteration_s
+    assert len(set(times.values())) > 1
+    assert chosen.iteration_s == min(times.values())
+    assert times[chosen.static_cp_size] == chosen.iteration_s
+    assert all(set(one.planned.plan.cp_histogram) == {chosen.static_cp_size} for one in chosen.batches)
+
+
+def test_the_limit_follows_from_memory_for_each_policy():
+    hardware = replace(CURVED_HARDWARE, hbm_bytes=3e7, communicator_bytes_per_group=1e6)
+    comparison = compared(hardware=hardware, limit_from_memory=True)
+    limits = {one.policy: one.max_tokens_per_rank for one in comparison.policies}
+    assert limits["dynamic"] == comparison.options.max_tokens_per_rank > 200
+    assert limits["balanced"] != limits["dynamic"]
+    for one in comparison.policies:
+        assert one.fits_memory
+        assert one.peak_bytes <= one.available_bytes
+    tight = compared(hardware=hardware, options=replace(OPTIONS, max_tokens_per_rank=40000), given=[samples_of([9000])])
+    assert not tight.policy("dynamic").fits_memory
+    assert "lower the token limit" in verdict_of(tight).headline
+    with pytest.raises(MemoryLimitError):
+        compared(hardware=replace(hardware, hbm_bytes=1e6), limit_from_memory=True)
+
+
+def test_the_same_twice_but_for_the_seconds_of_planning():
+    def without_clock(comparison):
+        data = to_dict(comparison)
+        for policy in data["policies"].values():
+            for figures in (*policy["batches"], policy["mean"]):
+                assert figures.pop("plan_s") > 0
+        return json.dumps(data, allow_nan=False)
+
+    assert without_clock(compared()) == without_clock(compared())
+
+
+def test_json_has_what_the_design_promises():
+    data = to_dict(compared(model_name="tiny"), {"lengths": "here"})
+    assert list(data) == ["schema_version", "inputs", "policies", "speedup", "verdict"]
+    assert data["inputs"]["lengths"] == "here"
+    assert list(data["policies"]) == list(POLICIES)
+    assert set(data["speedup"]) == {"static", "balanced", "megatron-dev"}
+    promised = (
+        "iteration_s lower_bound_s num_microbatches tokens_per_s_per_gpu tflops_per_gpu bubble_fraction "
+        "cp_wait_fraction dp_wait_fraction padding_fraction peak_bytes plan_s"
+    )
+    for policy in data["policies"].values():
+        assert len(policy["batches"]) == 3
+        for figures in (*policy["batches"], policy["mean"]):
+            assert set(promised.split()) <= set(figures)
+            assert sum(figures["parts_s"].values()) == pytest.approx(figures["iteration_s"])
+        mean = statistics.fmean(one["iteration_s"] for one in policy["batches"])
+        assert policy["mean"]["iteration_s"] == pytest.approx(mean)
+
+
+def test_progress_counts_to_the_end():
+    calls = []
+    compared(progress=lambda *call: calls.append(call))
+    assert [done for done, _, _ in calls] == list(range(5))
+    assert calls[-1][:2] == (4, 4)
+
+
+def test_what_cannot_be_compared():
+    with pytest.raises(InvalidInputError, match="0 global batches"):
+        compare_policies([], topology=TOPOLOGIES[0], model=TINY_MODEL, hardware=TINY_HARDWARE, options=OPTIONS)
+    with pytest.raises(InvalidInputError, match="did you mean 'balanced'"):
+        compared(policies=("ballanced",))
+    with pytest.raises(UnsupportedFeatureError, match=r"megatron-0.16.1 has no result here: 0.16.1 fails on 6 lanes"):
+        compared(TOPOLOGIES[1], policies=("dynamic", "megatron-0.16.1"))
+
+
+def test_a_peer_without_a_plan_has_seconds_only():
+    pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule", reason="needs megatron-core 0.16")
+    comparison = compared(policies=("dynamic", "balanced", "megatron-0.16.1"))
+    peer = comparison.policy("megatron-0.16.1")
+    assert peer.iteration_s > comparison.policy("dynamic").iteration_s
+    assert peer.parts is None
+    assert "barriers" in peer.batches[0].note
+    assert to_dict(comparison)["policies"]["megatron-0.16.1"]["mean"]["peak_bytes"] is None
+    assert verdict_of(comparison).baseline == "balanced"
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    with pytest.raises(UnsupportedFeatureError, match=r"megatron-0.16.1 has no entry point .*pip install"):
+        compared(policies=("megatron-0.16.1",))
+    monkeypatch.setitem(__import__("sys").modules, "pulp", None)
+    with pytest.raises(UnsupportedFeatureError, match="pulp, which is missing"):
+        compared(policies=("flexsp",))
+
+
+def test_a_speedup_has_its_estimate_inside_and_narrows():
+    generator = random.Random(3)
+    ours = [generator.uniform(1, 2) for _ in range(64)]
+    theirs = [one * generator.uniform(1.1, 1.5) for one in ours]
+    widths = []
+    for count in (2, 4, 16, 64):
+        one = speedup_of("dynamic", ours[:count], "static", theirs[:count])
+        assert one.low < one.ratio < one.high
+        assert one.ratio == pytest.approx(statistics.geometric_mean(one.per_batch))
+        widths.append(one.high - one.low)
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < widths[0] / 8
+    alone = speedup_of("dynamic", ours[:1], "static", theirs[:1])
+    assert (alone.low, alone.high) == (None, None)
+    same = speedup_of("dynamic", ours, "static", ours)
+    assert (same.low, same.ratio, same.high) == (1, 1, 1)
+    # Which of the two is slower only turns the ratio around.
+    back = speedup_of("static", theirs, "dynamic", ours)
+    there = speedup_of("dynamic", ours, "static", theirs)
+    assert (back.low, back.high) == (pytest.approx(1 / there.high), pytest.approx(1 / there.low))
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    generator = random.Random(5)
+    num_inside = 0
+    for _ in range(2000):
+        logs = [generator.gauss(0.2, 0.1) for _ in range(5)]
+        one = speedup_of("a", [1.0] * 5, "b", [math.exp(log) for log in logs])
+        num_inside += one.low <= math.exp(0.2) <= one.high
+    assert 0.93 < num_inside / 2000 < 0.97
+
+
+def test_quantiles_of_t():
+    assert (t_quantile(1), t_quantile(10)) == (12.7062, 2.2281)
+    for degrees, value in ((31, 2.0395), (60, 2.0003), (120, 1.9799), (1000, 1.9623)):
+        assert t_quantile(degrees) == pytest.approx(value, abs=2e-4)
+    values = [t_quantile(degrees) for degrees in range(1, 200)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_verdict_where_it_pays():
+    comparison = compared(given=batches(6, 96), options=replace(OPTIONS, max_tokens_per_rank=300))
+    verdict = verdict_of(comparison)
+    speedup = next(one for one in comparison.speedups if one.baseline == verdict.baseline)
+    assert verdict.pays == "yes"
+    assert speedup.low >= MIN_GAIN
+    assert f"{speedup.ratio:.2f}x (95 % {speedup.low:.2f}..{speedup.high:.2f})" in verdict.headline
+    # The first part it names is the largest that was saved.
+    theirs, ours = comparison.policy(verdict.baseline).parts, comparison.policy("dynamic").parts
+    saved = {name: seconds - dict(ours)[name] for name, seconds in theirs}
+    assert dict(verdict.saved_s) == pytest.approx(saved)
+    largest = max(saved, key=saved.get)
+    named = {name: verdict.reason.find(label) for name, label in PART_LABELS.items() if label in verdict.reason}
+    assert min(named, key=named.get) == largest
+    assert sum(saved.values()) == pytest.approx(
+        comparison.policy(verdict.baseline).iteration_s - comparison.policy("dynamic").iteration_s
+    )
+
+
+def test_the_reason_follows_the_cause():
+    """Without a price of the exchange, the exchange is no reason; with a slow network it is the first."""
+    given = [samples_of([900, *[60] * 40]) for _ in range(2)]
+    slow = replace(CURVED_HARDWARE, bandwidth_in_node_bytes_per_s=2e7, bandwidth_across_nodes_bytes_per_s=4e6)
+    reason = verdict_of(compared(given=given, hardware=slow, options=replace(OPTIONS, max_tokens_per_rank=300))).reason
+    assert "exposed CP exchange" in reason.partition(" -> ")[0]
+    free = replace(
+        CURVED_HARDWARE,
+        bandwidth_in_node_bytes_per_s=1e15,
+        bandwidth_across_nodes_bytes_per_s=1e15,
+        exchange_latency_s_per_layer=0.0,
+        ring_step_overhead_s_per_layer=0.0,
+    )
+    reason = verdict_of(compared(given=given, hardware=free, options=replace(OPTIONS, max_tokens_per_rank=300))).reason
+    assert "exposed CP exchange" not in reason.partition(" -> ")[0]
+
+
+def test_a_verdict_where_it_does_not_pay():
+    verdict = verdict_of(compared(given=[samples_of([300] * 32)] * 2))
+    assert verdict.pays == "no"
+    assert "does not pay here" in verdict.headline
+    assert verdict.reason.startswith("All samples have 300 tokens")
+    assert "Dynamic CP, too, runs all tokens at CP" in verdict.reason
+
+
+def test_no_verdict_without_a_comparison():
+    assert verdict_of(compared(policies=("dynamic",))) is None
+    assert verdict_of(compared(policies=("static", "balanced"))) is None

@@ -1,0 +1,35 @@
+"""What the command prints stays as reviewed; `python tools/command_goldens.py` rewrites it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.command_goldens import COMMANDS, FOLDER, WIDTHS, json_file, render, render_json, surface, text_file
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_text(name):
+    for width in WIDTHS:
+        text = render(name, width)
+        assert text == (FOLDER / text_file(name, width)).read_text(encoding="utf-8"), f"{name} at {width} columns"
+        if not name.startswith("plan"):  # a plan is one line per micro-batch
+            assert max(map(len, text.splitlines())) <= (width if name != "sweep" else max(width, 100))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json(name):
+    text = render_json(name)
+    assert text == (FOLDER / json_file(name)).read_text(encoding="utf-8")
+    assert json.loads(text)["schema_version"] == 1
+
+
+def test_all_commands_and_options():
+    assert surface() == (FOLDER / "surface.txt").read_text(encoding="utf-8")
+
+
+def test_no_golden_is_left_over():
+    known = {"surface.txt"} | {json_file(name) for name in COMMANDS}
+    known |= {text_file(name, width) for name in COMMANDS for width in WIDTHS}
+    assert {path.name for path in FOLDER.glob("*.*")} == known

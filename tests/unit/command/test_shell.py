@@ -1,0 +1,245 @@
+"""The command as a process: start-up, pipes, colours, imports, and the commands that write files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dynamic_cp import cli
+from tests.unit.command.test_bad_input import COMMANDS, DRAWN, FILES
+from tools.command_goldens import INPUTS
+
+COMMAND = [sys.executable, "-m", "dynamic_cp.cli"]
+
+
+def run(words, **environment):
+    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, timeout=120, check=False, env={**clean, **environment}
+    )
+
+
+def test_help_starts_at_once():
+    def seconds(words):
+        start_s = time.perf_counter()
+        subprocess.run(words, check=True, capture_output=True, timeout=60)
+        return time.perf_counter() - start_s
+
+    python_s = statistics.median(seconds([sys.executable, "-c", "pass"]) for _ in range(3))
+    help_s = min(seconds([*COMMAND, "--help"]) for _ in range(3))
+    # 0.1 s on a free machine; generous, for one that is not.
+    assert help_s < max(0.3, 12 * python_s)
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; from dynamic_cp import cli; cli.main(['--help']); cli.main(['simulate', '--help'])\n"
+        "heavy = {'numpy', 'numba', 'rich', 'torch', 'megatron', 'matplotlib', 'pulp'} & set(sys.modules)\n"
+        "print('heavy:', *sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "heavy:")
+
+
+def test_the_library_imports_no_command_line():
+    program = (
+        "import sys, dynamic_cp; dynamic_cp.plan_global_batch; dynamic_cp.load_model; import dynamic_cp.comparison\n"
+        "print('heavy:', *sorted({'click', 'rich', 'torch', 'megatron', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "heavy:\n")
+
+
+@pytest.mark.parametrize("command", ["lengths", "plan", "simulate", "doctor"])
+def test_a_pipe_gets_no_control_characters(command):
+    done = run(COMMANDS[command])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""
+    text = done.stdout.decode()
+    assert len(text.splitlines()) > 5
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+
+
+def test_ascii_terminals_get_ascii():
+    done = run(COMMANDS["simulate"], PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    done = run(COMMANDS["lengths"], PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert b"##" in done.stdout
+
+
+def in_terminal(words, **environment):
+    """Return what a command writes to a terminal."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=child, stderr=child, env={**clean, "TERM": "xterm-256color", **environment}
+    )
+    os.close(child)
+    written = b""
+    while True:
+        try:
+            chunk = os.read(parent, 65536)
+        except OSError:  # the terminal is closed: Linux's way to say the end
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.close(parent)
+    assert process.wait(timeout=60) == 0, written
+    return written.decode()
+
+
+def test_a_terminal_gets_colours_unless_it_wants_none():
+    colour = r"\x1b\[(?:\d+;)*3[0-7]m"
+    coloured, plain = in_terminal(COMMANDS["simulate"]), in_terminal(COMMANDS["simulate"], NO_COLOR="1")
+    assert re.search(colour, coloured)
+    assert "█" in coloured
+    assert not re.search(colour, plain)
+    assert "█" not in plain
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    reader = subprocess.Popen(
+        f"{sys.executable} -m dynamic_cp.cli lengths | head -1",
+        shell=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = reader.communicate(timeout=60)
+    assert out.startswith("workload")
+    assert err == ""
+
+
+def test_lengths_are_described(capsys):
+    assert cli.main([*COMMANDS["lengths"], "--json", "-"]) == 0
+    described = json.loads(capsys.readouterr().out)["lengths"][str(INPUTS / "lengths.txt")]
+    lengths = [int(word) for word in (INPUTS / "lengths.txt").read_text().split()]
+    assert (described["num_samples"], described["num_tokens"]) == (len(lengths), sum(lengths))
+    for one in described["classes"]:
+        inside = [length for length in lengths if one["above_tokens"] < length <= one["up_to_tokens"]]
+        assert len(inside) == one["num_samples"]
+        assert sum(inside) / sum(lengths) == pytest.approx(one["tokens"])
+    for share in ("samples", "tokens", "tokens_squared"):
+        assert sum(one[share] for one in described["classes"]) == pytest.approx(1)
+
+
+def test_a_plan_is_checked(tmp_path, capsys):
+    plan = str(tmp_path / "plan.json")
+    assert cli.main([*COMMANDS["plan"], "--output", plan]) == 0
+    capsys.readouterr()
+    assert cli.main(["check", plan, "--lengths", str(INPUTS / "lengths.txt")]) == 0
+    assert "40 samples" in capsys.readouterr().out
+
+
+def test_a_trace_has_every_policy(tmp_path, capsys):
+    path = tmp_path / "trace.json.gz"
+    words = [*COMMANDS["trace"], "--output", str(path), "--policy", "dynamic,balanced", "--pp", "2"]
+    assert cli.main(words) == 0
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert f"{len(events)} events" in capsys.readouterr().out
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(names) == 4
+    assert {name.split()[0] for name in names} == {"dynamic:", "balanced:"}
+    cli.main([*words, "--first-lanes", "1"])
+    fewer = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert 0 < len(fewer) < len(events)
+
+
+def test_a_report_says_how_to_make_it_again(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    path = tmp_path / "a report.html"
+    words = ["report", *DRAWN, "--lanes", "4", *FILES, "--batches", "2", "--policy", "dynamic,balanced"]
+    assert cli.main([*words, "--output", str(path)]) == 0
+    text = re.sub(r"<[^>]*>", "", path.read_text(encoding="utf-8"))
+    assert "dynamic-cp report --lengths" in text
+    assert "--batches 2" in text
+    assert "a report.html" in text
+
+
+def test_the_doctor_finds_what_is_broken(monkeypatch, capsys):
+    assert cli.main(["doctor", "--quick", "--json", "-"]) == 0
+    checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert {"python", "numpy", "click", "rich", "numba", "compiled planner", "CPU", "GPU", "torch"} <= set(checks)
+    assert all(one["remedy"] for one in checks.values() if one["state"] == "broken")
+
+    from importlib.metadata import version
+
+    versions = {"numpy": "1.20.0", "megatron-core": "0.15.0", "pulp": "4.0"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: versions.get(name) or version(name))
+    assert cli.main(["doctor", "--quick"]) == 2
+    out, err = capsys.readouterr()
+    assert "1.20.0, at least 1.26 is needed" in out
+    assert "0.15.0, exactly 0.16.1 is needed" in out
+    assert "3 of 14 checks found something broken (numpy, pulp, megatron-core)" in err
+    assert err.count("\n") == 1
+
+
+def test_the_doctor_asks_the_training_side():
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    done = run(["doctor", "--json", "-"])
+    checks = {one["name"]: one["state"] for one in json.loads(done.stdout)["checks"]}
+    assert {"torch works", "torch.distributed", "megatron.core works", "psutil", "job's store"} <= set(checks)
+    assert checks["job's store"] == "ok"
+
+
+def test_a_training_side_that_cannot_be_imported_is_a_note(monkeypatch):
+    from dynamic_cp import doctor
+
+    class Missing:
+        name = "training"
+
+        def load(self):
+            raise ImportError("No module named 'torch'")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [Missing()])
+    (check,) = doctor.other_checks()
+    assert check.state == "note"
+    assert "No module named 'torch'" in check.detail
+    assert "pip install" in check.remedy
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    assert "_DYNAMIC_CP_COMPLETE" in capsys.readouterr().out
+
+
+def test_completion_knows_names():
+    def completed(line):
+        done = run([], COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1), _DYNAMIC_CP_COMPLETE="bash_complete")
+        return [row.partition(",")[2] for row in done.stdout.decode().splitlines()]
+
+    assert completed("dynamic-cp sim") == ["simulate"]
+    assert completed("dynamic-cp plan --model llama-3") == ["llama-3-70b", "llama-3-8b", "llama-3"]
+    assert "github_bal" in completed("dynamic-cp plan --lengths git")
+    assert "--lanes" in completed("dynamic-cp plan --la")
+
+
+def test_other_packages_add_commands(monkeypatch, capsys):
+    import click
+
+    class Entry:
+        name, value = "profile", "other:command"
+
+        def load(self):
+            return click.Command("profile", callback=lambda: click.echo("profiled"))
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [Entry()])
+    assert cli.main(["profile"]) == 0
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("profiled\n")
+    assert "From other:command." in out

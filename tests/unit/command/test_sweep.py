@@ -1,0 +1,149 @@
+"""The sweep: nothing beats its front, processes change nothing, and its flags start the trainer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
+from dynamic_cp.sweep.evaluate import options_of
+from dynamic_cp.sweep.flags import launcher
+from dynamic_cp.sweep.space import EXCHANGES, Refused, settings_of
+from dynamic_cp.types import Topology
+from tests.unit.planner.support import samples_of
+
+MODEL = load_model("llama-3-8b")
+HARDWARE = load_hardware("h100")
+SPACE = Space(num_gpus=8, tp_sizes=(2, 4), pp_sizes=(1, 2), vp_sizes=(1,), recompute=("none", "full"))
+JOB = SweepJob(batches=(samples_of([9000, 3000, 700, 700, 90, 40] * 3),), model=MODEL, hardware=HARDWARE)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return sweep(SPACE, JOB, max_seqlen=9000)
+
+
+def test_no_setting_beats_the_front(found):
+    points = []
+    for layout in layouts_of(SPACE, MODEL):
+        if isinstance(layout, Refused):
+            continue
+        settings = settings_of(*layout, model=MODEL, hardware=HARDWARE, max_seqlen=9000, distributed_optimizer=True)
+        points += [] if isinstance(settings, Refused) else [evaluate(setting, JOB) for setting in settings]
+    points = [point for point in points if isinstance(point, Point)]
+    assert len(points) >= 10
+    assert found.fastest.iteration_s <= min(point.iteration_s for point in points)
+    for point, best in product(points, found.front):
+        beaten = point.iteration_s < best.iteration_s and point.peak_bytes < best.peak_bytes
+        assert not beaten
+    for faster, slower in zip(found.front, found.front[1:], strict=False):
+        assert faster.iteration_s <= slower.iteration_s
+        assert faster.peak_bytes > slower.peak_bytes
+
+
+def test_what_it_finds_fits_in_memory(found):
+    for point in found.front:
+        memory = MemoryModel(MODEL, HARDWARE, point.setting.topology, options_of(point.setting, JOB))
+        assert point.peak_bytes <= memory.available_bytes
+        assert point.setting.max_tokens_per_rank <= memory.max_tokens_per_rank(9000)
+        assert point == evaluate(point.setting, JOB)
+
+
+def test_processes_change_nothing(found):
+    few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,))
+    assert sweep(few, JOB, max_seqlen=9000, num_processes=2) == sweep(few, JOB, max_seqlen=9000)
+
+
+def test_refusals_are_counted_with_their_reasons():
+    space = Space(num_gpus=8, tp_sizes=(1, 3, 8), pp_sizes=(1, 5, 8), vp_sizes=(1, 2, 3), recompute=("none",))
+    reasons = [layout.reason for layout in layouts_of(space, MODEL) if isinstance(layout, Refused)]
+    assert set(reasons) == {
+        "TP x PP does not divide the GPUs",
+        "PP x VPP does not divide the layers",
+        "VPP without a pipeline",
+    }
+    heads = list(layouts_of(Space(num_gpus=16, ranks_per_node=16, tp_sizes=(16,)), MODEL))
+    assert Refused("TP does not divide heads, KV heads or the MLP") in heads
+    result = sweep(replace(space, vp_sizes=(1,)), JOB, max_seqlen=9000)
+    layouts = list(layouts_of(replace(space, vp_sizes=(1,)), MODEL))
+    assert 0 < sum(isinstance(one, Refused) for one in layouts) <= sum(result.refused.values()) < len(layouts)
+    with pytest.raises(MemoryLimitError, match=r"weights and optimizer do not fit in memory \(3\)"):
+        sweep(Space(num_gpus=1), JOB, max_seqlen=9000)
+    with pytest.raises(MemoryLimitError, match="longest sample"):
+        sweep(Space(num_gpus=4), JOB, max_seqlen=10**8)
+    with pytest.raises(InvalidInputError, match="12 GPUs are no whole number of nodes of 8"):
+        Space(num_gpus=12)
+
+
+def test_the_front_keeps_what_saves_memory():
+    def point(iteration_s, peak_bytes):
+        setting = Setting(topology=Topology(num_lanes=1), recompute="none", max_tokens_per_rank=1)
+        return Point(
+            setting=setting,
+            iteration_s=iteration_s,
+            peak_bytes=peak_bytes,
+            tokens_per_s_per_gpu=1,
+            num_microbatches=1,
+            largest_cp_size=1,
+        )
+
+    points = [point(3, 50), point(1, 100), point(2, 99.5), point(2, 80), point(2, 90), point(4, 50), point(1, 120)]
+    assert [(one.iteration_s, one.peak_bytes) for one in pareto_front(points)] == [(1, 100), (2, 80), (3, 50)]
+
+
+@pytest.mark.parametrize("model_name", ["llama-3-8b", "llama-2-13b", "qwen3-8b"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(num_lanes=4, tp_size=2, sequence_parallel=True),
+        Topology(num_lanes=4, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True),
+        Topology(num_lanes=16),
+    ],
+    ids=str,
+)
+def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatch):
+    from megatron.dynamic_cp.arguments import EXCHANGES as TRAINED_EXCHANGES
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.derive import model_shape, plan_options
+    from megatron.trainer.derive import topology as topology_of
+
+    assert EXCHANGES == TRAINED_EXCHANGES
+    model = load_model(model_name)
+    setting = Setting(topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=EXCHANGES)
+    groups = launch_flags(
+        setting, model=model, hardware_name="h100", max_seqlen=9000, global_batch_size=18, search="thorough"
+    )
+    per_node, *nodes = [int(number) for number in re.findall(r"\d+", launcher(setting))[::-1]]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    words = [word for group in groups for flag in group for word in shlex.split(flag)]
+    args = parse_args([*words, "--lr", "1e-4", "--train-iters", "10"], world_size=per_node * (nodes or [1])[0])
+    assert topology_of(args) == topology
+    options = plan_options(args)
+    assert options.max_tokens_per_rank == 8192
+    assert options.cp_comm_types == EXCHANGES
+    assert (options.recompute, options.search, options.bytes_per_element) == (recompute, "thorough", 2)
+    assert args.dynamic_cp
+    assert (args.seq_length, args.global_batch_size, args.use_distributed_optimizer) == (9000, 18, True)
+    shape = model_shape(args, model.vocab_size)
+    assert replace(shape, source=model.source) == model
+
+
+def test_flags_of_static_policies():
+    setting = Setting(topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100)
+
+    def words(policy):
+        return launch_flags(
+            setting, model=MODEL, hardware_name="a b.json", max_seqlen=9, global_batch_size=1, policy=policy
+        )[1]
+
+    assert words("dynamic")[0] == "--dynamic-cp"
+    assert words("balanced")[0] == "--static-cp-policy balanced"
+    assert words("static")[-1] == "--dynamic-cp-hardware 'a b.json'"
