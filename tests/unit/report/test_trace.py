@@ -209,7 +209,7 @@ def test_traces_need_neither_matplotlib_nor_jinja2():
         (0, {"tid": 99}, "has no name"),
         (0, {"ts": -1.0}, "-1.0"),
         (0, {"ph": "Y"}, "Y"),
-        (-1, {"pid": "0"}, "isinstance"),
+        (-1, {"pid": "0"}, "'pid': '0'"),
     ],
 )
 def test_the_judge_refuses_illegal_traces(index, changes, message):

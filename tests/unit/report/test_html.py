@@ -1,0 +1,288 @@
+"""HTML pages: well-formed, self-contained, escaped, small, and true to the comparison or run they show."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from html import unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from dynamic_cp.comparison import verdict_of
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.report.drawing import format_s
+from dynamic_cp.report.html import render_report, write_report
+from dynamic_cp.report.run_html import render_run_report, write_run_report
+from dynamic_cp.report.theme import DARK, LIGHT
+from tests.unit.report.support import comparison
+from tests.unit.report.test_pictures import RECORDS
+
+pytest.importorskip("jinja2", reason="jinja2 is not installed")
+
+COMMAND = "dynamic-cp report --lengths 'my <list>.txt' --lanes 8 --output report.html"
+VOID = {"meta", "br", "img", "hr", "link", "input", "source"}
+
+
+class Page(HTMLParser):
+    """Reads a page, and notes what a browser would have to repair."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.errors, self.counts, self.attributes, self.ids = [], [], Counter(), [], Counter()
+        self.texts, self.headings, self.cells = [], [], []
+        self.feed(text)
+        self.close()
+        if self.open:
+            self.errors.append(f"not closed: {self.open}")
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] += 1
+        names = [name for name, _ in attrs]
+        if len(names) != len(set(names)):
+            self.errors.append(f"attributes twice: {tag} {names}")
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.ids.update(value for name, value in attrs if name == "id")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open[-1] != tag:
+            self.errors.append(f"</{tag}> closes {self.open[-3:]}")
+        else:
+            self.open.pop()
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append(data.strip())
+            if self.open and re.fullmatch(r"h\d", self.open[-1]):
+                self.headings.append((int(self.open[-1][1]), data.strip()))
+
+
+@cache
+def pages():
+    """Return the pages that all tests read."""
+    hostile = replace(comparison(), model_name='<b>bold</b> & "quoted"')
+    return {
+        "comparison": render_report(hostile, command=COMMAND, inputs={"lengths": "<script>x</script>", "seed": 0}),
+        "one policy": render_report(comparison(1, "m", ("static",)), command="c", inputs={}),
+        "run": render_run_report(RECORDS, command=COMMAND, inputs={"run": "<i>runs</i>"}),
+        "one iteration": render_run_report(RECORDS[:1]),
+    }
+
+
+@cache
+def plain_page():
+    """Return the page of the usual comparison."""
+    return render_report(comparison(), command="c", inputs={})
+
+
+NAMES = ("comparison", "one policy", "run", "one iteration")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_well_formed_and_small(name):
+    text = pages()[name]
+    page = Page(text)
+    assert page.errors == []
+    assert text.startswith("<!DOCTYPE html>")
+    assert text.count("<html lang=") == text.count("<h1>") == text.count("<main>") == 1
+    assert max(page.ids.values()) == 1, page.ids.most_common(3)
+    assert 20_000 < len(text.encode()) < 2_000_000
+    assert page.counts["svg"] >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_loads_and_runs_nothing(name):
+    page = Page(pages()[name])
+    assert not {"script", "link", "iframe", "img", "object", "base", "form"} & set(page.counts)
+    targets = [value for _, name, value in page.attributes if name in ("href", "src", "xlink:href", "action")]
+    assert all(value.startswith("#") for value in targets)
+    assert not any(name.startswith("on") for _, name, _ in page.attributes)
+    assert "http://" not in pages()[name]
+    assert "https://" not in pages()[name]
+    assert "@import" not in pages()[name]
+    assert not re.search(r"url\((?!#)", pages()[name])
+    policy = next(value for tag, name, value in page.attributes if value.startswith("default-src"))
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_what_the_user_named_is_escaped():
+    text = pages()["comparison"]
+    assert "<b>" not in text
+    assert "<script" not in text
+    assert "&lt;b&gt;bold&lt;/b&gt; &amp; &#34;quoted&#34;" in text
+    shown = "".join(Page(text).texts)
+    assert "<script>x</script>" in shown
+    assert "<i>" not in pages()["run"]
+
+
+@pytest.mark.parametrize("name", ["comparison", "run"])
+def test_the_command_can_be_copied(name):
+    code = re.search(r"<code>(.*)</code>", pages()[name])[1]
+    assert unescape(re.sub(r"</?span>", "", code)) == COMMAND
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_colours_follow_the_reader_and_paper_is_light(name):
+    text = pages()[name]
+    starts = (":root { color-scheme: light dark", "(prefers-color-scheme: dark)", "@media print { :root")
+    light, dark, paper = (text.index(start) for start in starts)
+    assert light < dark < paper
+    for theme, start in ((LIGHT, light), (DARK, dark), (LIGHT, paper)):
+        rules = text[start : text.index("}", start + 60)]
+        for variable, color in theme.named_colors.items():
+            assert f"{variable}: {color};" in rules
+    # Pictures have no colours of their own.
+    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        assert not re.search(r"(fill|stroke): #(?!000000)[0-9a-f]{6}", svg)
+        assert "var(--ink)" in svg
+    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", text)) - {"--at"} <= set(LIGHT.named_colors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_can_be_read_aloud(name):
+    page = Page(pages()[name])
+    levels = [level for level, _ in page.headings]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    images = Counter(tag for tag, name, value in page.attributes if (name, value) == ("role", "img"))
+    labels = [value for tag, name, value in page.attributes if name == "aria-label"]
+    assert images["svg"] == page.counts["svg"]
+    assert all(len(label) > 5 for label in labels)
+    assert len(labels) >= sum(images.values())
+    headers = Counter(tag for tag, name, _ in page.attributes if name == "scope")
+    assert headers["th"] == page.counts["th"] > 0
+
+
+def test_the_verdict_stands_first_and_the_figures_are_the_comparisons():
+    one = comparison()
+    verdict = verdict_of(one)
+    page = Page(plain_page())
+    shown = " ".join(page.texts)
+    assert verdict.headline[1:] in shown
+    assert verdict.reason in shown
+    assert shown.index(verdict.headline[1:]) < shown.index("Policies side by side")
+    assert [title for level, title in page.headings if level == 2] == [
+        "Policies side by side", "Where the time goes", "The plans", "Memory", "Distance to the lower bound",
+        "Batch by batch", "Reproduce",
+    ]  # fmt: skip
+    for policy in one.policies:
+        assert format_s(policy.iteration_s) in shown
+        for batch in policy.batches:
+            assert format_s(batch.iteration_s) in shown
+            assert batch.planned.reason in shown
+    for speedup in one.speedups:
+        assert f"{speedup.ratio:.2f}×" in shown
+        assert f"{speedup.low:.2f}–{speedup.high:.2f}" in shown
+
+
+def test_stacked_bars_add_up():
+    text = plain_page()
+    bars = re.findall(r'<div class="bar" role="img" aria-label="(\w+)[^"]*" style="width: ([\d.]+)%">(.*?)</div>', text)
+    stacked = [
+        (name, float(width), re.findall(r"flex: ([\d.]+) 0 0", parts)) for name, width, parts in bars if " 0 0" in parts
+    ]
+    assert [name for name, _, _ in stacked] == ["dynamic", "static", "balanced"]
+    slowest = max(one.iteration_s for one in comparison().policies)
+    for (_, width, shares), policy in zip(stacked, comparison().policies, strict=True):
+        assert sum(map(float, shares)) == pytest.approx(1, abs=1e-3)
+        assert width == pytest.approx(100 * policy.iteration_s / slowest, abs=0.01)
+
+
+def test_a_policy_that_needs_too_much_memory_is_marked():
+    one = comparison()
+    policies = tuple(
+        replace(
+            policy,
+            available_bytes=2e9,
+            batches=tuple(
+                replace(batch, peak_bytes=3e9 if policy.policy == "static" else 1e9) for batch in policy.batches
+            ),
+        )
+        for policy in one.policies
+    )
+    text = render_report(replace(one, policies=policies), command="c", inputs={})
+    assert text.count("too much") == 1
+    assert "3.0 GB" in text
+    assert "--at: 66.67%" in text
+    assert "does not say how much memory" not in text
+
+
+def test_a_peer_without_plans_has_a_row_and_no_picture():
+    one = comparison()
+    peer = replace(
+        one.policy("static"),
+        policy="flexsp",
+        batches=tuple(
+            replace(
+                batch, planned=None, timeline=None, parts=None, num_microbatches=None, padding_fraction=None,
+                peak_bytes=None, note="no <plan>",
+            )
+            for batch in one.policy("static").batches
+        ),
+    )  # fmt: skip
+    text = render_report(replace(one, policies=(*one.policies, peer)), command="c", inputs={})
+    page = Page(text)
+    assert page.errors == []
+    assert "flexsp: no <plan>" in page.texts
+    only = render_report(replace(one, policies=(peer,)), command="c", inputs={})
+    assert Page(only).errors == []
+    assert Page(only).counts["svg"] == 0
+
+
+def test_the_same_comparison_gives_the_same_page():
+    assert render_report(comparison(), command="c", inputs={}) == plain_page()
+
+
+def test_a_run_that_is_as_predicted_says_so_and_one_that_is_not_too():
+    close = tuple(replace(one, measured_s=one.predicted_s * 1.02) for one in RECORDS)
+    text = " ".join(Page(render_run_report(close)).texts)
+    assert "Iterations take 1.02× the predicted time: the cost model fits this device." in text
+    assert "Median of 27 iterations" in text
+    assert "first 3 are left out" in text
+    twice = tuple(replace(one, measured_s=one.predicted_s * 2, exposed_s=0.02) for one in RECORDS)
+    text = " ".join(Page(render_run_report(twice)).texts)
+    assert "Iterations take 2× the predicted time, longer than" in text
+    assert "nearly the same for all" in text
+    assert "waited for the planner 0.77% of the time" in text
+    mixed = tuple(replace(one, measured_s=one.predicted_s * (1 + one.iteration % 3)) for one in RECORDS)
+    assert "calibrate the hardware file" in " ".join(Page(render_run_report(mixed)).texts)
+
+
+def test_a_long_run_shows_some_of_its_iterations():
+    records = tuple(replace(RECORDS[0], iteration=number) for number in range(1, 1001))
+    text = render_run_report(records)
+    assert "1 in 10 of 1000 iterations" in text
+    assert text.count('role="rowheader"') == 100
+    assert len(text.encode()) < 2_000_000
+
+
+def test_a_run_without_records_is_refused():
+    with pytest.raises(InvalidInputError, match="0 iterations are given"):
+        render_run_report([])
+
+
+def test_pages_are_written_whole_or_not_at_all(tmp_path):
+    write_report(tmp_path / "report.html", comparison(), command="c", inputs={})
+    assert (tmp_path / "report.html").read_text() == plain_page()
+    write_run_report(tmp_path / "run.html", RECORDS[:1])
+    assert (tmp_path / "run.html").read_text() == pages()["one iteration"]
+    with pytest.raises(InvalidInputError, match="choose a writable place"):
+        write_run_report(tmp_path / "no" / "run.html", RECORDS[:1])
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["report.html", "run.html"]
+
+
+def test_a_missing_jinja2_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UnsupportedFeatureError, match=r"HTML pages need jinja2.*\[report\]"):
+        render_run_report(RECORDS[:1])

@@ -1,0 +1,71 @@
+"""Reading what a training run wrote: records by iteration, and one line of help for every broken file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynamic_cp.errors import DataError
+from dynamic_cp.report.run import FILE_NAME, RunRecord, read_run
+
+FULL = {
+    "iteration": 2,
+    "predicted_s": 1.5,
+    "measured_s": 1.8,
+    "loss": 3.25,
+    "num_microbatches": 4,
+    "cp_histogram": {"16": 1, "2": 7},
+    "padding": 0.01,
+    "imbalance": 1.02,
+    "planner_s": 0.004,
+    "exposed_s": 0.0,
+    "tokens": 65536,
+}
+
+
+def written(tmp_path, *lines):
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (tmp_path / FILE_NAME).write_text(text + "\n")
+    return tmp_path
+
+
+def test_records_come_by_iteration_and_unknown_fields_are_ignored(tmp_path):
+    first = {"iteration": 1, "predicted_s": 1, "measured_s": 2, "of_the_future": [1], "loss": None}
+    records = read_run(written(tmp_path, FULL, "", first))
+    assert records[0] == RunRecord(iteration=1, predicted_s=1, measured_s=2)
+    assert records[1] == RunRecord(**(FULL | {"cp_histogram": {2: 7, 16: 1}}))
+    assert list(records[1].cp_histogram) == [2, 16]
+    assert records[1].measured_over_predicted == pytest.approx(1.2)
+
+
+def test_an_iteration_counts_as_it_was_run_last(tmp_path):
+    (record,) = read_run(written(tmp_path, FULL, FULL | {"measured_s": 2.5}))
+    assert record.measured_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"iterations\.jsonl:2 is no JSON object"),
+        ("[1]", r"iterations\.jsonl:2 is no JSON object but list"),
+        ({"iteration": 1, "measured_s": 1}, "has no predicted_s"),
+        (FULL | {"measured_s": "1"}, "measured_s is '1', a number is needed"),
+        (FULL | {"measured_s": True}, "measured_s is True, a number is needed"),
+        (FULL | {"iteration": 1.5}, "iteration is 1.5, a whole number is needed"),
+        (FULL | {"predicted_s": 0}, "predicted_s is 0, a number of seconds > 0 is needed"),
+        (FULL | {"predicted_s": float("nan")}, "predicted_s is nan"),
+        (FULL | {"cp_histogram": [1]}, "cp_histogram is .1., it must be CP size"),
+        (FULL | {"cp_histogram": {"a": 1}}, "it must be CP size"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path, line, message):
+    with pytest.raises(DataError, match=message):
+        read_run(written(tmp_path, FULL, line))
+
+
+def test_a_missing_and_an_empty_file_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*iterations\.jsonl.*--dynamic-cp-dump"):
+        read_run(tmp_path)
+    with pytest.raises(DataError, match="holds 0 iterations"):
+        read_run(written(tmp_path, ""))
