@@ -25,8 +25,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
 from dynamic_cp.lane_plan import PlanFacts, encode_lanes
+from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.packing.static import check_static_cp_size
 from dynamic_cp.search import check_feasible, plan_global_batch
 from dynamic_cp.serialize import dumps
@@ -61,21 +62,20 @@ class Problem:
 
     def static(self, max_seqlen: int) -> Problem:
         """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of
-        `max_seqlen` tokens, else at the smallest CP size that does.
+        `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for.
 
         Raises:
             InfeasibleSampleError: no allowed size does; a run that has called this at its start always has a fallback.
         """
-        options = self.options
-        if options.static_cp_size is not None:
-            longest = Sample(sample_id=0, seqlen=max_seqlen)
-            try:
-                check_static_cp_size(options.static_cp_size, longest, self.topology, options)
-            except DynamicCPError:
-                options = replace(options, static_cp_size=None)
-        if options.static_cp_size is None:
-            check_feasible(max_seqlen, self.topology, options)
-        return replace(self, policy="static", options=options)
+        check_feasible(max_seqlen, self.topology, self.options)
+        longest = Sample(sample_id=0, seqlen=max_seqlen)
+        sizes = allowed_cp_sizes(self.topology, self.options)
+        wanted = self.options.static_cp_size
+        for cp_size in (wanted, *sizes) if wanted in sizes else sizes:
+            with contextlib.suppress(InfeasibleSampleError):
+                check_static_cp_size(cp_size, longest, self.topology, self.options)
+                break
+        return replace(self, policy="static", options=replace(self.options, static_cp_size=cp_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

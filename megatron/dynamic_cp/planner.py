@@ -124,6 +124,8 @@ class Planner:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        if self._process is not None:
+            self._process.kill()  # first: the thread may be in the middle of a message that a hung process never ends
         if self._thread is not None:
             self._thread.join()
         if self._process is not None:
@@ -187,6 +189,8 @@ class Planner:
                         self._settle(given_out, given)
                         given_out = None
             except (EOFError, OSError):
+                if self._is_closed:
+                    return
                 self._after_death(process, given_out)
                 given_out = None
             self._discard_all()
@@ -205,7 +209,10 @@ class Planner:
             if self._deaths[given_out.key] > 1:
                 self._settle(given_out, Answer(key=given_out.key, failure=f"the planner process {how}, twice"))
         process.close()
-        process.start(self._problem)
+        try:
+            process.start(self._problem)
+        except OSError as error:  # out of memory: whoever wants the process next comes here once more
+            logger.warning("no new planner process could be started: %s", error)
 
     def _discard_all(self) -> None:
         while self._to_discard:

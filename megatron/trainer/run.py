@@ -198,9 +198,11 @@ def _planner(
     recorded: RecordedPlans | None,
     dump: RunDump | None,
 ) -> Planner | None:
-    """Return rank 0's planner, None on the other ranks."""
-    if dist.get_rank() != 0:
-        return None
+    """Return rank 0's planner, None on the other ranks; collective, because it may fail there.
+
+    Raises:
+        DynamicCPError: no static plan holds --seq-length; the same on every rank.
+    """
     problem = Problem(
         topology=topology,
         model=model_shape,
@@ -208,15 +210,23 @@ def _planner(
         options=derive.plan_options(args),
         policy=derive.policy(args),
     )
-    return Planner(
-        problem,
-        max_seqlen=args.seq_length,
-        ahead=args.dynamic_cp_lookahead > 0,
-        strict=args.dynamic_cp_strict,
-        recorded=recorded,
-        on_answer=dump.write_answer if dump is not None else None,
-        publish_whole=args.dynamic_cp_verify == "full",
-    )
+    planner: list[Planner] = []
+
+    def start() -> None:
+        planner.append(
+            Planner(
+                problem,
+                max_seqlen=args.seq_length,
+                ahead=args.dynamic_cp_lookahead > 0,
+                strict=args.dynamic_cp_strict,
+                recorded=recorded,
+                on_answer=dump.write_answer if dump is not None else None,
+                publish_whole=args.dynamic_cp_verify == "full",
+            )
+        )
+
+    run_on_rank_zero(start)
+    return planner[0] if planner else None
 
 
 def _dump_and_replay(args: argparse.Namespace, topology: Topology) -> tuple[RunDump | None, RecordedPlans | None]:

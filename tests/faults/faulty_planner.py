@@ -1,0 +1,64 @@
+"""A planner that fails at chosen global batches. The planner's process imports this: no torch here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import PlannedBatch, Sample
+
+BATCH = 12
+"""Samples of a global batch of tests.trainer.commandline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultyProblem(Problem):
+    """A Problem whose plan() goes wrong.
+
+    Attributes:
+        fault: "raise", "die" (SIGKILL), "hang" (for an hour) or "slow" (a plan after `slow_s`).
+        iterations: at which; 0 is the warm-up.
+        times: how often at each of them.
+        folder: in which processes count together.
+        also_static: whether the static plan fails, too.
+    """
+
+    fault: str
+    iterations: tuple[int, ...]
+    folder: str
+    times: int = 1 << 30
+    also_static: bool = False
+    slow_s: float = 0.0
+
+    def plan(self, samples: Sequence[Sample]) -> PlannedBatch:
+        """Go wrong, or return the plan."""
+        iteration = iteration_of(samples)
+        # static() returns this class with another policy
+        if iteration in self.iterations and (self.also_static or self.policy != "static") and self._counts(iteration):
+            if self.fault == "raise":
+                raise RuntimeError(f"planted in iteration {iteration}")
+            if self.fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(self.slow_s if self.fault == "slow" else 3600)
+        return Problem.plan(self, samples)
+
+    def _counts(self, iteration: int) -> bool:
+        """Return whether this is one of the first `times` calls for `iteration`."""
+        for number in range(self.times):
+            try:
+                (Path(self.folder) / f"fault_{iteration}_{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return True
+        return False
+
+
+def iteration_of(samples: Sequence[Sample]) -> int:
+    """Return the iteration of a global batch, 0 for the made-up one of the warm-up."""
+    ids = [sample.sample_id for sample in samples]
+    return 0 if len(ids) != BATCH else min(ids) // BATCH + 1

@@ -1,0 +1,229 @@
+"""The real command on forked ranks with real exit codes: they start in no time, may be killed, and leave nobody behind.
+
+    with Job(folder, "--mock-data ...", ranks=2) as job:
+        job.wait_for(0, r"iteration +2/"); job.kill(1); ended = job.wait(20.0)
+
+The ranks meet as under a launcher: through MASTER_ADDR and MASTER_PORT, with the store on rank 0 or in a process of its
+own. Each rank leads a session, so that whoever it starts can be found even after the rank is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatron.trainer import exits, main, training  # noqa: F401 (training: imported once, before the ranks are forked)
+
+SURVIVORS_LIMIT_S = 8.0
+"""Seconds after the last rank in which its planner and workers must be gone, too: a worker of torch looks for its
+parent every 5 s."""
+_LOOK_UP_S = 0.01
+
+
+class JobError(AssertionError):
+    """A job that took too long or left a process behind; carries what its ranks said."""
+
+
+class RankEnd(NamedTuple):
+    """How a rank ended: exit code (negative: the signal), what it printed, seconds after the start of the job."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Job:
+    """A training job on forked ranks.
+
+    Args:
+        folder: for the ranks' output.
+        words: command line of `pretrain_gpt.py`.
+        sabotage: called on each rank with its number before the command runs; may patch anything, the rank is forked.
+        own_store: the store lives in a process of its own, as torchrun's does; otherwise on rank 0.
+        launched: a launcher looks on: when one rank ends badly, the others get SIGTERM.
+        environment: more environment variables of the ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[str],
+        *,
+        ranks: int = 2,
+        sabotage: Callable[[int], None] | None = None,
+        own_store: bool = False,
+        launched: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
+        for log in self._logs:
+            log.unlink(missing_ok=True)
+        self._launched = launched
+        context = multiprocessing.get_context("fork")
+        port = _free_port()
+        rendezvous = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.store_host: Any = None
+        if own_store:
+            rendezvous |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+            self.store_host = context.Process(target=_host_store, args=(port,), daemon=True)
+            self.store_host.start()
+        self.started_s = time.monotonic()
+        self._ended: dict[int, float] = {}
+        self.processes = []
+        for rank in range(ranks):
+            process = context.Process(
+                target=_rank_main,
+                args=(
+                    list(words),
+                    self._logs[rank],
+                    rendezvous | {"RANK": str(rank)} | dict(environment or {}),
+                    sabotage,
+                ),
+            )
+            process.start()
+            self.processes.append(process)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End whatever is left."""
+        for process in [*self.processes, *([self.store_host] if self.store_host else [])]:
+            process.kill()
+            process.join()
+        for left in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+    def output(self, rank: int) -> str:
+        """Return what a rank has printed."""
+        return self._logs[rank].read_text() if self._logs[rank].exists() else ""
+
+    def wait_for(self, rank: int, pattern: str, limit_s: float = 60.0) -> None:
+        """Return when the output of `rank` matches.
+
+        Raises:
+            JobError: it does not within `limit_s`, or the rank ended before.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not re.search(pattern, self.output(rank)):
+            is_alive = self.processes[rank].is_alive()
+            if time.monotonic() > deadline_s or (not is_alive and not re.search(pattern, self.output(rank))):
+                raise JobError(
+                    f"rank {rank} never said {pattern!r} ({'alive' if is_alive else 'dead'}):\n{self._said()}"
+                )
+            time.sleep(_LOOK_UP_S)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank alone."""
+        os.kill(self.processes[rank].pid, number)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank."""
+        self.signal(rank, signal.SIGKILL)
+
+    def planner(self) -> psutil.Process:
+        """Return the planner's process."""
+        found = self._children(0, "planner_process")
+        assert found, f"rank 0 has no planner process:\n{self._said()}"
+        return found[0]
+
+    def workers(self, rank: int) -> list[psutil.Process]:
+        """Return the forked children of a rank: its DataLoader workers."""
+        rank_command = psutil.Process(self.processes[rank].pid).cmdline()
+        return [child for child in self._children(rank, "") if child.cmdline() == rank_command]
+
+    def _children(self, rank: int, word: str) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process(self.processes[rank].pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
+
+    def family(self) -> list[psutil.Process]:
+        """Return every living process that a rank of this job is or ever started."""
+        sessions, found = {process.pid for process in self.processes}, []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait(self, limit_s: float, *, survivors_limit_s: float = SURVIVORS_LIMIT_S) -> list[RankEnd]:
+        """Return how the ranks ended.
+
+        Raises:
+            JobError: a rank still runs after `limit_s`, or a process it started `survivors_limit_s` later.
+        """
+        deadline_s = time.monotonic() + limit_s
+        told = False
+        while len(self._ended) < len(self.processes):
+            for rank, process in enumerate(self.processes):
+                if rank not in self._ended and not process.is_alive():
+                    self._ended[rank] = time.monotonic() - self.started_s
+            if self._launched and not told and any(self.processes[rank].exitcode for rank in self._ended):
+                told = True
+                for rank in set(range(len(self.processes))) - set(self._ended):
+                    self.signal(rank, signal.SIGTERM)
+            if time.monotonic() > deadline_s:
+                running = [rank for rank in range(len(self.processes)) if rank not in self._ended]
+                raise JobError(f"ranks {running} still run after {limit_s:g} s:\n{self._said()}")
+            time.sleep(_LOOK_UP_S)
+        deadline_s = time.monotonic() + survivors_limit_s
+        while family := self.family():
+            if time.monotonic() > deadline_s:
+                raise JobError(f"{family} still run {survivors_limit_s:g} s after the last rank:\n{self._said()}")
+            time.sleep(0.05)
+        return [
+            RankEnd(process.exitcode, self.output(rank), self._ended[rank])
+            for rank, process in enumerate(self.processes)
+        ]
+
+    def _said(self) -> str:
+        return "\n".join(f"--- rank {rank}:\n{self.output(rank)}" for rank in range(len(self.processes)))
+
+
+def _rank_main(
+    words: list[str], log: Path, environment: Mapping[str, str], sabotage: Callable[[int], None] | None
+) -> None:
+    os.setsid()
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(environment)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    exits.SPEAK_FIRST_S = 0.1  # no launcher ends the ranks that have not spoken yet
+    if sabotage is not None:
+        sabotage(int(environment["RANK"]))
+    exits.leave(main.run(words))
+
+
+def _host_store(port: int) -> None:
+    _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while True:
+        time.sleep(3600)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

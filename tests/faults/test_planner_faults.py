@@ -1,0 +1,246 @@
+"""The planner raises, hangs or dies: the stated fallback or one error everywhere, soon, and nobody is left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.trainer import run as trainer_run
+from tests.faults.faulty_planner import FaultyProblem
+from tests.faults.job import Job, RankEnd
+from tests.trainer.commandline import command_line
+
+pytestmark = pytest.mark.slow
+
+WORDS = (
+    "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 1 --lr-decay-iters 1000 --train-iters 6 "
+    "--dynamic-cp-lookahead 1"
+)
+LIMIT_S = 40.0
+FAULT_LIMIT_S = 20.0
+"""Seconds from a fault to the end of the last rank."""
+
+
+def faulty(rank: int, **fault: Any) -> None:
+    """Give rank 0 a planner that fails."""
+    if rank == 0:
+        trainer_run.Problem = partial(FaultyProblem, **fault)
+
+
+def figures(ended: RankEnd) -> dict[int, str]:
+    """Return iteration -> loss, gradient norm, micro-batches, CP sizes and padding from rank 0's log."""
+    found = re.findall(r"iteration +(\d+)/.*?(lm loss: .*?)\| predicted", ended.output)
+    return {int(number): text for number, text in found}
+
+
+def loss(text: str) -> float:
+    """Return the loss of an entry of `figures`."""
+    return float(text.split()[2])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[int, str]:
+    with Job(tmp_path_factory.mktemp("undisturbed"), command_line(WORDS)) as job:
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [0, 0], ended
+    assert sorted(figures(ended[0])) == [1, 2, 3, 4, 5, 6]
+    return figures(ended[0])
+
+
+def run_job(folder: Path, *words: str, sabotage: Callable[[int], None] | None = None, code: int = 0) -> list[RankEnd]:
+    with Job(folder, command_line(WORDS, *words), sabotage=sabotage) as job:
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [code, code], ended
+    return ended
+
+
+def check_static(ended: list[RankEnd], undisturbed: dict[int, str], iterations: set[int], why: str) -> None:
+    """All ranks warned of these iterations and of no others; the losses are those of the undisturbed run."""
+    for end in ended:
+        warned = re.findall(r"step (\d+) runs the static plan: (.*)", end.output)
+        assert {int(step) for step, _ in warned if int(step)} == iterations, end.output
+        assert all(why in text for _, text in warned), warned
+    got = figures(ended[0])
+    assert sorted(got) == sorted(undisturbed)
+    for iteration, expected in undisturbed.items():
+        if iteration in iterations:
+            assert re.search(r"cp: 2x\d+ ", got[iteration]), "static CP"
+        assert loss(got[iteration]) == pytest.approx(loss(expected), rel=1e-5)
+    if 1 not in iterations:
+        assert got[1] == undisturbed[1], "planned as ever"
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_planner_that_raises_is_replaced_by_the_static_plan_of_that_step(tmp_path, undisturbed, lookahead):
+    sabotage = partial(faulty, fault="raise", iterations=(3, 5), folder=str(tmp_path))
+    ended = run_job(tmp_path, f"--dynamic-cp-lookahead {lookahead}", sabotage=sabotage)
+    check_static(ended, undisturbed, {3, 5}, "the planner raised RuntimeError: planted in iteration")
+    assert "Traceback" in ended[0].output
+
+
+def test_a_planner_that_raises_in_the_warm_up_does_not_end_the_run(tmp_path, undisturbed):
+    ended = run_job(tmp_path, sabotage=partial(faulty, fault="raise", iterations=(0,), folder=str(tmp_path)))
+    assert figures(ended[0]) == undisturbed
+    assert all("step 0 runs the static plan" in end.output for end in ended)
+
+
+def test_a_planner_that_hangs_is_replaced_after_the_timeout(tmp_path, undisturbed):
+    sabotage = partial(faulty, fault="hang", iterations=(3,), folder=str(tmp_path))
+    ended = run_job(tmp_path, "--dynamic-cp-plan-timeout 2", sabotage=sabotage)
+    check_static(ended, undisturbed, {3}, "no plan after 2 s (--dynamic-cp-plan-timeout 2)")
+    assert ended[0].output.count("a new one takes its place") == 1
+
+
+def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
+    """SIGSTOP to the real process in the middle of the run: the kernel, not our code, keeps it from answering."""
+    words = command_line(WORDS, "--train-iters 400 --exit-interval 50 --dynamic-cp-plan-timeout 2")
+    with Job(tmp_path, words) as job:
+        job.wait_for(0, r"iteration +3/")
+        stopped = job.planner()
+        stopped.suspend()
+        job.wait_for(0, "a new one takes its place")
+        assert not stopped.is_running() or stopped.status() == "zombie"
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [0, 0], ended
+    for end in ended:
+        assert len(re.findall(r"step (?!0 )\d+ runs the static plan: no plan after 2 s", end.output)) == 1, end.output
+    assert sorted(figures(ended[0])) == list(range(1, 51)), "it went on, and was planned again by a new process"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same(tmp_path, undisturbed, number):
+    words = command_line(WORDS, "--train-iters 400 --exit-interval 40")
+    with Job(tmp_path, words) as job:
+        job.wait_for(0, r"iteration +3/")
+        job.planner().send_signal(number)
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [0, 0], ended
+    assert f"the planner process was killed by signal {number:d}; a new one takes its place" in ended[0].output
+    assert "static plan" not in ended[0].output
+    got = figures(ended[0])
+    assert len(got) == 40
+    assert {iteration: got[iteration] for iteration in undisturbed} == undisturbed
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_request_that_kills_the_planner_twice_gets_the_static_plan(tmp_path, undisturbed, times):
+    sabotage = partial(faulty, fault="die", iterations=(3,), folder=str(tmp_path), times=times)
+    ended = run_job(tmp_path, sabotage=sabotage)
+    assert ended[0].output.count("the planner process was killed by signal 9; a new one takes its place") == times
+    if times == 1:
+        assert figures(ended[0]) == undisturbed
+    else:
+        check_static(ended, undisturbed, {3}, "the planner process was killed by signal 9, twice")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("raise", "the planner raised RuntimeError: planted in iteration 3"),
+        ("hang", "no plan after 2 s"),
+        ("die", "the planner process was killed by signal 9, twice"),
+    ],
+)
+def test_in_a_strict_run_all_ranks_end_with_the_same_error(tmp_path, fault, why):
+    sabotage = partial(faulty, fault=fault, iterations=(3,), folder=str(tmp_path))
+    ended = run_job(tmp_path, "--dynamic-cp-strict --dynamic-cp-plan-timeout 2", sabotage=sabotage, code=2)
+    said = [re.findall(r"^error.*?: (.*)", end.output, re.MULTILINE) for end in ended]
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    for part in ("no plan for dynamic_cp/plan/train/3", why, "--dynamic-cp-strict"):
+        assert part in said[0][0]
+    assert sorted(figures(ended[0])) == [1, 2]
+
+
+def test_a_planner_whose_static_plan_fails_too_ends_all_ranks_with_the_same_error(tmp_path):
+    sabotage = partial(faulty, fault="raise", iterations=(3,), folder=str(tmp_path), also_static=True)
+    ended = run_job(tmp_path, sabotage=sabotage, code=2)
+    said = [re.findall(r"^error.*?: (.*)", end.output, re.MULTILINE) for end in ended]
+    assert said[0] == said[1]
+    assert said[0][0].count("planted in iteration 3") == 2
+    assert "nor a static one" in said[0][0]
+
+
+@pytest.mark.parametrize("words", ["--max-dynamic-cp-size 1 --context-parallel-size 2", "--min-dynamic-cp-size 2"])
+def test_the_static_plan_keeps_to_the_groups_that_were_built(tmp_path, words):
+    sabotage = partial(faulty, fault="raise", iterations=(3,), folder=str(tmp_path))
+    ended = run_job(tmp_path, "--max-seqlen-per-dp-cp-rank 128", words, sabotage=sabotage)
+    size = 1 if "--max-dynamic-cp-size 1" in words else 2
+    got = figures(ended[0])
+    assert sorted(got) == [1, 2, 3, 4, 5, 6]
+    assert all(re.search(rf"cp: {size}x\d+ \|", text) for text in got.values()), got
+
+
+def test_a_planner_process_that_never_starts_leaves_the_static_plan(tmp_path, undisturbed):
+    """Its interpreter dies again and again, as without memory: two deaths a request, and the run goes on."""
+
+    def sabotage(rank: int) -> None:
+        if rank == 0:
+            from dynamic_cp import planner_process
+
+            planner_process._RUN = "import sys; sys.exit(7)"
+
+    ended = run_job(tmp_path, sabotage=sabotage)
+    check_static(ended, undisturbed, {1, 2, 3, 4, 5, 6}, "the planner process left with status 7, twice")
+
+
+def test_a_planner_process_that_cannot_be_started_again_leaves_the_static_plan(tmp_path, undisturbed):
+    def sabotage(rank: int) -> None:
+        faulty(rank, fault="die", iterations=(4,), folder=str(tmp_path))
+        if rank == 0:
+            import subprocess
+
+            real, started = subprocess.Popen, []
+
+            def start_once(*args: Any, **options: Any) -> Any:
+                if started:
+                    raise OSError(12, "Cannot allocate memory")
+                started.append(None)
+                return real(*args, **options)
+
+            subprocess.Popen = start_once
+
+    ended = run_job(tmp_path, sabotage=sabotage)
+    check_static(ended, undisturbed, {4, 5, 6}, "the planner process was not running, twice")
+    assert "no new planner process could be started: [Errno 12] Cannot allocate memory" in ended[0].output
+
+
+def test_a_planner_process_that_cannot_be_started_is_an_error_of_all_ranks(tmp_path):
+    def sabotage(rank: int) -> None:
+        if rank == 0:
+            import subprocess
+
+            def refuse(*_args: Any, **_kwargs: Any) -> None:
+                raise OSError(12, "Cannot allocate memory")
+
+            subprocess.Popen = refuse
+
+    with Job(tmp_path, command_line(WORDS), sabotage=sabotage, own_store=True) as job:
+        ended = job.wait(LIMIT_S)
+    assert all(end.code in (1, 2) for end in ended), ended
+    assert all("Cannot allocate memory" in end.output for end in ended), ended
+    assert max(end.seconds for end in ended) < FAULT_LIMIT_S
+
+
+def test_a_static_plan_that_is_impossible_is_an_error_of_all_ranks_at_the_start(tmp_path):
+    def sabotage(rank: int) -> None:
+        if rank == 0:  # as if validation had let it through
+            from dynamic_cp.errors import InfeasibleSampleError
+            from dynamic_cp.planner_process import Problem
+
+            def refuse(self: Problem, max_seqlen: int) -> Problem:
+                raise InfeasibleSampleError(f"no group holds {max_seqlen} tokens")
+
+            Problem.static = refuse
+
+    with Job(tmp_path, command_line(WORDS), sabotage=sabotage, own_store=True) as job:
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [2, 2], ended
+    assert all("no group holds 128 tokens" in end.output for end in ended), ended
+    assert max(end.seconds for end in ended) < FAULT_LIMIT_S
