@@ -32,7 +32,8 @@ COMMANDS = {
     "lengths": "lengths ./lengths.txt",
     "lengths_listed": "lengths",
     "plan": f"plan --lengths ./lengths.txt --lanes 4 --pp 2 {_FILES} --max-tokens-per-rank 10240 --bound",
-    "simulate": f"simulate {_BATCHES} --lanes 8 {_FILES} --ranks-per-node 2 --max-tokens-per-rank 8192",
+    "simulate": f"simulate {_BATCHES} --batches 6 --lanes 8 {_FILES} --ranks-per-node 2 --max-tokens-per-rank 8192 "
+    "--policy dynamic,balanced",
     "simulate_one_batch": f"simulate --lengths ./lengths.txt --lanes 8 {_FILES} --policy dynamic,wlb",
     "simulate_pipeline": f"simulate {_BATCHES} --lanes 4 --tp 2 --pp 4 --vpp 2 {_FILES} --recompute full",
     "simulate_equal": "simulate --lengths lognormal:mean=2000,sigma=0 --global-batch-size 16 --batches 2 --lanes 4 "

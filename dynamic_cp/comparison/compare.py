@@ -1,14 +1,15 @@
 """Plans every global batch with every policy and says what comes of it.
 
 A static policy has one CP size for all global batches, as a training run has: the given one, else the fastest of those
-that hold the longest sample. With a token limit that follows from memory every policy gets its own: smaller groups
-need smaller buffers.
+that hold the longest sample. The next-fit policy also has the fastest of a few limits of tokens: the given one or less.
+With a token limit that follows from memory every policy gets its own: smaller groups need smaller buffers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dynamic_cp.comparison.job import Job, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
@@ -22,6 +23,8 @@ from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sa
 
 COMPARED_BY_DEFAULT = POLICIES
 STATIC_POLICIES = ("static", "balanced")
+_STATIC_DIVISORS = (2, 4, 8)
+"""The limit of the next-fit policy may be divided by one of these."""
 
 Batches = Sequence[Sequence[Sample]]
 Progress = Callable[[int, int, str], None]
@@ -128,7 +131,7 @@ def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
     """Return the outcome of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
     given = job.options.static_cp_size
     sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
-    outcomes = []
+    candidates = []
     for cp_size in sizes:
         if job.topology.num_lanes % cp_size:
             continue
@@ -141,31 +144,42 @@ def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
         table = CostModel(job.model, job.hardware, job.topology, options).table
         if given is None and table.capacities[cp_size.bit_length() - 1] < job.max_seqlen:
             continue  # too small, or no allowed exchange serves it
-        outcomes.append(_outcome(policy, job, options))
-    if not outcomes:  # no divisor of the lanes holds the longest sample: the planner's own choice may leave lanes idle
-        return _outcome(policy, job, job.options_of(policy, None))
-    return min(outcomes, key=lambda one: (not one.fits_memory, one.iteration_s))
+        candidates += [replace(options, max_tokens_per_rank=limit) for limit in _limits(policy, options, cp_size, job)]
+    if not candidates:  # no divisor of the lanes holds the longest sample: the planner's own choice may idle lanes
+        candidates = [job.options_of(policy, None)]
+    if len(candidates) == 1:
+        return _outcome(policy, job, candidates[0])
+    return _outcome(policy, job, min(candidates, key=lambda options: _fits_and_seconds(policy, job, options)))
+
+
+def _fits_and_seconds(policy: str, job: Job, options: PlanOptions) -> tuple[bool, float]:
+    """Return (whether memory does not hold it, seconds of all batches): the least is the best."""
+    plans = [_planned(policy, job, options, batch) for batch in job.batches]
+    memory = job.memory(options, options.static_cp_size)
+    too_much = job.hardware.hbm_bytes > 0 and any(
+        stage.total_bytes > memory.available_bytes for planned in plans for stage in memory.peak(planned.plan)
+    )
+    return too_much, sum(planned.predicted_s for planned in plans)
+
+
+def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[int]:
+    """Return the limits that are tried; next-fit fills packs to the brim, which starves a pipeline of micro-batches."""
+    limit = options.max_tokens_per_rank
+    if policy != "static":
+        return [limit]
+    least = -(-job.max_seqlen // cp_size) + 2 * job.topology.rank_token_multiple  # with padding
+    return [limit, *(limit // divisor for divisor in _STATIC_DIVISORS if limit // divisor >= least)]
 
 
 def _outcome(policy: str, job: Job, options: PlanOptions) -> PolicyOutcome:
-    def planned(batch: Sequence[Sample]) -> PlannedBatch:
-        return plan_global_batch(
-            batch,
-            topology=job.topology,
-            model=job.model,
-            hardware=job.hardware,
-            options=options,
-            policy=policy,
-        )
-
     static_cp_size = options.static_cp_size if policy in STATIC_POLICIES else None
     prices = job.prices(options)
     memory = job.memory(options, static_cp_size)
-    planned(job.batches[0])  # loads compiled code: not what planning a batch takes
+    _planned(policy, job, options, job.batches[0])  # loads compiled code: not what planning a batch takes
     batches = []
     for batch in job.batches:
         start_s = time.perf_counter()
-        result = planned(batch)
+        result = _planned(policy, job, options, batch)
         plan_s = time.perf_counter() - start_s
         batches.append(batch_outcome(job, result, prices, memory, plan_s))
     return PolicyOutcome(
@@ -174,4 +188,10 @@ def _outcome(policy: str, job: Job, options: PlanOptions) -> PolicyOutcome:
         max_tokens_per_rank=options.max_tokens_per_rank,
         static_cp_size=static_cp_size,
         available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
+    )
+
+
+def _planned(policy: str, job: Job, options: PlanOptions, batch: Sequence[Sample]) -> PlannedBatch:
+    return plan_global_batch(
+        batch, topology=job.topology, model=job.model, hardware=job.hardware, options=options, policy=policy
     )
