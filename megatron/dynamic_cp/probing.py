@@ -70,7 +70,9 @@ def probe_lengths(
     started_s = time.monotonic()
     try:
         dist.all_gather_into_tensor(gathered, mine, group=group)
-        lengths = gathered.cpu().numpy().reshape(num_ranks, share).T.reshape(-1)[: len(sample_ids)].copy()
+        lengths: NDArray[np.int64] = (
+            gathered.cpu().numpy().reshape(num_ranks, share).T.reshape(-1)[: len(sample_ids)].copy()
+        )
         failures = np.flatnonzero(lengths == FAILED)
         if not len(failures):
             return lengths

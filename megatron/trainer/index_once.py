@@ -71,19 +71,18 @@ def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry |
     def index() -> list[_Ticket | None]:
         nonlocal entries
         entries = index_entries(config, on_tick=lambda: job_store().set(progress_key, str(time.monotonic())))
-        return [entry and _ticket(entry) for entry in entries]
+        return [None if entry is None else _ticket(entry) for entry in entries]
 
     if dist.get_rank() != 0:
         _wait_while_it_goes_on(key, progress_key)
     tickets = publish_outcome(key, index)
-    if dist.get_rank() != 0:
-        indexes = [ticket and ticket.open() for ticket in tickets]
+    if dist.get_rank() == 0:
+        indexes = [None if entry is None else entry.index for entry in entries]
     else:
-        indexes = [entry and entry.index for entry in entries]
-    indexes = _share(tickets, indexes, device)
+        indexes = [None if ticket is None else ticket.open() for ticket in tickets]
     return tuple(
-        ticket and index and IndexedEntry(name=ticket.name, root=ticket.root, index=index)
-        for ticket, index in zip(tickets, indexes, strict=True)
+        None if ticket is None or index is None else IndexedEntry(name=ticket.name, root=ticket.root, index=index)
+        for ticket, index in zip(tickets, _share(tickets, indexes, device), strict=True)
     )
 
 
@@ -121,10 +120,10 @@ def _share(
     tickets: Sequence[_Ticket | None], indexes: Sequence[LengthIndex | None], device: torch.device
 ) -> list[LengthIndex | None]:
     """Return the indexes, those that some rank lacks by broadcast. Collective."""
-    lacking = torch.tensor([ticket is not None and not index for ticket, index in zip(tickets, indexes, strict=True)])
-    if not len(lacking):
+    if not tickets:
         return []
-    lacking = lacking.to(torch.int64).to(device)
+    lacks = [ticket is not None and index is None for ticket, index in zip(tickets, indexes, strict=True)]
+    lacking = torch.tensor(lacks, dtype=torch.int64, device=device)
     dist.all_reduce(lacking, op=dist.ReduceOp.SUM)
     shared = list(indexes)
     for number, (ticket, num_ranks) in enumerate(zip(tickets, lacking.tolist(), strict=True)):
@@ -132,7 +131,8 @@ def _share(
             continue
         logger.info("%s: %d ranks cannot map the index of rank 0 and are sent it", ticket.name, num_ranks)
         columns = _broadcast_columns(ticket, indexes[number], device)
-        shared[number] = indexes[number] or LengthIndex.from_header(ticket.header, columns)
+        if shared[number] is None:
+            shared[number] = LengthIndex.from_header(ticket.header, columns)
     return shared
 
 

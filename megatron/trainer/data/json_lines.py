@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.json_text import LineError, encode, text_of_line
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.progress import Progress
-from megatron.trainer.data.scan import JsonLinesRange, scan_json_lines
+from megatron.trainer.data.scan import JsonLinesRange, ScanError, scan_json_lines
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.tokenizer import ByteTokenizer
 from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_usable_cpus
@@ -24,7 +25,7 @@ from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_u
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 8 << 20
-BYTES_PER_PROCESS = 64 << 20  # less is parsed in the time that a process takes to start
+BYTES_PER_PROCESS = 32 << 20  # less is parsed in the time that a process takes to start
 
 
 def json_request(json_key: str, tokenizer: ByteTokenizer) -> dict[str, str]:
@@ -47,7 +48,7 @@ def index_json_lines(
     document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers.
 
     Args:
-        num_processes: default: one for every 64 MiB, at most as many as there are CPUs.
+        num_processes: default: one for every 32 MiB, at most as many as there are CPUs.
 
     Raises:
         DataError: the first line that is no JSON object with a string under the text field.
@@ -70,10 +71,11 @@ def index_json_lines(
     ranges: list[JsonLinesRange] = []
     num_lines = [0] * len(paths)
     with (
+        reading(files.root),  # the error names the file
         Progress(f"indexing {files.name}", total_bytes, "bytes", on_tick) as progress,
         closing(map_in_processes(scan_json_lines, tasks, num_processes)) as results,
     ):
-        for file, (path, start, stop, *_), result in zip(owners, tasks, results, strict=True):
+        for file, (path, start, stop, *_), result in zip(owners, tasks, _as_data_errors(results), strict=True):
             if result.error is not None:
                 line, what = result.error
                 where = f"{path} line {num_lines[file] + line + 1}"
@@ -101,14 +103,21 @@ def index_json_lines(
             "lengths": _joined([part.lengths for part in ranges]),
             "offsets_bytes": _joined([part.offsets_bytes for part in ranges]),
             "file_documents": _firsts(owners, num_documents, len(paths)),
-            "blanks": _joined([part.blanks + first for part, first in zip(ranges, first_documents, strict=True)]),
+            "blanks": _joined([part.blanks for part in ranges]) + np.repeat(first_documents, num_blank),
             "file_blanks": _firsts(owners, num_blank, len(paths)),
         },
     )
 
 
-def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+def _as_data_errors(results: Iterable[JsonLinesRange]) -> Iterator[JsonLinesRange]:
+    try:
+        yield from results
+    except ScanError as error:
+        raise DataError(str(error)) from error
+
+
+def _joined(parts: list[array[int]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *(np.frombuffer(part, dtype=np.int64) for part in parts)])
 
 
 def _firsts(owners: list[int], numbers: NDArray[np.int64], num_files: int) -> NDArray[np.int64]:

@@ -1,20 +1,26 @@
-"""One task of indexing: a range of a JSONL file, or a chunk of text files. Plain functions that any process can run."""
+"""One task of indexing: a range of a JSONL file, or a chunk of text files; and the process that does such tasks.
+
+Only the standard library is imported, so that a process starts in 0.03 s instead of 0.2 s with numpy.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
+import signal
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dynamic_cp.errors import DataError
 from megatron.trainer.data.json_text import LineError, num_bytes, text_of_line
-from megatron.trainer.data.source import reading
 
 SNIFFED_BYTES = 8192
 BUFFER_BYTES = 1 << 17
+
+
+class ScanError(Exception):
+    """A file that is no longer what it was when it was listed."""
 
 
 class JsonLinesRange(NamedTuple):
@@ -28,9 +34,9 @@ class JsonLinesRange(NamedTuple):
             are not looked at.
     """
 
-    offsets_bytes: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    blanks: NDArray[np.int64]
+    offsets_bytes: array[int]
+    lengths: array[int]
+    blanks: array[int]
     num_lines: int
     error: tuple[int, str] | None
 
@@ -42,22 +48,24 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
         size_bytes: of the file when it was listed; what lies behind is not looked at.
 
     Raises:
-        DataError: a file that cannot be read, or that has become shorter.
+        OSError: a file that cannot be read.
+        ScanError: one that has become shorter.
     """
-    offsets_bytes: list[int] = []
-    lengths: list[int] = []
-    blanks: list[int] = []
+    offsets_bytes, lengths, blanks = array("q"), array("q"), array("q")
     num_lines = 0
     error = None
     offset_bytes = start
-    with reading(path), open(path, "rb", buffering=BUFFER_BYTES) as file:
+    with open(path, "rb", buffering=BUFFER_BYTES) as file:
         if start:  # a line starts where the byte before it ends another
             file.seek(start - 1)
             offset_bytes = start - 1 + len(file.readline(stop - start + 1))
         while offset_bytes < stop:
             line = file.readline()
-            if not line:
-                raise _truncated(path, size_bytes)
+            if not line.endswith(b"\n") and offset_bytes + len(line) < size_bytes:
+                raise ScanError(
+                    f"{path} has {os.path.getsize(path)} bytes but had {size_bytes} when it was listed: the data must "
+                    "not change while they are indexed; start again when they are complete"
+                )
             if offset_bytes + len(line) > size_bytes:
                 line = line[: size_bytes - offset_bytes]
             if line.isspace():
@@ -71,35 +79,37 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
                 offsets_bytes.append(offset_bytes)
             num_lines += 1
             offset_bytes += len(line)
-    return JsonLinesRange(
-        offsets_bytes=np.array(offsets_bytes, dtype=np.int64),
-        lengths=np.array(lengths, dtype=np.int64),
-        blanks=np.array(blanks, dtype=np.int64),
-        num_lines=num_lines,
-        error=error,
-    )
-
-
-def _truncated(path: str, listed_bytes: int) -> DataError:
-    found_bytes = os.path.getsize(path)
-    return DataError(
-        f"{path} has {found_bytes} bytes but had {listed_bytes} when it was listed: "
-        "the data must not change while they are indexed; start again when they are complete",
-        path=path,
-        listed_bytes=listed_bytes,
-        found_bytes=found_bytes,
-    )
+    return JsonLinesRange(offsets_bytes, lengths, blanks, num_lines, error)
 
 
 def sniff_text_files(paths: Sequence[str]) -> bytes:
     """Return a byte for each file: 1 when there is a NUL in its first 8 KiB, else 0.
 
     Raises:
-        DataError: a file that cannot be read.
+        OSError: a file that cannot be read.
     """
     flags = bytearray()
-    with reading(paths[0]):  # the error names the file
-        for path in paths:
-            with open(path, "rb", buffering=0) as file:
-                flags.append(b"\0" in file.read(SNIFFED_BYTES))
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            flags.append(b"\0" in file.read(SNIFFED_BYTES))
     return bytes(flags)
+
+
+def serve() -> None:
+    """Run tasks from stdin until it ends: the main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    tasks, results = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        try:
+            function, task = pickle.load(tasks)
+        except EOFError:
+            return
+        try:
+            result = (True, function(*task))
+        except (OSError, ScanError) as error:
+            result = (False, error)
+        try:
+            pickle.dump(result, results)
+            results.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the parent is gone

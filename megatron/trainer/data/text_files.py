@@ -85,7 +85,7 @@ def index_text_files(
     paths = [files.root + files.names[file] for file in regular.tolist()]
     tasks = [(paths[first : first + FILES_PER_TASK],) for first in range(0, len(paths), FILES_PER_TASK)]
     flags = bytearray()
-    with Progress(f"indexing {files.name}", len(paths), "files", on_tick) as progress:
+    with reading(files.root), Progress(f"indexing {files.name}", len(paths), "files", on_tick) as progress:
         for part in map_in_threads(sniff_text_files, tasks):
             flags += part
             progress.advance(len(part))

@@ -8,7 +8,7 @@ so that goes to threads.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import pickle
 import signal
@@ -17,17 +17,17 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from dynamic_cp.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 MAX_PROCESSES = 32
 NUM_THREADS = 16
-START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megatron.trainer.data import workers; "
-    "workers.serve()"
-)
+START = "import sys; sys.path.insert(0, sys.argv[1]); from megatron.trainer.data.scan import serve; serve()"
 
 
 def num_usable_cpus() -> int:
@@ -41,13 +41,14 @@ def map_in_processes(
     """Yield function(*task) for each task; with one process, in this one. Close it: then the processes end.
 
     Raises:
-        DataError: what `function` raised, or a worker that died.
+        OSError, ScanError: of `function`.
+        DataError: a worker that died.
     """
-    if num_processes == 1:
+    workers = _start_workers(num_processes) if num_processes > 1 else []
+    if not workers:
         for task in tasks:
             yield function(*task)
         return
-    workers = [_Worker() for _ in range(num_processes)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
@@ -59,7 +60,7 @@ def map_in_processes(
         finally:
             idle.put(worker)
 
-    threads = ThreadPoolExecutor(num_processes, thread_name_prefix="indexing")
+    threads = ThreadPoolExecutor(len(workers), thread_name_prefix="indexing")
     try:
         yield from threads.map(run, tasks)
     finally:
@@ -85,11 +86,25 @@ def map_in_threads(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _start_workers(number: int) -> list[_Worker]:
+    """Return as many workers as the system lets start."""
+    workers: list[_Worker] = []
+    try:
+        for _ in range(number):
+            workers.append(_Worker())
+    except OSError as error:
+        logger.warning("%d of %d processes for indexing could be started: %s", len(workers), number, error)
+    return workers
+
+
 class _Worker:
     def __init__(self) -> None:
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        root = str(Path(__file__).resolve().parents[3])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            # No site packages: the standard library is enough, and starts sooner.
+            [sys.executable, "-I", "-S", "-c", START, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def call(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
@@ -117,23 +132,3 @@ class _Worker:
             assert pipe is not None
             with suppress(OSError):  # of words that the dead worker never read
                 pipe.close()
-
-
-def serve() -> None:
-    """Run tasks from stdin until it ends; the main function of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    tasks, results = sys.stdin.buffer, sys.stdout.buffer
-    while True:
-        try:
-            function, task = pickle.load(tasks)
-        except EOFError:
-            return
-        try:
-            result = (True, function(*task))
-        except DataError as error:
-            result = (False, error)
-        try:
-            pickle.dump(result, results)
-            results.flush()
-        except BrokenPipeError:
-            os._exit(0)  # the parent is gone

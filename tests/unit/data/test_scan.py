@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from megatron.trainer.data import json_lines, scan, workers
 from megatron.trainer.data.data_path import find_files
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.json_lines import JsonLines, index_json_lines, json_request
-from megatron.trainer.data.scan import scan_json_lines
+from megatron.trainer.data.scan import ScanError, scan_json_lines
 from megatron.trainer.data.tokenizer import ByteTokenizer
 from tests.unit.data.helpers import EOD, config, write_files
 
@@ -122,7 +124,7 @@ def test_a_file_that_shrinks_while_it_is_scanned_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n' * 3)
     for start in (0, 20, 50):
-        with pytest.raises(DataError, match="has 42 bytes but had 100 when it was listed"):
+        with pytest.raises(ScanError, match="has 42 bytes but had 100 when it was listed"):
             scan_json_lines(str(path), start, 100, 100, "text")
 
 
@@ -146,40 +148,55 @@ def test_a_line_of_any_size_is_looked_at_once(tmp_path, monkeypatch):
     assert time.process_time() - started < 2
 
 
-def kill_self(path: str) -> None:
-    os.kill(os.getpid(), 9)
+# The functions are some that a process without this module can find.
 
 
-def raise_bug(path: str) -> None:
-    raise ZeroDivisionError(path)
-
-
-def sleep_long(path: str) -> None:
-    time.sleep(60)
-
-
-@pytest.mark.parametrize(("function", "how"), [(kill_self, "SIGKILL"), (raise_bug, "exit code 1")])
-def test_a_worker_that_dies_is_an_error_and_no_hang(function, how):
-    with pytest.raises(DataError, match=rf"a process that indexed file-0 ended with {how}"):
-        list(workers.map_in_processes(function, [("file-0",), ("file-0",)], 2))
+@pytest.mark.parametrize(
+    ("function", "task", "how"),
+    [(signal.raise_signal, (9,), "SIGKILL"), (eval, ("1 / 0",), "exit code 1"), (os._exit, (3,), "exit code 3")],
+)
+def test_a_worker_that_dies_is_an_error_and_no_hang(function, task, how):
+    with pytest.raises(DataError, match=rf"a process that indexed {re.escape(str(task[0]))} ended with {how}"):
+        list(workers.map_in_processes(function, [task, task], 2))
 
 
 def test_no_process_is_left_after_an_error():
     started, before = time.monotonic(), children()
     results = workers.map_in_processes(scan_json_lines, [("/missing", 0, 1, 1, "text")] * 2, 2)
-    with pytest.raises(DataError, match="cannot read /missing"):
+    with pytest.raises(FileNotFoundError, match="/missing"):
         next(results)
     assert children() == before
-    with pytest.raises(DataError):  # one sleeps while the other one fails
-        list(workers.map_in_processes(_sleep_or_fail, [(0,), (1,)], 2))
+    one_fails_while_the_other_sleeps = [("open('/missing')",), ("__import__('time').sleep(60)",)]
+    with pytest.raises(FileNotFoundError):
+        list(workers.map_in_processes(eval, one_fails_while_the_other_sleeps, 2))
     assert children() == before
     assert time.monotonic() - started < 30
 
 
-def _sleep_or_fail(number: int) -> None:
-    if number == 0:
-        raise DataError("failed")
-    sleep_long("")
+def test_errors_of_worker_processes_name_the_file(tmp_path, monkeypatch):
+    """A file that vanishes, and one that shrinks, between listing and scanning."""
+    monkeypatch.setattr(json_lines, "RANGE_BYTES", 16)
+    for change, said in (
+        (Path.unlink, "cannot read {}: No such file"),
+        (lambda p: os.truncate(p, 3), "{} has 3 bytes"),
+    ):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b'{"text": "x"}\n' * 3)
+        files = find_files(str(tmp_path), config(tmp_path), TOKENIZER)
+        table = FileTable.of(files.root, files.names)
+        change(path)
+        for num_processes in (1, 2):
+            with pytest.raises(DataError, match=re.escape(said.format(path))):
+                index_json_lines(files, table, json_request("text", TOKENIZER), num_processes=num_processes)
+
+
+def test_without_processes_the_work_is_done_here(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert list(workers.map_in_processes(abs, [(-1,), (2,)], 2)) == [1, 2]
+    assert "0 of 2 processes for indexing could be started" in caplog.text
 
 
 def children() -> list[str]:
@@ -192,30 +209,22 @@ PARENT = """
 import os, sys
 sys.path[:0] = [os.getcwd()]
 from megatron.trainer.data import workers
-from tests.unit.data import test_scan
 
-threads = workers.map_in_processes(test_scan.tell_and_sleep, [(path,) for path in sys.argv[1:]], 2)
-next(threads)
+code = "exec(\\"import os, time; os.mkdir('{}.' + str(os.getpid())); time.sleep(1.5)\\")"
+next(workers.map_in_processes(eval, [(code.format(path),) for path in sys.argv[1:]], 2))
 """
-
-
-def tell_and_sleep(path: str) -> None:
-    with open(path, "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(path, path + ".pid")
-    time.sleep(1.5)
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     paths = [str(tmp_path / name) for name in "ab"]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *paths])
     deadline = time.monotonic() + 30
-    while not all(os.path.exists(path + ".pid") for path in paths):
+    while len(list(tmp_path.iterdir())) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    pids = [int(Path(path + ".pid").read_text()) for path in paths]
+    pids = [int(path.suffix[1:]) for path in tmp_path.iterdir()]
     assert len(set(pids)) == 2
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
