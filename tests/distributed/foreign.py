@@ -129,14 +129,15 @@ class StepRecord:
     Attributes:
         counts: num_microbatches, seqlen_sum, seqlen_squared_sum.
         packs: for each micro-batch (cp size, padded lengths, boundaries, longest).
-        tokens: column -> real tokens that a chunk was handed, as (lane, number, position).
+        tokens: column -> the real tokens whose column a chunk was handed; a token tells whose it is and where.
         held: names of the tensors that any chunk was handed.
-        needed_bytes: of tokens from other lanes, counted from the plan; sent_bytes, broadcast_bytes: as measured.
+        real_tokens: of this lane; arrived_rows_from_others: those that other lanes drew, both counted from the plan.
+        sent_bytes, broadcast_bytes: as the wrapper counts them.
     """
 
     counts: tuple[int, int, int]
     packs: list[Any]
-    tokens: dict[str, list[tuple[int, int, int]]]
+    tokens: dict[str, list[int]]
     held: set[str]
     consumed: int
     arrived_rows_from_others: int
@@ -230,7 +231,7 @@ def check_step(
     assert len(got) == len(chunks)
     assert all(len(micro_batches) == batch.num_microbatches == len(plan.buckets) for micro_batches in got)
     packs, held, from_others, real_tokens = [], set(), 0, 0
-    seen: dict[str, list[tuple[int, int, int]]] = {"tokens": [], "labels": []}
+    seen: dict[str, list[np.ndarray]] = {"tokens": [], "labels": []}
     for index, bucket in enumerate(plan.buckets):
         params = got[0][index]["packed_seq_params"]
         packs.append(
@@ -251,10 +252,9 @@ def check_step(
                 real = shard[shard < len(piece["tokens"])]
                 real_tokens += len(real)
                 from_others += len(real) * (lane != plan.lane)
-                number = (int(piece["tokens"][0]) - 1) // 512 % 4096
                 for needs in chunks:
                     for name, needed in (("tokens", needs.tokens), ("labels", needs.labels)):
-                        seen[name] += [(lane, number, position) for position in real.tolist()] * needed
+                        seen[name] += [piece["tokens"][real]] * needed
             for name, column in columns.items():
                 want[name].append(take_shard(column, shard))
         for needs, micro_batches in zip(chunks, got, strict=True):
@@ -270,7 +270,7 @@ def check_step(
     return StepRecord(
         counts=batch[1:],
         packs=packs,
-        tokens={name: tokens for name, tokens in seen.items() if name in held},
+        tokens={name: np.concatenate(parts).tolist() if parts else [] for name, parts in seen.items() if name in held},
         held=held,
         consumed=wrapper.consumed_samples,
         arrived_rows_from_others=from_others,

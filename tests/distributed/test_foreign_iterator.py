@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.distributed import reference
 from tests.distributed.foreign import (
     LAYOUTS,
     LaneData,
+    Piece,
     RankRecord,
     check_step,
     lane_data,
@@ -41,16 +41,13 @@ def all_data(layout: Layout, num_items: int, **kinds) -> list[LaneData]:
     return [lane_data(lane, num_items, **kinds) for lane in range(layout.lanes)]
 
 
-def all_tokens(data: list[LaneData], steps: slice, global_batch_size: int) -> Counter:
-    """Return every (lane, number, position) of the given steps."""
-    tokens: Counter = Counter()
+def pieces_of(data: list[LaneData], step: int, global_batch_size: int) -> list[Piece]:
+    """Return the samples of a global batch."""
+    pieces = []
     for lane, items in enumerate(data):
         share = global_batch_size // len(data) + (lane < global_batch_size % len(data))
-        for item in items[steps.start * share : steps.stop * share]:
-            for piece in item:
-                number = (int(piece["tokens"][0]) - 1) // 512 % 4096
-                tokens.update((lane, number, position) for position in range(len(piece["tokens"])))
-    return tokens
+        pieces += [piece for item in items[step * share : (step + 1) * share] for piece in item]
+    return pieces
 
 
 def check_ranks(
@@ -63,16 +60,17 @@ def check_ranks(
         records = [rank.steps[step] for rank in ranks]
         assert len({record.counts for record in records}) == 1
         assert len({record.consumed for record in records}) == 1
-        expected = all_tokens(data, slice(step, step + 1), global_batch_size)
-        lengths = Counter((lane, number) for lane, number, _ in expected)
-        assert records[0].counts[1:] == (sum(lengths.values()), sum(n * n for n in lengths.values()))
+        pieces = pieces_of(data, step, global_batch_size)
+        expected = sorted(token for piece in pieces for token in piece["tokens"].tolist())
+        lengths = [len(piece["tokens"]) for piece in pieces]
+        assert records[0].counts[1:] == (sum(lengths), sum(length * length for length in lengths))
         for lane in range(layout.lanes):
             packs = [rank.steps[step].packs for rank in ranks if rank.lane == lane]
             assert len(packs) == layout.tp * layout.pp
             assert all(pack == packs[0] for pack in packs), "stages and TP ranks of a lane differ"
         for tp_rank in range(layout.tp):
             for column in ("tokens", "labels"):
-                came = Counter(
+                came = sorted(
                     token
                     for rank in ranks
                     if rank.tp_rank == tp_rank
