@@ -91,6 +91,14 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         help="a planner that fails or takes too long ends the run instead",
     )
     group.add_argument(
+        "--dynamic-cp-refine",
+        type=int,
+        default=0,
+        metavar="N",
+        help="correct the cost model every N iterations by the measured times of buckets (bounded, logged, saved); "
+        "default: 0, never",
+    )
+    group.add_argument(
         "--dynamic-cp-dump",
         metavar="DIR",
         help="write every plan and every iteration there; `dynamic-cp report --run DIR` shows them",

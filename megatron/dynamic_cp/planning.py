@@ -42,10 +42,10 @@ class PlanSource:
         lane: whose part of the plans is fetched.
         lookahead: global batches that are asked for ahead of the one that is taken.
         timeout_s: how long rank 0 waits for a plan before it takes the static one.
+        hardware_of: step -> what the cost model is to use for it; None = what the planner was made with. Asked when the
+            plan is requested, on rank 0.
 
     Attributes:
-        hardware: what the cost model is to use for requests from now on; None = what the planner was made with. Matters
-            on rank 0.
         wait_s: seconds that the latest `take` waited.
     """
 
@@ -58,15 +58,16 @@ class PlanSource:
         name: str = "train",
         lookahead: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        hardware_of: Callable[[int], Hardware] | None = None,
     ) -> None:
         self.topology = topology
         self.lookahead = lookahead
-        self.hardware: Hardware | None = None
         self.wait_s = 0.0
         self._planner = planner
         self._prefix = f"dynamic_cp/plan/{name}"
         self._lane = lane
         self._timeout_s = timeout_s
+        self._hardware_of = hardware_of
         self._taken: int | None = None
         self._listener: Callable[[int, LanePlan], None] | None = None
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -89,7 +90,8 @@ class PlanSource:
             self._thread = threading.Thread(target=self._fetch_all, name="dynamic-cp-plans", daemon=True)
             self._thread.start()
         if self._planner is not None:
-            self._planner.submit(self._key(step), samples, self.hardware)
+            hardware = None if self._hardware_of is None else self._hardware_of(step)
+            self._planner.submit(self._key(step), samples, hardware)
         self._steps.put(step)
 
     def take(self, step: int) -> LanePlan:

@@ -34,10 +34,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Position:
-    """Where in the run we are."""
+    """Where in the run we are.
+
+    Attributes:
+        coefficients: `Coefficients.to_dict` of the cost model, None where it has not been refined.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
+    coefficients: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,7 @@ def save(trainable: Trainable, position: Position, save_dir: str) -> None:
     run = {
         "iteration": position.iteration,
         "consumed_samples": position.consumed_samples,
+        "coefficients": position.coefficients,
         "scheduler": trainable.scheduler.state_dict(),
         "optimizer_kind": optimizer_state.kind(trainable.optimizer),
         "identity": dict(trainable.identity),
@@ -135,7 +141,11 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
             run["layout"],
             dict(trainable.layout),
         )
-    position = Position(iteration=run["iteration"], consumed_samples=run["consumed_samples"])
+    position = Position(
+        iteration=run["iteration"],
+        consumed_samples=run["consumed_samples"],
+        coefficients=run.get("coefficients"),  # checkpoints from before there were any
+    )
     logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
     return position
 

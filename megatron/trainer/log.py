@@ -110,6 +110,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"tokens: {interval.mean('num_tokens'):.0f}",
         f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
         f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",
+        f"measured/predicted: {interval.mean('elapsed_s') / interval.mean('predicted_s'):.3f}",
         f"planner (ms): {1e3 * interval.mean('planner_s'):.1f}",
         f"waited for it (ms): {1e3 * interval.mean('wait_s'):.1f}",
         f"imbalance: {interval.mean('imbalance'):.3f}",

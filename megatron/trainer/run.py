@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -22,6 +22,7 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
+from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.plan_dump import RecordedPlans, RunDump
 from megatron.dynamic_cp.planner import Planner
@@ -70,10 +71,12 @@ class Run:
         """The schedule of learning rate and weight decay; its steps are samples."""
         return self.trainable.scheduler
 
-    def iterator_wrapper(self, stream: SampleStream, name: str) -> DataIteratorWrapper:
+    def iterator_wrapper(
+        self, stream: SampleStream, name: str, hardware_of: Callable[[int], Hardware] | None = None
+    ) -> DataIteratorWrapper:
         """Return what plans global batches of `stream` and builds this rank's micro-batches of them; close it."""
         return DataIteratorWrapper(
-            plan_source=self.plan_source(name),
+            plan_source=self.plan_source(name, hardware_of),
             read_sample=stream.read,
             groups=self.groups,
             chunks=self.needs,
@@ -82,8 +85,13 @@ class Run:
             verify=self.args.dynamic_cp_verify,
         )
 
-    def plan_source(self, name: str) -> PlanSource:
-        """Return where this rank gets plans from; `name` is unique in the job."""
+    def plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
+        """Return where this rank gets plans from.
+
+        Args:
+            name: unique in the job.
+            hardware_of: see `PlanSource`.
+        """
         return PlanSource(
             self.planner,
             topology=self.topology,
@@ -91,9 +99,17 @@ class Run:
             name=name,
             lookahead=self.args.dynamic_cp_lookahead,
             timeout_s=self.args.dynamic_cp_plan_timeout,
+            hardware_of=hardware_of,
         )
 
-    def run_schedule(self, data: StepData, wrapper: DataIteratorWrapper, *, forward_only: bool) -> list[dict[str, Any]]:
+    def run_schedule(
+        self,
+        data: StepData,
+        wrapper: DataIteratorWrapper,
+        *,
+        forward_only: bool,
+        forward_step_func: Callable[..., Any] = forward_step,
+    ) -> list[dict[str, Any]]:
         """Run the step that `wrapper` built; return what the loss function logged, [] before the last stage."""
         return run_schedule(
             self.model,
@@ -102,6 +118,7 @@ class Run:
             forward_only=forward_only,
             rank_tokens=wrapper.rank_tokens,
             verify_messages=self.args.dynamic_cp_verify == "full",
+            forward_step_func=forward_step_func,
         )
 
     def close(self) -> None:

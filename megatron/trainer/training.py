@@ -26,6 +26,7 @@ from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.evaluation import Evaluation
 from megatron.trainer.exits import ExitSignals, exit_signals
 from megatron.trainer.log import Interval, StepRecord, dump_entry, iteration_line
+from megatron.trainer.refining import Refining
 from megatron.trainer.run import Run, set_up
 from megatron.trainer.step import sum_over_job
 
@@ -52,8 +53,10 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
         logger.info("nothing to train: iteration %d of %d", position.iteration, args.train_iters)
     validation = Evaluation.of(run, "validation")
     with contextlib.closing(run):
-        with exit_signals() as signals, contextlib.closing(run.iterator_wrapper(run.splits.train, "train")) as wrapper:
-            interrupted = _train(run, wrapper, position, validation, signals, started, on_step)
+        refining = Refining(run, position)
+        wrapper = run.iterator_wrapper(run.splits.train, "train", refining.hardware)
+        with exit_signals() as signals, contextlib.closing(wrapper):
+            interrupted = _train(run, wrapper, refining, position, validation, signals, started, on_step)
         if not interrupted:
             validation.log(position.iteration)
             Evaluation.of(run, "test").log(position.iteration)
@@ -62,6 +65,7 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
 def _train(
     run: Run,
     wrapper: DataIteratorWrapper,
+    refining: Refining,
     position: Position,
     validation: Evaluation,
     signals: ExitSignals,
@@ -75,7 +79,9 @@ def _train(
     first = position.iteration + 1
     steps = wrapper.steps(_batches(run.splits.train, position, args))
     while position.iteration < args.train_iters:
-        record, stop = _train_step(run, wrapper, steps, lambda: bool(signals.received) or _late(args, started))
+        record, stop = _train_step(
+            run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started)
+        )
         if stop:
             # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
             stop_waiting_after(math.inf)
@@ -116,7 +122,11 @@ def _batches(
 
 
 def _train_step(
-    run: Run, wrapper: DataIteratorWrapper, steps: Iterator[Step], wants_stop: Callable[[], bool]
+    run: Run,
+    wrapper: DataIteratorWrapper,
+    refining: Refining,
+    steps: Iterator[Step],
+    wants_stop: Callable[[], bool],
 ) -> tuple[StepRecord, bool]:
     """Run one iteration; return what it did, and whether any rank wants to stop.
 
@@ -132,8 +142,9 @@ def _train_step(
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    logged = run.run_schedule(data, wrapper, forward_only=False)
+    logged = run.run_schedule(data, wrapper, forward_only=False, forward_step_func=refining.times.forward_step)
     sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=wants_stop(), device=run.device)
+    refining.end_step(iteration)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     _, grad_norm, _ = run.optimizer.step()
