@@ -15,7 +15,7 @@ from typing import Any
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.padding import padding_fraction
 from dynamic_cp.serialize import digest
-from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
+from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, Plan, PlannedBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +131,17 @@ def _encode_bucket(bucket: Bucket) -> str:
     ids = [sample.sample_id for sample in bucket.samples]
     seqlens = [sample.seqlen for sample in bucket.samples]
     row = [bucket.first_lane, bucket.cp_size, bucket.cp_comm_type, ids, seqlens]
+    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
+        row.append(bucket.inner_cp_size)
     return json.dumps(row, separators=(",", ":"))
 
 
 def _decode_bucket(row: Sequence[Any]) -> Bucket:
-    first_lane, cp_size, cp_comm_type, ids, seqlens = row
+    first_lane, cp_size, cp_comm_type, ids, seqlens, *inner_cp_size = row
     return Bucket(
         first_lane=first_lane,
         cp_size=cp_size,
         cp_comm_type=cp_comm_type,
+        inner_cp_size=inner_cp_size[0] if inner_cp_size else 1,
         samples=tuple(Sample(sample_id=i, seqlen=s) for i, s in zip(ids, seqlens, strict=True)),
     )

@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from typing import Any, cast
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
 
 SCHEMA_VERSION = 1
 
@@ -86,7 +86,8 @@ def digest(plan: Plan) -> str:
 def format_plan(plan: Plan) -> str:
     """Return `plan` as text: one line of settings, then one line per micro-batch.
 
-    Example (sample_id:seqlen, "-" is an empty place, an exchange other than p2p is named):
+    Example (sample_id:seqlen, "-" is an empty place, an exchange other than p2p is named, as in "a2a+p2p/8" with the
+    inner size where the exchange does not imply it):
 
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
@@ -122,16 +123,23 @@ def parse_plan(text: str) -> Plan:
 
 
 def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
-    return {
+    data = {
         "first_lane": bucket.first_lane,
         "cp_size": bucket.cp_size,
         "cp_comm_type": bucket.cp_comm_type,
         "samples": [[sample.sample_id, sample.seqlen] for sample in bucket.samples],
     }
+    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
+        data["inner_cp_size"] = bucket.inner_cp_size
+    return data
 
 
 def _bucket_from_dict(data: object, where: str) -> Bucket:
-    bucket = _Fields(data, where, ("first_lane", "cp_size", "cp_comm_type", "samples"))
+    names: tuple[str, ...] = ("first_lane", "cp_size", "cp_comm_type", "samples")
+    # The others imply it, but may say it, too.
+    chooses = isinstance(data, dict) and data.get("cp_comm_type") in CHOOSES_INNER_SIZE
+    has_inner = chooses or (isinstance(data, dict) and "inner_cp_size" in data)
+    bucket = _Fields(data, where, (*names, "inner_cp_size") if has_inner else names)
     samples = []
     for index, pair in enumerate(bucket.get("samples", list)):
         place = f"{where}.samples[{index}]"
@@ -143,6 +151,7 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
         first_lane=bucket.get("first_lane", int),
         cp_size=bucket.get("cp_size", int),
         cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
+        inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
         samples=tuple(samples),
     )
 
@@ -154,11 +163,13 @@ def _format_bucket(bucket: Bucket) -> str:
         else f"lanes {bucket.first_lane}-{bucket.first_lane + bucket.cp_size - 1}"
     )
     exchange = "" if bucket.cp_comm_type == "p2p" else f" {bucket.cp_comm_type}"
+    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
+        exchange += f"/{bucket.inner_cp_size}"
     samples = " ".join(f"{sample.sample_id}:{sample.seqlen}" for sample in bucket.samples) or "-"
     return f"{lanes}{exchange}: {samples}"
 
 
-_BUCKET = re.compile(r"lanes? (\d+)(?:-(\d+))?(?: ([^\s:]+))?: (-|-?\d+:\d+(?: -?\d+:\d+)*)")
+_BUCKET = re.compile(r"lanes? (\d+)(?:-(\d+))?(?: ([^\s:/]+)(?:/(\d+))?)?: (-|-?\d+:\d+(?: -?\d+:\d+)*)")
 
 
 def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
@@ -171,9 +182,10 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
                 f"line {index + 2} is {row[:60]!r}: micro-batch {index} looks like "
                 f"'{index} | lanes 0-1: 7:100 3:9 | lane 2: - |' (sample_id:seqlen)"
             )
-        first_lane, last_lane, cp_comm_type, samples = match.groups()
+        first_lane, last_lane, cp_comm_type, inner_cp_size, samples = match.groups()
         buckets.append(
             {
+                **({"inner_cp_size": int(inner_cp_size)} if inner_cp_size else {}),
                 "first_lane": int(first_lane),
                 "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
                 "cp_comm_type": cp_comm_type or "p2p",

@@ -19,6 +19,8 @@ from dynamic_cp.errors import InvalidInputError
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 CP_COMM_TYPES: tuple[str, ...] = get_args(CpCommType)
+CHOOSES_INNER_SIZE = ("a2a+p2p",)
+"""Exchanges that do not imply `Bucket.inner_cp_size`."""
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
@@ -255,12 +257,19 @@ class Bucket:
     """What one context-parallel group computes in one micro-batch.
 
     `samples` may be empty: a minimal all-padding sequence with a zero loss mask then keeps the lane in step.
+
+    Attributes:
+        inner_cp_size: neighbouring lanes that exchange heads by all-to-all: lanes first_lane + k * inner_cp_size and
+            the following are inner group k; lanes with equal index in their inner groups form the outer ring of
+            cp_size / inner_cp_size members. Implied by p2p and all_gather (1) and by a2a (cp_size: leave it at 1);
+            a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size.
     """
 
     first_lane: int
     cp_size: int = 1
     samples: tuple[Sample, ...] = ()
     cp_comm_type: CpCommType = "p2p"
+    inner_cp_size: int = 1
 
     def __post_init__(self) -> None:
         if self.first_lane < 0:  # thousands of buckets are made for a plan: the call would cost more than the check
@@ -277,6 +286,40 @@ class Bucket:
                 f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(CP_COMM_TYPES)}",
                 cp_comm_type=self.cp_comm_type,
             )
+        if self.cp_comm_type != "p2p" or self.inner_cp_size != 1:
+            self._set_inner_cp_size()
+
+    def _set_inner_cp_size(self) -> None:
+        """Refuse an inner size that the exchange does not have; fill in the one that a2a implies."""
+        inner, where = self.inner_cp_size, f"the bucket at lane {self.first_lane}"
+        if self.cp_comm_type == "a2a+p2p":
+            if not isinstance(inner, Integral) or not is_power_of_two(inner) or not 1 < inner < self.cp_size:
+                raise InvalidInputError(
+                    f"inner_cp_size {inner} of {where} (a2a+p2p, cp_size {self.cp_size}) is not a power of two "
+                    f"between 1 and {self.cp_size}: "
+                    + (
+                        "use 2, 4, ... below cp_size" if self.cp_size > 2 else "use p2p or a2a, they need no inner size"
+                    ),
+                    inner_cp_size=inner,
+                    cp_size=self.cp_size,
+                    first_lane=self.first_lane,
+                )
+            return
+        implied = self.cp_size if self.cp_comm_type == "a2a" else 1
+        if inner not in (1, implied):
+            raise InvalidInputError(
+                f"inner_cp_size {inner} of {where} is not {implied}, which {self.cp_comm_type} with cp_size "
+                f"{self.cp_size} implies: leave it out, or use a2a+p2p",
+                inner_cp_size=inner,
+                cp_size=self.cp_size,
+                first_lane=self.first_lane,
+            )
+        object.__setattr__(self, "inner_cp_size", implied)
+
+    @property
+    def outer_cp_size(self) -> int:
+        """Members of the outer ring."""
+        return self.cp_size // self.inner_cp_size
 
     @property
     def lanes(self) -> range:

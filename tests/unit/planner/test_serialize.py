@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.lane_plan import PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.serialize import digest, dumps, format_plan, loads, parse_plan, plan_from_dict, plan_to_dict
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 
 PLAN = Plan(
-    topology=Topology(num_lanes=3, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True, all_lanes_coupled=True),
+    topology=Topology(num_lanes=7, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True, all_lanes_coupled=True),
     max_tokens_per_rank=64,
     policy="static",
     micro_batches=(
@@ -21,15 +22,21 @@ PLAN = Plan(
             buckets=(
                 Bucket(
                     first_lane=0,
-                    cp_size=2,
+                    cp_size=4,
                     samples=(Sample(sample_id=7, seqlen=100), Sample(sample_id=3, seqlen=9)),
                     cp_comm_type="a2a+p2p",
+                    inner_cp_size=2,
                 ),
-                Bucket(first_lane=2, samples=(Sample(sample_id=5, seqlen=60),)),
+                Bucket(first_lane=4, cp_size=2, samples=(Sample(sample_id=4, seqlen=8),), cp_comm_type="a2a"),
+                Bucket(first_lane=6, samples=(Sample(sample_id=5, seqlen=60),)),
             )
         ),
         MicroBatch(
-            buckets=(Bucket(first_lane=0), Bucket(first_lane=1, cp_comm_type="all_gather"), Bucket(first_lane=2))
+            buckets=(
+                Bucket(first_lane=0),
+                Bucket(first_lane=1, cp_comm_type="all_gather"),
+                *(Bucket(first_lane=lane) for lane in range(2, 7)),
+            )
         ),
     ),
 )
@@ -44,9 +51,31 @@ def test_round_trips():
 def test_text_has_one_line_per_micro_batch():
     lines = format_plan(PLAN).splitlines()
     assert lines[1:] == [
-        "0 | lanes 0-1 a2a+p2p: 7:100 3:9 | lane 2: 5:60 |",
-        "1 | lane 0: - | lane 1 all_gather: - | lane 2: - |",
+        "0 | lanes 0-3 a2a+p2p/2: 7:100 3:9 | lanes 4-5 a2a: 4:8 | lane 6: 5:60 |",
+        "1 | lane 0: - | lane 1 all_gather: - | lane 2: - | lane 3: - | lane 4: - | lane 5: - | lane 6: - |",
     ]
+
+
+def test_an_inner_size_is_written_only_where_the_exchange_does_not_imply_it():
+    """So plans of p2p, all_gather and a2a keep the text and the digest that they had."""
+    rows = plan_to_dict(PLAN)["micro_batches"]
+    inner = [bucket.get("inner_cp_size") for row in rows for bucket in row]
+    assert inner == [2] + 9 * [None]
+    assert [bucket.inner_cp_size for bucket in loads(dumps(PLAN)).buckets] == [2, 2] + 8 * [1]
+    said = plan_to_dict(PLAN)
+    said["micro_batches"][0][1]["inner_cp_size"] = 2  # implied, so it may be said
+    assert plan_from_dict(said) == PLAN
+    other = replace(PLAN, micro_batches=PLAN.micro_batches[1:])
+    assert "inner" not in dumps(other)
+
+
+def test_a_lane_is_told_its_inner_size():
+    planned = PlannedBatch(plan=PLAN, predicted_s=1.0, predicted_busy_s=(1.0,) * 7, reason="a test")
+    messages = encode_lanes(PLAN, PlanFacts.of(planned))
+    for lane, message in enumerate(messages):
+        first, second = (mb.bucket_of_lane(lane) for mb in PLAN.micro_batches)
+        assert decode_lane(message).buckets == (first, second)
+    assert decode_lane(messages[3]).buckets[0].inner_cp_size == 2
 
 
 def test_digest_is_of_the_content():
@@ -119,13 +148,16 @@ def test_malformed_json(text):
         "plan v1",
         "hello",
         format_plan(PLAN).replace("0 |", "1 |", 1),
-        format_plan(PLAN).replace("lanes 0-1", "lanes 0-2"),
+        format_plan(PLAN).replace("lanes 0-3", "lanes 0-2"),
+        format_plan(PLAN).replace("a2a+p2p/2", "a2a+p2p"),
+        format_plan(PLAN).replace("a2a+p2p/2", "a2a+p2p/4"),
+        format_plan(PLAN).replace("a2a+p2p/2", "p2p/2"),
         format_plan(PLAN).replace("7:100", "7:x"),
         format_plan(PLAN).replace("7:100", "7:0"),
         format_plan(PLAN).replace("5:60", "5"),
         format_plan(PLAN).replace("a2a+p2p", "carrier pigeon"),
-        format_plan(PLAN).replace("num_lanes=3", "num_lanes=three"),
-        format_plan(PLAN).replace("num_lanes=3 ", ""),
+        format_plan(PLAN).replace("num_lanes=7", "num_lanes=three"),
+        format_plan(PLAN).replace("num_lanes=7 ", ""),
     ],
 )
 def test_malformed_text(text):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CP_COMM_TYPES, PlanOptions
+from dynamic_cp.types import CP_COMM_TYPES, Bucket, PlanOptions
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL
 
 
@@ -66,3 +66,32 @@ def test_weights_by_hand():
     assert tied.num_parameters == TINY_MODEL.num_parameters - 257 * 128
     assert TINY_MODEL.attention_flops_per_token2 == 2 * 128
     assert replace(TINY_MODEL, causal_attention=False).attention_flops_per_token2 == 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("exchange", "cp_size", "inner", "found"),
+    [("p2p", 8, 1, 1), ("all_gather", 8, 1, 1), ("a2a", 8, 1, 8), ("a2a", 8, 8, 8), ("a2a", 1, 1, 1)]
+    + [("a2a+p2p", 8, inner, inner) for inner in (2, 4)],
+)
+def test_an_exchange_implies_its_inner_size(exchange, cp_size, inner, found):
+    bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
+    assert (bucket.inner_cp_size, bucket.outer_cp_size) == (found, cp_size // found)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "cp_size", "inner", "says"),
+    [
+        ("p2p", 8, 2, "inner_cp_size 2 of the bucket at lane 16 is not 1, which p2p with cp_size 8 implies"),
+        ("all_gather", 8, 8, "inner_cp_size 8 .* is not 1, which all_gather"),
+        ("a2a", 8, 4, "inner_cp_size 4 .* is not 8, which a2a"),
+        ("a2a+p2p", 8, 1, "inner_cp_size 1 .* power of two between 1 and 8: use 2, 4"),
+        ("a2a+p2p", 8, 8, "inner_cp_size 8 .* power of two between 1 and 8"),
+        ("a2a+p2p", 8, 3, "inner_cp_size 3 .* power of two between 1 and 8"),
+        ("a2a+p2p", 8, 2.0, "inner_cp_size 2.0 .* power of two"),
+        ("a2a+p2p", 2, 2, "use p2p or a2a"),
+        ("a2a+p2p", 1, 1, "use p2p or a2a"),
+    ],
+)
+def test_an_inner_size_that_the_exchange_does_not_have_is_refused(exchange, cp_size, inner, says):
+    with pytest.raises(InvalidInputError, match=says):
+        Bucket(first_lane=16, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)

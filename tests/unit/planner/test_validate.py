@@ -118,3 +118,41 @@ def test_a_long_row_is_shortened():
     with pytest.raises(IllegalPlanError) as caught:
         check_plan(plan)
     assert "0 1 2 3 + 36 more = 40 tokens" in str(caught.value)
+
+
+def hierarchical(topology: Topology, cp_size: int, inner: int) -> Plan:
+    buckets = [
+        Bucket(
+            first_lane=first,
+            cp_size=cp_size,
+            samples=(Sample(sample_id=first, seqlen=40),),
+            cp_comm_type="a2a+p2p",
+            inner_cp_size=inner,
+        )
+        for first in range(0, topology.num_lanes - cp_size + 1, cp_size)
+    ]
+    rest = [Bucket(first_lane=lane) for lane in range(len(buckets) * cp_size, topology.num_lanes)]
+    return Plan(topology=topology, max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=(*buckets, *rest)),))
+
+
+@pytest.mark.parametrize(
+    ("topology", "cp_size", "inner", "says"),
+    [
+        (Topology(num_lanes=16), 16, 8, None),
+        (Topology(num_lanes=16, tp_size=2), 16, 4, None),
+        (Topology(num_lanes=16, ranks_per_node=4), 16, 8, r"lanes 0-15: inner_cp_size 8 does not divide the 4 lanes"),
+        (Topology(num_lanes=16, tp_size=2), 16, 8, r"inner_cp_size 8 does not divide the 4 lanes of a node"),
+        (Topology(num_lanes=8, ranks_per_node=6), 8, 4, r"inner_cp_size 4 does not divide the 6 lanes of a node"),
+        (Topology(num_lanes=8, ranks_per_node=6), 8, 2, None),
+        # Stage 1 starts in the middle of a node: lanes 0-7 lie on two nodes there.
+        (Topology(num_lanes=20, pp_size=2), 16, 8, r"the inner group of lanes 0-7 lies on more than one node of 8"),
+        (Topology(num_lanes=20, pp_size=2), 16, 4, None),
+    ],
+)
+def test_inner_groups_lie_inside_a_node(topology, cp_size, inner, says):
+    plan = hierarchical(topology, cp_size, inner)
+    if says is None:
+        check_plan(plan)
+        return
+    with pytest.raises(IllegalPlanError, match=says):
+        check_plan(plan)
