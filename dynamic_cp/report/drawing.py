@@ -217,7 +217,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 def format_s(seconds: float) -> str:
     """Return seconds with three digits and a unit: 1.23 s, 45.6 ms."""
-    factor, unit = time_unit(seconds)
+    factor, unit = time_unit(seconds) if seconds else (1.0, "s")
     return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"
 
 

@@ -287,7 +287,7 @@ def _bounds(comparison: Comparison) -> dict[str, Any]:
 
 def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str]:
     plan = batch.planned.plan if batch.planned else None
-    sizes = "" if plan is None else "  ".join(f"{cp}: {count}" for cp, count in plan.cp_histogram.items())
+    sizes = "" if plan is None else ", ".join(f"{cp}:\u00a0{count}" for cp, count in plan.cp_histogram.items())
     return [
         f"{described(one)}, {number + 1}",
         format_s(batch.iteration_s),

@@ -159,7 +159,7 @@ def _row(one: RunRecord) -> list[str]:
         f"{one.measured_over_predicted:.2f}",
         known(one.loss, "{:.4f}"),
         known(one.num_microbatches, "{}"),
-        "  ".join(f"{cp_size}: {count}" for cp_size, count in one.cp_histogram.items()),
+        ", ".join(f"{cp_size}:\u00a0{count}" for cp_size, count in one.cp_histogram.items()),
         known(one.padding, "{:.2%}"),
         known(one.imbalance, "{:.3f}"),
         "" if one.planner_s is None else format_s(one.planner_s),

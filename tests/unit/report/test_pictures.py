@@ -333,7 +333,7 @@ def test_tokens_are_counted_as_people_do(tokens, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(1.234, "1.23 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.8 µs"), (1234.5, "1234 s"), (0, "0 µs")]
+    ("seconds", "text"), [(1.234, "1.23 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.8 µs"), (1234.5, "1234 s"), (0, "0 s")]
 )
 def test_seconds_have_three_digits(seconds, text):
     assert drawing.format_s(seconds) == text
