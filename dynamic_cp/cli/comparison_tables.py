@@ -78,8 +78,10 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
 
 
 def _figures(comparison: Comparison, out: Console) -> Table:
-    wide = out.width >= WIDE
-    columns = ["policy", "s/batch", "± sd" if can_draw(out) else "sd", "gain", "95 %", "/bound", "tok/s/GPU"]
+    wide, several = out.width >= WIDE, len(comparison.batches) > 1
+    columns = ["policy", "s/batch"]
+    columns += ["± sd" if can_draw(out) else "sd", "gain", "95 %"] if several else ["gain"]
+    columns += ["/bound", "tok/s/GPU"]
     if wide:
         columns += ["TFLOP/s/GPU", "micro-batches"]
     columns += ["GB"]
@@ -92,8 +94,8 @@ def _figures(comparison: Comparison, out: Console) -> Table:
         cells = [
             described(one),
             f"{one.iteration_s:.3f}",
-            "-" if deviation is None else f"{deviation:.3f}",
-            *_gain(speedups.get(one.policy)),
+            *([] if deviation is None else [f"{deviation:.3f}"]),
+            *_gain(speedups.get(one.policy), several),
             f"{one.mean('time_over_bound'):.3f}",
             f"{one.mean('tokens_per_s_per_gpu'):.0f}",
         ]
@@ -106,12 +108,12 @@ def _figures(comparison: Comparison, out: Console) -> Table:
     return table
 
 
-def _gain(speedup: Speedup | None) -> tuple[str, str]:
+def _gain(speedup: Speedup | None, several: bool) -> list[str]:
+    """Return the cells of a speed-up: the factor, with several batches also its interval."""
     if speedup is None:
-        return "", ""
-    if speedup.low is None or speedup.high is None:
-        return f"{speedup.ratio:.2f}x", "-"
-    return f"{speedup.ratio:.2f}x", f"{speedup.low:.2f}..{speedup.high:.2f}"
+        return ["", ""] if several else [""]
+    interval = [] if speedup.low is None else [f"{speedup.low:.2f}..{speedup.high:.2f}"]
+    return [f"{speedup.ratio:.2f}x", *interval]
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -180,9 +182,8 @@ def _show_notes(comparison: Comparison, out: Console) -> None:
         for one in comparison.policies
         if not one.fits_memory
     ]
-    notes.append(
-        "gain: of dynamic CP over the policy, with its paired 95 % t interval over the batches; modelled, not measured"
-    )
+    interval = ", with a paired 95 % t interval over batches" if len(comparison.batches) > 1 else ""
+    notes.append(f"gain: by dynamic CP{interval}; all modelled")
     out.print()
     for note in notes:
         out.print(Text(note, style="dim"))

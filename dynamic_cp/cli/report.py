@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
 )
 from dynamic_cp.cli.simulate import DEFAULT_BATCHES, DEFAULT_POLICIES, compared
+from dynamic_cp.errors import UnsupportedFeatureError
 
 
 @click.command(
@@ -55,6 +57,11 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     Give either --lengths and --lanes, or --run. It needs matplotlib and jinja2.
     """
     check_writable(output, only_files=True)
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise UnsupportedFeatureError(
+                f"report needs {package}, which is not installed: pip install 'megatron-dynamic-cp[report]'"
+            )
     ctx = click.get_current_context()
     again = _command_line(ctx)
     if run is not None:
