@@ -26,6 +26,8 @@ def check_writable(path: str | None, *, only_files: bool = False) -> None:
     """
     if path is None:
         return
+    if not path:
+        raise InvalidInputError("cannot write to a file without a name: give one")
     if path == STDOUT or _is_device(path):
         if only_files:
             raise InvalidInputError(f"cannot write {path}: it is no file: give the name of one")

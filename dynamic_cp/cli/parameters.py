@@ -25,6 +25,7 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     Topology,
+    is_power_of_two,
 )
 
 DEFAULT_MAX_SEQLEN = 131072
@@ -394,6 +395,8 @@ class JobInput:
             raise InvalidInputError(
                 f"--static-cp-size {size} does not divide --lanes {self.topology.num_lanes}: use a divisor"
             )
+        if size is not None and not is_power_of_two(size):
+            raise InvalidInputError(f"--static-cp-size {size} is not a power of two: use 1, 2, 4, ...")
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,

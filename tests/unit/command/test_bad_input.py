@@ -63,6 +63,7 @@ ANY_JOB = [
     (["--max-tokens-per-rank", "0"], "max_tokens_per_rank is 0"),
     (["--max-tokens-per-rank", "-1"], "max_tokens_per_rank is -1"),
     (["--max-tokens-per-rank", "64"], "64 per rank): raise --max-tokens-per-rank or --lanes"),
+    (["--lanes", "6", "--static-cp-size", "6"], "--static-cp-size 6 is not a power of two"),
     (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
     (["--cp-comm-type", "a2a+p2p"], "Invalid value for '--cp-comm-type'"),
     (["--recompute", "some"], "Invalid value for '--recompute'"),
@@ -76,6 +77,7 @@ POLICY = [
     (["--policy", ","], "0 policies are given"),
 ]
 JSON = [
+    (["--json", ""], "cannot write to a file without a name"),
     (["--json", "no/such/folder.json"], "cannot write no/such/folder.json: No such file or directory"),
     (["--json", "."], "cannot write .: it is a folder"),
     (["--json", "lengths.xls/x.json"], "cannot write lengths.xls/x.json: Not a directory"),
