@@ -171,9 +171,9 @@ class BatchDrawer:
                 lane=self._lane,
                 stage=self._stage,
             )
-        if not isinstance(given, Iterator):
+        if not hasattr(given, "__next__"):
             raise InvalidInputError(f"the data iterator is a {type(given).__name__}: pass iter(...) of it")
-        return given
+        return given  # type: ignore[return-value]
 
     def _sum_over_ranks(
         self, samples: Sequence[ForeignSample], num_items: int

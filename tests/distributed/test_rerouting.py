@@ -418,6 +418,36 @@ def test_list_that_fits_no_chunks_fails_all_ranks_alike() -> None:
     assert "2 data iterators were given for 1 model chunks" in message
 
 
+def give_a_list_of_samples(wrapper: ForeignIteratorWrapper) -> None:
+    wrapper._drawer._data_iterators = [{"tokens": np.arange(5)}]
+
+
+def test_samples_in_place_of_an_iterator_fail_all_ranks_alike() -> None:
+    kind, message, _ = fails_alike(LAYOUTS["dp4"], give_a_list_of_samples)
+    assert kind is InvalidInputError
+    assert "the data iterator is a dict: pass iter(...) of it" in message
+
+
+class OnlyNext:
+    """Has no __iter__, as megatron-core's RerunDataIterator in some versions."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
+def draw_with_only_next(layout: Layout, data: list[LaneData]) -> int:
+    wrapper, _, _ = make_wrapper(layout, data, 8)
+    wrapper._drawer._data_iterators = OnlyNext(wrapper._drawer._data_iterators)
+    return sum(1 for _ in wrapper)
+
+
+def test_iterator_needs_no_more_than_next() -> None:
+    assert run_ranks(2, draw_with_only_next, Layout(2), all_data(Layout(2), 8, 1)) == [2, 2]
+
+
 def skip_an_item_on_the_last_stage(wrapper: ForeignIteratorWrapper) -> None:
     if dist.get_rank() == 3:
         next(wrapper._drawer._own_iterator())
