@@ -32,7 +32,7 @@ class ActivationBytes(NamedTuple):
         hops: activations and gradients that are sent and received, with pipelining.
         ring_per_bucket_token: keys and values of the whole bucket, which the ring and all-gather keep for one layer,
             per token of the bucket.
-        a2a: queries, keys, values and outputs in their other layout, per token of a rank.
+        a2a_queries: queries and outputs in their other layout, per token of a rank; keys and values come on top.
     """
 
     per_layer: float
@@ -40,7 +40,7 @@ class ActivationBytes(NamedTuple):
     head: float
     hops: float
     ring_per_bucket_token: float
-    a2a: float
+    a2a_queries: float
 
 
 def activation_bytes(model: ModelShape, topology: Topology, options: PlanOptions) -> ActivationBytes:
@@ -64,5 +64,5 @@ def activation_bytes(model: ModelShape, topology: Topology, options: PlanOptions
         head=2 * hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size,
         hops=4 * hidden if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,
-        a2a=2 * query + keys_and_values,
+        a2a_queries=2 * query,
     )

@@ -18,7 +18,7 @@ import numpy as np
 from dynamic_cp import prices
 from dynamic_cp.edges import gradient_reduction_s
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES, AttentionPrices
+from dynamic_cp.exchanges import AttentionPrices
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.price_table import StagePrices, make_table, token_capacity
 from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
@@ -54,6 +54,7 @@ class CostModel:
     Attributes:
         table: all prices as arrays.
         exchanges: row of `table.terms` -> exchange.
+        inner_cp_sizes: row of `table.terms` -> inner size of the exchange, as in `Bucket`.
         gradient_reduction_s: end-of-step reduction of gradients and gathering of parameters, an upper bound (they may
             overlap); it does not depend on the plan.
 
@@ -64,7 +65,7 @@ class CostModel:
         options: exchanges, recomputation, bytes of an element, limits.
 
     Raises:
-        UnsupportedFeatureError: an exchange that has no price yet, or none that any allowed CP size can use.
+        UnsupportedFeatureError: no exchange that any allowed CP size can use.
 
     Limits: the optimizer step is not priced; all stages have num_layers / pp_size layers; no link contention.
     """
@@ -72,12 +73,12 @@ class CostModel:
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
         self.topology = topology
         self.options = options
-        for exchange in options.cp_comm_types:
-            _check_priced(exchange)
         self._attention = AttentionPrices(model, hardware, topology, options)
         self._stage = StagePrices(model, hardware, topology, options, self._attention)
         self.gradient_reduction_s = gradient_reduction_s(model, hardware, topology, options)
-        self.table, self.exchanges = make_table(model, hardware, topology, options, self._stage)
+        self.table, rows = make_table(model, hardware, topology, options, self._stage)
+        self.exchanges: tuple[CpCommType, ...] = tuple(exchange for exchange, _ in rows)
+        self.inner_cp_sizes = tuple(inner for _, inner in rows)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, topology, options):
@@ -97,6 +98,7 @@ class CostModel:
             sum(padded),
             sum(tokens * tokens for tokens in padded),
             cp_comm_type=bucket.cp_comm_type,
+            inner_cp_size=bucket.inner_cp_size,
         )
 
     def cost(
@@ -106,6 +108,7 @@ class CostModel:
         tokens: float,
         tokens_squared: float,
         cp_comm_type: str | None = None,
+        inner_cp_size: int | None = None,
     ) -> BucketCost:
         """Return the seconds of a bucket from its sums.
 
@@ -115,11 +118,12 @@ class CostModel:
             tokens: sum of the (padded) lengths.
             tokens_squared: sum of the squares of the (padded) lengths.
             cp_comm_type: exchange; None = the fastest of the options.
+            inner_cp_size: of the exchange; None = what it implies, a2a+p2p: the largest possible.
 
         Raises:
-            UnsupportedFeatureError: an exchange without a price, or one that this CP size cannot use.
+            UnsupportedFeatureError: an exchange or inner size that this CP size cannot use.
         """
-        forward, backward = self._both_terms(cp_size, first_lane, tokens, tokens_squared, cp_comm_type)
+        forward, backward = self._both_terms(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size)
         tokens, tokens_squared = float(tokens), float(tokens_squared)
         rank_tokens = tokens / cp_size
         embedding_forward, embedding_backward, head_forward, head_backward = self._edges
@@ -135,29 +139,56 @@ class CostModel:
 
     def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         """Return forward + backward on the slowest stage in whole nanoseconds, as `prices.duration_ns`."""
-        forward, backward = self._both_terms(cp_size, first_lane, tokens, tokens_squared, None)
+        forward, backward = self._terms[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
         tokens, tokens_squared = float(tokens), float(tokens_squared)
         both_s = prices.seconds(forward, tokens, tokens_squared) + prices.seconds(backward, tokens, tokens_squared)
         return nanoseconds(both_s + self.table.slowest_s_per_token * tokens / cp_size)
 
     def best_cp_comm_type(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> CpCommType:
         """Return the fastest exchange of the options; "p2p" for cp_size 1, which exchanges nothing."""
-        return self.exchanges[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
+        return self.best_exchange(cp_size, first_lane, tokens, tokens_squared)[0]
+
+    def best_exchange(
+        self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float
+    ) -> tuple[CpCommType, int]:
+        """Return the fastest exchange of the options and its inner size; ("p2p", 1) for cp_size 1."""
+        row = self._best_row(cp_size, first_lane, tokens, tokens_squared)
+        return self.exchanges[row], self.inner_cp_sizes[row]
+
+    def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:
+        """Return the row of the table that a bucket pays; None where the options do not have its exchange.
+
+        Args:
+            cp_size, first_lane, cp_comm_type: of the bucket.
+            inner_cp_size: of the bucket; None = the first, and largest, that the exchange has.
+        """
+        k, link = self._place(cp_size, first_lane)
+        first, end = int(self.table.first_option[k, link]), int(self.table.end_option[k, link])
+        if cp_size == 1:
+            return first
+        for row in range(first, end):
+            if self.exchanges[row] == cp_comm_type and inner_cp_size in (None, self.inner_cp_sizes[row]):
+                return row
+        return None
 
     def _both_terms(
-        self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float, cp_comm_type: str | None
+        self,
+        cp_size: int,
+        first_lane: int,
+        tokens: float,
+        tokens_squared: float,
+        cp_comm_type: str | None,
+        inner_cp_size: int | None,
     ) -> tuple[prices.Floats, prices.Floats]:
         """Return the [NUM_TERMS] of forward and backward."""
         if cp_comm_type is None or cp_size == 1:
             return self._terms[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
-        k, link = self._place(cp_size, first_lane)
-        first, end = int(self.table.first_option[k, link]), int(self.table.end_option[k, link])
-        for row in range(first, end):
-            if self.exchanges[row] == cp_comm_type:
-                return self._terms[row]
-        _check_priced(cp_comm_type)
-        self._check_possible((cp_comm_type,), cp_size)
-        both = np.array(self._stage.terms(cp_comm_type, cp_size, link))
+        row = self.row_of(cp_size, first_lane, cp_comm_type, inner_cp_size)
+        if row is not None:
+            return self._terms[row]
+        self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
+        inner = inner_cp_size or self._attention.inner_sizes(cp_comm_type, cp_size)[0]
+        both = np.array(self._stage.terms(cp_comm_type, cp_size, inner, self._place(cp_size, first_lane)[1]))
         return both[0], both[1]
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
@@ -174,19 +205,13 @@ class CostModel:
         k = cp_size.bit_length() - 1
         return k, int(self.table.links[k, first_lane >> k])
 
-    def _check_possible(self, exchanges: tuple[str, ...], cp_size: int) -> None:
-        if not any(self._attention.is_possible(exchange, cp_size) for exchange in exchanges):
+    def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> None:
+        sizes = [size for exchange in exchanges for size in self._attention.inner_sizes(exchange, cp_size)]
+        if not sizes or (inner_cp_size is not None and inner_cp_size not in sizes):
+            inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
             raise UnsupportedFeatureError(
-                f"--cp-comm-type {' '.join(exchanges)} cannot serve a group of {cp_size} lanes: "
+                f"--cp-comm-type {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
                 f"{self._attention.a2a_rule()}; use p2p or auto",
                 cp_comm_types=exchanges,
                 cp_size=cp_size,
             )
-
-
-def _check_priced(cp_comm_type: str) -> None:
-    if cp_comm_type not in PRICED_CP_COMM_TYPES:
-        raise UnsupportedFeatureError(
-            f"--cp-comm-type {cp_comm_type} has no price yet: use one of {', '.join(PRICED_CP_COMM_TYPES)}",
-            cp_comm_type=cp_comm_type,
-        )

@@ -388,7 +388,13 @@ class _Program:
                 option = max(group.options, key=lambda one: self.used[row, index][one].value())
                 exchange: CpCommType = self.cost_model.exchanges[option] if group.k else "p2p"
                 buckets.append(
-                    Bucket(first_lane=group.first_lane, cp_size=1 << group.k, samples=inside, cp_comm_type=exchange)
+                    Bucket(
+                        first_lane=group.first_lane,
+                        cp_size=1 << group.k,
+                        samples=inside,
+                        cp_comm_type=exchange,
+                        inner_cp_size=self.cost_model.inner_cp_sizes[option] if group.k else 1,
+                    )
                 )
             micro_batches.append(MicroBatch(buckets=tuple(sorted(buckets, key=lambda bucket: bucket.first_lane))))
         return Plan(

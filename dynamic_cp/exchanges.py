@@ -9,25 +9,30 @@ computes:
     p2p         (cp-1) steps;  exposed = max(0, exchange - step0) + (cp-2) * max(0, exchange - step1)
     all_gather  the same bytes at once, hidden behind nothing
     a2a         queries, keys, values and outputs change hands, (cp-1)/cp of them; hidden behind nothing. Each rank
-                then sees whole sequences (L = S) with 1/cp of the heads, so query heads and KV heads of a TP rank must
-                be multiples of cp
+                then sees whole sequences (L = S) with 1/cp of the heads
+    a2a+p2p     a2a among the u lanes of an inner group inside a node, then the ring of p2p over the n = cp/u inner
+                groups: each rank sees L = S / n tokens with 1/u of the heads in every step
 
-Exchanges of keys and values carry twice the bytes backward (keys and values, and their gradients); a2a carries as many
-as forward.
+`exchange_bytes.py` counts the bytes, `heads.py` says which heads change hands: the query heads of a TP rank must be a
+multiple of u. The ring uses the NIC where the group spans nodes, an inner group never does; of an a2a over nodes only
+the part that leaves the node does. Exchanges of keys and values carry twice the bytes backward (keys and values, and
+their gradients); a2a carries as many as forward.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.exchange_bytes import sent_bytes
+from dynamic_cp.heads import heads_of_rank, inner_sizes, kv_heads_of
+from dynamic_cp.links import lanes_in_one_node
+from dynamic_cp.prices import ACROSS_NODES
+from dynamic_cp.types import CP_COMM_TYPES, Hardware, ModelShape, PlanOptions, Topology
 
-PRICED_CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+PRICED_CP_COMM_TYPES = CP_COMM_TYPES
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
-_COLLECTIVES_OF_A2A = 4
-"""Queries, keys and values before, outputs after."""
 
 
 class Linear(NamedTuple):
@@ -75,8 +80,8 @@ class _Kernel(NamedTuple):
 class AttentionPrices:
     """Attention of one pipeline stage (all its layers), forward and backward, by exchange, CP size and link.
 
-    Limits: the zigzag split is taken as perfectly even; no contention between links; the tiles of all_gather are priced
-    as those of the ring.
+    Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank; the tiles of
+    all_gather are priced as those of the ring, and its shards as if each crossed every NIC in turn.
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
@@ -89,45 +94,58 @@ class AttentionPrices:
         kv_channels = max(model.kv_size / topology.tp_size, model.kv_channels)
         self._kv_bytes = layers * 2 * kv_channels * options.bytes_per_element
         self._query_bytes = layers * 2 * model.query_size / topology.tp_size * options.bytes_per_element
-        self._query_heads = model.num_attention_heads / topology.tp_size
-        self._kv_heads = max(1.0, model.num_query_groups / topology.tp_size)
+        self._heads = heads_of_rank(model, topology.tp_size)
+        self._node_lanes = lanes_in_one_node(topology)
 
-    def is_possible(self, exchange: str, cp_size: int) -> bool:
-        """Return whether a group of `cp_size` can use `exchange`; query heads are a multiple of KV heads."""
-        return exchange != "a2a" or self._kv_heads % cp_size == 0
+    def inner_sizes(self, exchange: str, cp_size: int) -> tuple[int, ...]:
+        """Return the inner sizes with which a group of `cp_size` can use `exchange`, the largest first; () if none."""
+        return inner_sizes(exchange, cp_size, self._heads, self._node_lanes)
 
     def a2a_rule(self) -> str:
-        """Return what a2a needs, with this model's numbers."""
+        """Return what exchanges of heads need, with this model's numbers."""
+        query_heads, kv_heads = self._heads or ("no whole number", "none")
         return (
-            "a2a needs the query heads and the KV heads of a TP rank to be multiples of the CP size; "
-            f"here they are {self._query_heads:g} and {self._kv_heads:g}"
+            "a2a needs the query heads of a TP rank to be a multiple of the lanes that share them out (of the CP size, "
+            "or with a2a+p2p of an inner size above 1 and below the CP size that divides the lanes of a node); here "
+            f"are {query_heads} query heads, {kv_heads} KV heads, {self._node_lanes} lanes in every node"
         )
 
-    def price(self, exchange: str, cp_size: int, bandwidth_bytes_per_s: float) -> tuple[Convex, Convex]:
-        """Return (forward, backward) of attention and its exposed exchange."""
+    def price(self, exchange: str, cp_size: int, inner: int, link: int) -> tuple[Convex, Convex]:
+        """Return (forward, backward) of attention and its exposed exchange; `inner`: one of `inner_sizes`."""
         if cp_size == 1:
             return tuple(Convex(first.on_parts(1)) for first, _ in (self._forward, self._backward))  # type: ignore[return-value]
-        latency_s = self._layers * self._hardware.exchange_latency_s_per_layer
-        if exchange == "a2a":
-            moved = (self._kv_bytes + self._query_bytes) * (cp_size - 1) / cp_size
-            exchange_s = Linear(_COLLECTIVES_OF_A2A * latency_s, moved / cp_size / bandwidth_bytes_per_s)
-            # 1 / cp of the heads on whole sequences.
-            both = (first.on_parts(1, 1 / cp_size).plus(exchange_s) for first, _ in (self._forward, self._backward))
-            return tuple(Convex(linear) for linear in both)  # type: ignore[return-value]
-        step = Linear(latency_s, self._kv_bytes / cp_size / bandwidth_bytes_per_s)
-        back = self._hardware.exchange_backward_over_forward
+        hardware, outer = self._hardware, cp_size // inner
+        bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
+        latency_s = self._layers * hardware.exchange_latency_s_per_layer
+        sent = sent_bytes(cp_size, inner, self._query_bytes, self._kv_bytes, self._copies(inner))
+        step = Linear(latency_s, sent.ring_step / cp_size / bandwidths[link])
+        inner_link = link if exchange == "a2a" else 0
+        leaving = 1.0
+        if inner_link == ACROSS_NODES and self._node_lanes < inner:
+            leaving = (inner - self._node_lanes) / (inner - 1)
+        inner_s = Linear(sent.inner_steps * latency_s, leaving * sent.inner / cp_size / bandwidths[inner_link])
+        inner_s = inner_s.plus(Linear(0.0, (1.0 - leaving) * sent.inner / cp_size / bandwidths[0]))
         sides = []
-        for (first, later), times, launch in ((self._forward, 1.0, 1.0), (self._backward, back, 2.0)):
-            step0, step1 = first.on_parts(cp_size), later.on_parts(cp_size)
-            compute = step0.plus(step1, cp_size - 1)
+        for (first, later), times, launch in (
+            (self._forward, 1.0, 1.0),
+            (self._backward, hardware.exchange_backward_over_forward, 2.0),
+        ):
+            # 1 / inner of the heads on 1 / outer of each sequence, in `outer` steps.
+            step0, step1 = first.on_parts(outer, 1 / inner), later.on_parts(outer, 1 / inner)
+            compute = step0.plus(step1, outer - 1).plus(inner_s)
             transfer = Linear().plus(step, times)
             if exchange == "all_gather":
-                sides.append(Convex(compute.plus(transfer, cp_size - 1)))
+                sides.append(Convex(compute.plus(transfer, outer - 1)))
                 continue
-            overhead_s = (cp_size - 1) * launch * self._layers * self._hardware.ring_step_overhead_s_per_layer
-            kinks = (Kink(1.0, transfer.plus(step0, -1.0)), Kink(cp_size - 2.0, transfer.plus(step1, -1.0)))
+            overhead_s = (outer - 1) * launch * self._layers * hardware.ring_step_overhead_s_per_layer
+            kinks: tuple[Kink, ...] = ()
+            if outer > 1:
+                kinks = (Kink(1.0, transfer.plus(step0, -1.0)), Kink(outer - 2.0, transfer.plus(step1, -1.0)))
             sides.append(Convex(compute.plus(Linear(overhead_s)), merged(kinks)))
         return sides[0], sides[1]
+
+    def _copies(self, inner: int) -> int:
+        return kv_heads_of(*self._heads, inner).copies if self._heads and inner > 1 else 1
 
 
 def merged(kinks: tuple[Kink, ...]) -> tuple[Kink, ...]:

@@ -24,6 +24,19 @@ class Links(NamedTuple):
 
 
 @lru_cache(maxsize=64)
+def lanes_in_one_node(topology: Topology) -> int:
+    """Return the largest power of two that divides the lanes of a node and whose aligned groups each lie in one node.
+
+    The largest inner group; 1 where not even pairs do.
+    """
+    used = links_of(topology).used
+    size = 1
+    while topology.lanes_per_node % (2 * size) == 0 and used[min(size.bit_length(), len(used) - 1)] == (IN_NODE,):
+        size *= 2
+    return size
+
+
+@lru_cache(maxsize=64)
 def links_of(topology: Topology) -> Links:
     """Return `topology.spans_nodes` of every aligned group at once."""
     num_lanes, tp_size = topology.num_lanes, topology.tp_size

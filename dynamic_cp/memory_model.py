@@ -15,6 +15,8 @@ import numpy as np
 from dynamic_cp.activations import activation_bytes
 from dynamic_cp.edges import GRADIENT_BYTES
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.heads import heads_of_rank, inner_sizes, kv_heads_of
+from dynamic_cp.links import lanes_in_one_node
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.prices import Floats
 from dynamic_cp.schedule import peak_in_flight_tokens
@@ -70,6 +72,7 @@ class MemoryModel:
         self._options = options
         self._distributed_optimizer = distributed_optimizer
         self._bytes = activation_bytes(model, topology, options)
+        self._heads = heads_of_rank(model, topology.tp_size)
 
     @property
     def available_bytes(self) -> float:
@@ -108,7 +111,7 @@ class MemoryModel:
                 tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
-                exchanged[row, lanes] = self._exchange_bytes(tokens, bucket.cp_size, bucket.cp_comm_type)
+                exchanged[row, lanes] = self._exchange_bytes(tokens, bucket.cp_size, bucket.inner_cp_size)
         alive = peak_in_flight_tokens(held, plan.topology.pp_size, plan.topology.vp_size)
         most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
         return tuple(
@@ -123,8 +126,9 @@ class MemoryModel:
         many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
+        inner_sizes = {inner for one in self._options.cp_comm_types for inner in self._inner_sizes(one, cp_size)}
         buffers = np.array(
-            [max(self._exchange_bytes(tokens_per_rank, cp_size, one) for one in self._options.cp_comm_types)]
+            [max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in inner_sizes), default=0)]
         )
         return tuple(
             self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers) for stage in range(topology.pp_size)
@@ -195,10 +199,16 @@ class MemoryModel:
             stage=-stage,
         )
 
-    def _exchange_bytes(self, tokens: int, cp_size: int, exchange: str) -> float:
+    def _exchange_bytes(self, tokens: int, cp_size: int, inner: int) -> float:
+        """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""
         if cp_size == 1:
             return 0.0
-        return tokens * (self._bytes.a2a if exchange == "a2a" else cp_size * self._bytes.ring_per_bucket_token)
+        copies = kv_heads_of(*self._heads, inner).copies if self._heads and inner > 1 else 1
+        queries = self._bytes.a2a_queries if inner > 1 else 0.0
+        return tokens * (queries + cp_size // inner * copies * self._bytes.ring_per_bucket_token)
+
+    def _inner_sizes(self, exchange: str, cp_size: int) -> tuple[int, ...]:
+        return inner_sizes(exchange, cp_size, self._heads, lanes_in_one_node(self._topology))
 
     def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
         """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""
@@ -222,8 +232,14 @@ class MemoryModel:
         )
 
     def _num_groups(self) -> int:
-        """Return how many communicators a rank has: one per CP size above 1, TP, PP and all lanes."""
+        """Return how many communicators a rank has: one per CP size above 1, TP, PP and all lanes.
+
+        An inner group of a2a+p2p is the CP group of its size; every outer ring needs one of its own.
+        """
         topology = self._topology
         largest = min(self._options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
-        return largest.bit_length() - 1 + others
+        sizes = [1 << k for k in range(1, largest.bit_length())]
+        if "a2a+p2p" in self._options.cp_comm_types:
+            others += sum(len(self._inner_sizes("a2a+p2p", cp_size)) for cp_size in sizes)
+        return len(sizes) + others

@@ -23,7 +23,7 @@ class Observation:
     Nothing is checked here: clocks can say anything. `PricedObservations` leaves out what cannot be.
 
     Attributes:
-        cp_size, first_lane, cp_comm_type: as in `Bucket`.
+        cp_size, first_lane, cp_comm_type, inner_cp_size: as in `Bucket`; inner_cp_size 0 where it is not known.
         tokens, tokens_squared: sums over the padded lengths of the whole group.
         stage, chunk: pipeline stage, and model chunk on it (0 without interleaving).
         forward_s, backward_s: seconds without waiting for other stages.
@@ -38,6 +38,7 @@ class Observation:
     cp_comm_type: str = "p2p"
     stage: int = 0
     chunk: int = 0
+    inner_cp_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ def prediction_error(observations: Iterable[Observation], cost_model: CostModel)
 
 def _row(one: Observation, cost_model: CostModel) -> int | None:
     """Return the row of the price table, or None for an observation that cannot be."""
-    topology, table = cost_model.topology, cost_model.table
+    topology = cost_model.topology
     possible = (
         isfinite(one.forward_s)
         and isfinite(one.backward_s)
@@ -151,7 +152,4 @@ def _row(one: Observation, cost_model: CostModel) -> int | None:
     )
     if not possible:
         return None
-    k = one.cp_size.bit_length() - 1
-    link = int(table.links[k, one.first_lane >> k])
-    rows = range(int(table.first_option[k, link]), int(table.end_option[k, link]))
-    return next((row for row in rows if one.cp_size == 1 or cost_model.exchanges[row] == one.cp_comm_type), None)
+    return cost_model.row_of(one.cp_size, one.first_lane, one.cp_comm_type, one.inner_cp_size or None)

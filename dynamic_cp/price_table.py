@@ -10,8 +10,6 @@ backward  = the same at their backward ratios + what recomputation repeats (full
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from dynamic_cp import prices
@@ -21,6 +19,9 @@ from dynamic_cp.links import links_of
 from dynamic_cp.packing.limits import capacity_tokens
 from dynamic_cp.padding import sample_multiple
 from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Topology
+
+_ALONE: list[tuple[CpCommType, int]] = [("p2p", 1)]
+"""What a bucket of one lane has for an exchange."""
 
 
 class StagePrices:
@@ -47,11 +48,10 @@ class StagePrices:
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
 
-    def terms(self, exchange: str, cp_size: int, link: int) -> tuple[list[float], list[float]]:
+    def terms(self, exchange: str, cp_size: int, inner: int, link: int) -> tuple[list[float], list[float]]:
         """Return the NUM_TERMS numbers of forward and of backward."""
         hardware = self._hardware
-        bandwidth = (hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s)[link]
-        attention, attention_back = self.attention.price(exchange, cp_size, bandwidth)
+        attention, attention_back = self.attention.price(exchange, cp_size, inner, link)
         overhead_s, overhead_back_s = self._overheads_s
         floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
         linear = Linear(floor_s, self._linear_s_per_token / cp_size)
@@ -77,8 +77,8 @@ def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> in
 
 def make_table(
     model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, stage: StagePrices
-) -> tuple[prices.PriceTable, tuple[CpCommType, ...]]:
-    """Return the table and the exchange of each row of its terms.
+) -> tuple[prices.PriceTable, tuple[tuple[CpCommType, int], ...]]:
+    """Return the table, and the exchange and inner size of each row of its terms.
 
     A CP size that none of the exchanges can serve has no rows and capacity 0.
     """
@@ -86,15 +86,15 @@ def make_table(
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
     terms: list[tuple[list[float], list[float]]] = []
-    exchanges: list[CpCommType] = []
+    exchanges: list[tuple[CpCommType, int]] = []
     for k in range(num_sizes):
-        possible = [one for one in options.cp_comm_types if stage.attention.is_possible(one, 1 << k)]
+        possible = [(one, inner) for one in options.cp_comm_types for inner in stage.attention.inner_sizes(one, 1 << k)]
         for link in links.used[k]:
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
-            for exchange in possible if k else ("p2p",):
-                terms.append(stage.terms(exchange, 1 << k, link))
-                exchanges.append(cast(CpCommType, exchange))
+            for exchange, inner in possible if k else _ALONE:
+                terms.append(stage.terms(exchange, 1 << k, inner, link))
+                exchanges.append((exchange, inner))
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
     edges = np.array(edges_s_per_token(model, hardware, topology, options))

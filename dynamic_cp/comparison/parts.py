@@ -197,12 +197,9 @@ def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
 
 def _row_of(bucket: Bucket, cost_model: CostModel) -> int:
     """Return the row of the price table that `bucket` pays."""
-    table, k = cost_model.table, bucket.cp_size.bit_length() - 1
-    link = table.links[k, bucket.first_lane >> k]
-    first, end = int(table.first_option[k, link]), int(table.end_option[k, link])
-    if bucket.cp_size == 1:
-        return first
-    return next(row for row in range(first, end) if cost_model.exchanges[row] == bucket.cp_comm_type)
+    row = cost_model.row_of(bucket.cp_size, bucket.first_lane, bucket.cp_comm_type, bucket.inner_cp_size)
+    assert row is not None, "the plan was made with these options"
+    return row
 
 
 def _sums(lengths: list[tuple[int, ...]]) -> Floats:

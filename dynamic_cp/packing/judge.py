@@ -78,8 +78,13 @@ def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_
     )  # fmt: skip
     for row, first_lane, k, exchange, inside in places:
         if inside:
+            comm_type, inner = exchange
             rows[row][first_lane] = Bucket(
-                first_lane=first_lane, cp_size=1 << k, samples=tuple(inside), cp_comm_type=exchange
+                first_lane=first_lane,
+                cp_size=1 << k,
+                samples=tuple(inside),
+                cp_comm_type=comm_type,
+                inner_cp_size=inner,
             )
     micro_batches = []
     for buckets in rows:
@@ -97,12 +102,14 @@ def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_
     )
 
 
-def _exchanges(packing: Packing, cost_model: CostModel, tokens: Floats, squares: Floats) -> Sequence[CpCommType]:
-    only = set(cost_model.exchanges)
-    if only == {"p2p"}:
-        return list(repeat("p2p", len(packing.rows)))
+def _exchanges(
+    packing: Packing, cost_model: CostModel, tokens: Floats, squares: Floats
+) -> Sequence[tuple[CpCommType, int]]:
+    alone: tuple[CpCommType, int] = ("p2p", 1)
+    if set(cost_model.exchanges) == {"p2p"}:
+        return list(repeat(alone, len(packing.rows)))
     return [
-        cost_model.best_cp_comm_type(1 << k, lane, total, total2) if k else "p2p"
+        cost_model.best_exchange(1 << k, lane, total, total2) if k else alone
         for k, lane, total, total2 in zip(
             packing.log2_cp_sizes.tolist(), packing.first_lanes.tolist(), tokens.tolist(), squares.tolist(), strict=True
         )

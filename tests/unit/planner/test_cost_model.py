@@ -50,11 +50,16 @@ def test_all_gather_hides_nothing():
     )
 
 
-def test_an_exchange_without_a_price_is_refused():
-    with pytest.raises(UnsupportedFeatureError, match=r"--cp-comm-type a2a\+p2p has no price"):
-        tiny_cost_model(Topology(num_lanes=2), cp_comm_types=("p2p", "a2a+p2p"))
-    with pytest.raises(UnsupportedFeatureError, match=r"--cp-comm-type a2a\+p2p has no price"):
-        tiny_cost_model(Topology(num_lanes=2)).cost(2, 0, 4, 16, "a2a+p2p")
+def test_an_inner_size_that_cannot_be_is_refused():
+    """4 query heads, 8 lanes a node: inner sizes 2 and 4."""
+    model = tiny_cost_model(Topology(num_lanes=8), cp_comm_types=("p2p", "a2a+p2p"))
+    assert model.inner_cp_sizes == (1, 1, 1, 2, 1, 4, 2)
+    with pytest.raises(UnsupportedFeatureError, match=r"a2a\+p2p with inner_cp_size 8 cannot serve a group of 8 lanes"):
+        model.cost(8, 0, 64, 64, "a2a+p2p", 8)
+    with pytest.raises(UnsupportedFeatureError, match=r"a2a\+p2p cannot serve a group of 2 lanes.*4 query heads"):
+        model.cost(2, 0, 64, 64, "a2a+p2p")
+    with pytest.raises(UnsupportedFeatureError, match=r"1 lanes in every node"):
+        tiny_cost_model(Topology(num_lanes=8, ranks_per_node=1)).cost(8, 0, 64, 64, "a2a+p2p", 2)
 
 
 def test_tensor_parallelism_divides_compute_and_whole_kv_heads():
@@ -228,17 +233,63 @@ def test_the_fastest_exchange_is_taken_for_every_bucket():
     assert model.bucket_cost(bucket) == unit_cost()
 
 
+def test_a2a_by_hand_with_fewer_kv_heads():
+    """2 KV heads on 4 lanes, each repeated once: 4 of them. Queries and outputs 32 bytes a token, keys and values with
+    the copies 16; 3/4 of 4 * 48 bytes move: 144 bytes, 36 s. The ring sends no copies: 8 bytes, 2 s a token."""
+    grouped = replace(UNIT_MODEL, num_query_groups=2)
+    cost = unit_cost(model=grouped, cp_comm_types=("a2a",))
+    # 30 weights, not 34: the linear layers take 16 / 4 * 30 / 34 s.
+    weights = grouped.linear_weights_per_layer / UNIT_MODEL.linear_weights_per_layer
+    assert cost.forward_s == pytest.approx(4 * weights + 72 + 36 + 2)
+    assert unit_cost(model=grouped, cp_comm_types=("all_gather",)).forward_s == pytest.approx(
+        4 * weights + 48 + 3 * (4 * 2 + 0.5)
+    )
+
+
+def test_a2a_over_nodes_pays_the_nic_for_what_leaves_the_node():
+    """Of the three quarters that move, one stays on the node: 64 bytes at 4 bytes/s and 128 bytes at 2."""
+    topology = Topology(num_lanes=4, ranks_per_node=2)
+    assert unit_cost(topology=topology, cp_comm_types=("a2a",)).forward_s == pytest.approx(4 + 72 + 16 + 64 + 2)
+    alone = Topology(num_lanes=4, ranks_per_node=1)
+    assert unit_cost(topology=alone, cp_comm_types=("a2a",)).forward_s == pytest.approx(4 + 72 + 96 + 2)
+
+
+def test_the_hierarchical_exchange_by_hand():
+    """Two nodes of two lanes. Inside: half of 4 * 64 bytes, 32 s at 4 bytes/s, and four latencies. Half of the heads on
+    8 tokens: step 0 takes (64 + 2 * 8) / 2 = 40 s, step 1 64 / 4 = 16 s. One step of 4 * 32 bytes over the NIC, 64.5 s:
+    24.5 s show. Backward: (64 + 4 * 8) / 2 = 48, (64 + 2 * 8) / 4 = 20, 129 s, of which 81 show."""
+    topology = Topology(num_lanes=4, ranks_per_node=2)
+    cost = unit_cost(topology=topology, cp_comm_types=("a2a+p2p",))
+    assert cost.forward_s == pytest.approx(4 + 40 + 16 + 34 + 24.5)
+    assert cost.backward_s == pytest.approx(8 + 48 + 20 + 34 + 81)
+    # Inside one node the step takes 32.5 s and is hidden.
+    assert unit_cost(cp_comm_types=("a2a+p2p",)).forward_s == pytest.approx(4 + 40 + 16 + 34)
+
+
+def test_the_ring_step_of_a_hierarchy_has_the_overhead_of_a_ring_step():
+    slow = replace(UNIT_HARDWARE, ring_step_overhead_s_per_layer=10)
+    topology = Topology(num_lanes=8)
+    model = CostModel(UNIT_MODEL, slow, topology, PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",)))
+    plain = CostModel(
+        UNIT_MODEL, UNIT_HARDWARE, topology, PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",))
+    )
+    for inner, steps in ((2, 3), (4, 1)):
+        one, other = (each.cost(8, 0, 16, 256, "a2a+p2p", inner) for each in (model, plain))
+        assert one.forward_s - other.forward_s == pytest.approx(10 * steps)
+        assert one.backward_s - other.backward_s == pytest.approx(20 * steps)
+
+
 def test_a2a_needs_whole_heads():
-    """4 query heads and 2 KV heads serve 2 lanes; on 2 TP ranks each has 1 KV head and serves none."""
+    """4 query heads serve 4 lanes, 2 on each of two TP ranks; the 2 KV heads are repeated where that is not enough."""
     lanes = Topology(num_lanes=8)
-    assert tiny_cost_model(lanes, cp_comm_types=("a2a",)).table.capacities.tolist() == [256, 512, 0, 0]
+    assert tiny_cost_model(lanes, cp_comm_types=("a2a",)).table.capacities.tolist() == [256, 512, 1024, 0]
     assert tiny_cost_model(lanes, cp_comm_types=("a2a", "p2p")).table.capacities.tolist() == [256, 512, 1024, 2048]
     split = tiny_cost_model(Topology(num_lanes=4, tp_size=2), cp_comm_types=("a2a",))
-    assert split.table.capacities.tolist() == [256, 0, 0]
-    with pytest.raises(UnsupportedFeatureError, match=r"group of 4 lanes.*are 4 and 2; use p2p or auto"):
-        tiny_cost_model(lanes, cp_comm_types=("a2a",), min_cp_size=4)
-    with pytest.raises(UnsupportedFeatureError, match="group of 4 lanes"):
-        tiny_cost_model(lanes).cost(4, 0, 64, 64, "a2a")
+    assert split.table.capacities.tolist() == [256, 512, 0]
+    with pytest.raises(UnsupportedFeatureError, match=r"group of 8 lanes.*are 4 query heads, 2 KV.*; use p2p or auto"):
+        tiny_cost_model(lanes, cp_comm_types=("a2a",), min_cp_size=8)
+    with pytest.raises(UnsupportedFeatureError, match="group of 8 lanes"):
+        tiny_cost_model(lanes).cost(8, 0, 64, 64, "a2a")
     with pytest.raises(UnsupportedFeatureError, match="group of 8 lanes"):
         tiny_cost_model(lanes, cp_comm_types=("a2a",)).cost(8, 0, 64, 64)
 
@@ -303,21 +354,53 @@ def test_gradient_reduction_by_hand():
     assert reduction_s(num_lanes=16) == pytest.approx(54 * 6 * (15 / 16) / 9)
 
 
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_prices_increase_and_are_convex(recompute):
+def test_prices_increase_and_are_convex(recompute, exchange):
     model = CostModel(
-        TINY_MODEL,
+        replace(TINY_MODEL, num_attention_heads=8),
         CURVED_HARDWARE,
         Topology(num_lanes=8, ranks_per_node=4),
         PlanOptions(max_tokens_per_rank=256, recompute=recompute, cp_comm_types=("p2p",)),
     )
-    for cp_size in (1, 2, 4, 8):
+    for cp_size, inner in ((1, 1), (2, 1), (4, 1), (8, 1)) if exchange != "a2a+p2p" else ((4, 2), (8, 2), (8, 4)):
+        inner = cp_size if exchange == "a2a" else inner
         for length in (16, 160, 1600, 16000):
             for other in (16, 320, 6400):
                 one, two = (length, length**2), (other, other**2)
                 both = tuple(first + second for first, second in zip(one, two, strict=True))
                 middle = tuple(value / 2 for value in both)
                 for direction in (0, 1):
-                    price = [model.cost(cp_size, 0, *sums)[direction] for sums in (one, two, both, middle)]
+                    price = [
+                        model.cost(cp_size, 0, *sums, exchange, inner)[direction] for sums in (one, two, both, middle)
+                    ]
                     assert max(price[:2]) < price[2]
                     assert price[3] <= (price[0] + price[1]) / 2 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["bandwidth_in_node_bytes_per_s", "bandwidth_across_nodes_bytes_per_s"])
+def test_no_exchange_becomes_dearer_on_a_faster_link(name):
+    """And each of them becomes cheaper on some link: none ignores both."""
+    topology = Topology(num_lanes=8, ranks_per_node=4)
+    options = PlanOptions(max_tokens_per_rank=256)
+    slow, fast = (
+        CostModel(replace(TINY_MODEL, num_attention_heads=8), hardware, topology, options)
+        for hardware in (TINY_HARDWARE, replace(TINY_HARDWARE, **{name: 10 * getattr(TINY_HARDWARE, name)}))
+    )
+    cheaper = set()
+    for cp_size in (2, 4, 8):
+        inner_of = {"p2p": (1,), "all_gather": (1,), "a2a": (cp_size,), "a2a+p2p": (2, 4)}
+        for exchange, sizes in inner_of.items():
+            for inner in sizes:
+                if exchange == "a2a+p2p" and inner >= cp_size:
+                    continue
+                before, after = (each.cost(cp_size, 0, 640, 640 * 64, exchange, inner) for each in (slow, fast))
+                assert after.forward_s <= before.forward_s
+                assert after.backward_s <= before.backward_s
+                if after.forward_s < before.forward_s:
+                    cheaper.add((cp_size, exchange))
+    wanted = {"bandwidth_in_node_bytes_per_s": {(2, "p2p"), (4, "p2p"), (8, "a2a"), (8, "a2a+p2p")}}.get(
+        name, {(8, exchange) for exchange in ("p2p", "all_gather", "a2a", "a2a+p2p")}
+    )
+    assert wanted <= cheaper
+    assert ("across" in name) == ((4, "p2p") not in cheaper)

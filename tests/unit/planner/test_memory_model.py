@@ -71,7 +71,7 @@ def test_activations_of_a_token_by_hand():
     assert none.head == 2 * 16 + 10 * (2 + 4 + 2)
     assert none.hops == 0
     assert none.ring_per_bucket_token == 16
-    assert none.a2a == 32 + 16
+    assert none.a2a_queries == 32
     selective = activation_bytes(MODEL, Topology(num_lanes=1), replace(OPTIONS, recompute="selective"))
     assert selective.per_layer == 192 - 16
     full = activation_bytes(MODEL, Topology(num_lanes=1), replace(OPTIONS, recompute="full"))
@@ -153,6 +153,19 @@ def test_the_ring_keeps_the_keys_and_values_of_the_whole_bucket():
     assert [other.peak_at(10, cp)[0].exchange_bytes for cp in (1, 2)] == [0, 48 * 10]
     both = memory(Topology(num_lanes=8), cp_comm_types=("a2a", "p2p"))
     assert both.peak_at(10, 2)[0].exchange_bytes == 48 * 10
+
+
+def test_a_hierarchy_keeps_the_keys_and_values_of_its_ring():
+    """4 query heads, 2 KV heads of 8 bytes both: inner size 2 keeps 8 / 2 times 16 bytes a token, inner size 4 repeats
+    KV heads once, 2 times 32 bytes; either also 32 bytes of queries and outputs."""
+    model = memory(Topology(num_lanes=8), cp_comm_types=("a2a+p2p",))
+    assert [model.peak_at(10, cp)[0].exchange_bytes for cp in (2, 4, 8)] == [0, 10 * (32 + 2 * 16), 10 * (32 + 4 * 16)]
+    bucket = Bucket(first_lane=0, cp_size=8, samples=samples_of([80]), cp_comm_type="a2a+p2p", inner_cp_size=4)
+    plan = Plan(topology=Topology(num_lanes=8), max_tokens_per_rank=100, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    assert model.peak(plan)[0].exchange_bytes == 10 * (32 + 2 * 32)
+    # Groups of 2, 4 and 8, all lanes, and outer rings: of 2 in 4 lanes; of 4 and of 2 in 8 lanes.
+    assert model.peak_at(0)[0].communicators_bytes == 1000 * (3 + 1 + 3)
+    assert memory(Topology(num_lanes=8)).peak_at(0)[0].communicators_bytes == 1000 * (3 + 1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

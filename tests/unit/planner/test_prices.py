@@ -9,11 +9,11 @@ import pytest
 
 from dynamic_cp import prices
 from dynamic_cp.cost_model import CostModel, nanoseconds
-from dynamic_cp.links import links_of
+from dynamic_cp.links import lanes_in_one_node, links_of
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
-EXCHANGES = ("p2p", "all_gather", "a2a")
+EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def terms_of(*numbers: float) -> prices.Floats:
@@ -53,8 +53,8 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
         link = int(model.table.links[k, first_lane >> k])
         option = int(prices.best_option(model.table, k, link, float(tokens), float(squares)))
         for exchange in (None, *EXCHANGES):
-            if exchange == "a2a" and cp_size > 2:
-                continue  # 2 KV heads
+            if (exchange == "a2a" and cp_size > 4) or (exchange == "a2a+p2p" and 1 < cp_size < 4):
+                continue  # 4 query heads
             cost = model.cost(cp_size, first_lane, tokens, squares, exchange)
             rows = range(model.table.first_option[k, link], model.table.end_option[k, link])
             row = option if exchange is None or k == 0 else next(r for r in rows if model.exchanges[r] == exchange)
@@ -72,8 +72,12 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
         )
         assert abs(duration_ns - nanoseconds(best.forward_s + best.backward_s + slowest_s)) <= 1
         assert model.best_cp_comm_type(cp_size, first_lane, tokens, squares) == model.exchanges[option]
-    # 4 choices at CP sizes 1 and 2, 3 at sizes 4 (both links) and 8.
-    assert len(seen) == 4 + 4 + 2 * 3 + 3
+        chosen = model.best_exchange(cp_size, first_lane, tokens, squares)
+        assert chosen == (model.exchanges[option], model.inner_cp_sizes[option])
+        assert model.row_of(cp_size, first_lane, *chosen) == option
+        assert model.cost(cp_size, first_lane, tokens, squares, *chosen) == best
+    # 5 choices at CP sizes 1 and 4 (both links), no hierarchy of 2 lanes, no a2a of 8.
+    assert len(seen) == 5 + 4 + 2 * 5 + 4
 
 
 def test_the_fastest_option_wins_and_the_first_of_equals():
@@ -109,6 +113,29 @@ def test_links_are_those_of_the_topology(num_lanes, tp_size, pp_size, ranks_per_
         assert links.used[k] == tuple(sorted(set(expected)))
         counted += len(expected)
     assert counted >= num_lanes
+
+
+@pytest.mark.parametrize(
+    ("lanes", "sizes"),
+    [
+        (8, {"num_lanes": 64}),
+        (4, {"num_lanes": 64, "tp_size": 2}),
+        (1, {"num_lanes": 64, "tp_size": 8}),
+        (1, {"num_lanes": 4, "tp_size": 16}),
+        (2, {"num_lanes": 16, "ranks_per_node": 6}),
+        (1, {"num_lanes": 16, "ranks_per_node": 5}),
+        (4, {"num_lanes": 12, "pp_size": 2}),  # stage 1 starts in the middle of a node
+        (8, {"num_lanes": 12}),
+        (2, {"num_lanes": 3, "ranks_per_node": 2}),
+        (8, {"num_lanes": 3}),  # groups of 8 do not exist: no group of theirs spans nodes
+    ],
+)
+def test_the_largest_inner_group(lanes, sizes):
+    topology = Topology(**sizes)
+    found = lanes_in_one_node(topology)
+    assert found == lanes
+    assert topology.lanes_per_node % found == 0
+    assert not any(topology.spans_nodes(first, found) for first in range(0, topology.num_lanes - found + 1, found))
 
 
 def test_a_link_that_no_group_has_prices_as_the_other():
