@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.types import Bucket, Sample
+from dynamic_cp.types import Bucket, CpCommType, Sample
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
@@ -59,7 +60,8 @@ class PackedBucket:
 
     first_lane: int
     cp_size: int
-    cp_comm_type: str
+    cp_comm_type: CpCommType
+    inner_cp_size: int
     padded_seqlens: tuple[int, ...]
 
     @property
@@ -125,6 +127,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
                 first_lane=bucket.first_lane,
                 cp_size=bucket.cp_size,
                 cp_comm_type=bucket.cp_comm_type,
+                inner_cp_size=bucket.inner_cp_size,
                 padded_seqlens=tuple(seqlens),
             )
         )
@@ -187,10 +190,10 @@ def micro_batches(
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
     """
-    held = [groups.group(bucket.first_lane, bucket.cp_size) for bucket in packed.buckets]
+    held = [_groups_of(bucket, groups) for bucket in packed.buckets]
     on_device = packed.to(device)
     start = first_boundary = 0
-    for index, (bucket, group) in enumerate(zip(packed.buckets, held, strict=True)):
+    for index, (bucket, (group, inner_group, outer_group)) in enumerate(zip(packed.buckets, held, strict=True)):
         part = slice(start, start + bucket.rank_tokens)
         start = part.stop
         num_boundaries = len(bucket.padded_seqlens) + 1
@@ -203,6 +206,8 @@ def micro_batches(
                 group,
                 cu_seqlens=cu_seqlens,
                 cp_comm_type=bucket.cp_comm_type,
+                inner_group=inner_group,
+                outer_group=outer_group,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,
@@ -217,6 +222,16 @@ def micro_batches(
                 "loss_mask": on_device.loss_mask[None, part],
             }
         yield batch
+
+
+def _groups_of(
+    bucket: PackedBucket, groups: DynamicCPGroups
+) -> tuple[ProcessGroup, ProcessGroup | None, ProcessGroup | None]:
+    """Return the CP group of a bucket, and the groups of its two levels where the exchange has two."""
+    group = groups.group(bucket.first_lane, bucket.cp_size)
+    if bucket.cp_comm_type != "a2a+p2p":
+        return group, None, None
+    return group, *groups.levels(bucket.first_lane, bucket.cp_size, bucket.inner_cp_size)
 
 
 def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from dynamic_cp.types import CpCommType
 class ExchangeStats:
     """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began.
 
-    What the exchange needs, (cp - 1) shards each time; gloo's own reduce-scatter moves twice as many.
+    What the exchange needs: of a collective over n lanes what is for the n - 1 others; gloo's own reduce-scatter moves
+    twice as much.
     """
 
     bytes_sent: int = 0
@@ -41,19 +43,51 @@ class DynamicPackedSeqParams(PackedSeqParams):
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
         positions: position within its sequence of each local token, int64 [T].
         cp_comm_type: how keys and values are exchanged.
+        inner_group, outer_group: the two levels of a2a+p2p (see `dynamic_cp.types.Bucket`); None for the others.
         label: where in the run this is, for error messages.
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
-        gathered_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
+        row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
+        head_exchange_cache: which heads go where, filled by the first layer that exchanges heads.
     """
 
     padded_seqlens: tuple[int, ...] = ()
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
+    inner_group: dist.ProcessGroup | None = None
+    outer_group: dist.ProcessGroup | None = None
     label: str = ""
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
-    gathered_order_cache: torch.Tensor | None = None
+    row_order_cache: torch.Tensor | None = None
+    head_exchange_cache: Any = None
+
+    @property
+    def heads_group(self) -> dist.ProcessGroup | None:
+        """Lanes that exchange heads for rows; None: this exchange leaves heads where they are."""
+        return self.cp_group if self.cp_comm_type == "a2a" else self.inner_group
+
+    @property
+    def ring_group(self) -> dist.ProcessGroup | None:
+        """Lanes that pass keys and values round; None: no others."""
+        if self.cp_comm_type == "a2a":
+            return None
+        return self.cp_group if self.outer_group is None else self.outer_group
+
+    @property
+    def ring_size(self) -> int:
+        """Lanes of the ring."""
+        return 1 if self.ring_group is None else self.ring_group.size()
+
+    @property
+    def ring_rank(self) -> int:
+        """This lane's place in the ring."""
+        return 0 if self.ring_group is None else self.ring_group.rank()
+
+    @property
+    def ring_seqlens(self) -> tuple[int, ...]:
+        """Tokens of each sequence that a member of the ring attends with."""
+        return tuple(seqlen // self.ring_size for seqlen in self.padded_seqlens)
 
     @classmethod
     def build(
@@ -66,11 +100,14 @@ class DynamicPackedSeqParams(PackedSeqParams):
         label: str,
         stats: ExchangeStats,
         cu_seqlens: torch.Tensor | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        outer_group: dist.ProcessGroup | None = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
         Args:
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
+            inner_group, outer_group: needed for a2a+p2p.
         """
         if cu_seqlens is None:
             cu_seqlens = torch.from_numpy(boundaries(padded_seqlens)).to(positions.device)
@@ -88,6 +125,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
             padded_seqlens=padded_seqlens,
             positions=positions,
             cp_comm_type=cp_comm_type,
+            inner_group=inner_group,
+            outer_group=outer_group,
             label=label,
             stats=stats,
         )

@@ -26,8 +26,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
     assert error <= tolerance, f"error {error}"
 
 
-def random_qkv(num_rows: int, num_columns: int, kv_heads: int = KV_HEADS) -> list[Tensor]:
+def random_qkv(num_rows: int, num_columns: int, kv_heads: int = KV_HEADS, heads: int = HEADS) -> list[Tensor]:
     """Return float64 q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(num_rows * 1000 + num_columns)
-    shapes = [(num_rows, HEADS), (num_columns, kv_heads), (num_columns, kv_heads), (num_rows, HEADS)]
+    shapes = [(num_rows, heads), (num_columns, kv_heads), (num_columns, kv_heads), (num_rows, heads)]
     return [torch.randn(*shape, DIM, generator=generator, dtype=torch.float64) for shape in shapes]

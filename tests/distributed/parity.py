@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
+from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
@@ -57,7 +57,8 @@ class Layout:
     variant: str = "llama"
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
-    exchange: str = "p2p"
+    exchange: str = "p2p"  # of every bucket that can have it; "mixed": all of them
+    inner_sizes: tuple[int, ...] = (2, 4)
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,7 +75,7 @@ class Comparison:
     loss_error: float
     gradient_errors: dict[str, float]
     tokens_seen: Counter[tuple[int, int]]
-    cp_sizes: frozenset[int]
+    bytes_sent: int
 
     @property
     def gradient_error(self) -> float:
@@ -87,14 +88,14 @@ def fixed_plan(plan: Plan, groups: DynamicCPGroups) -> FixedPlan:
     return FixedPlan(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=busy, reason="test"), groups.lane)
 
 
-def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0) -> Plan:
+def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_rows: int = 4) -> Plan:
     """Return a random legal plan whose buckets have many CP sizes, with empty places and packs of several samples.
 
     Some micro-batches mix sizes, one uses the largest group, the last has only empty places but on its first lane.
     """
     random = np.random.default_rng(seed)
     topology = layout.topology
-    num_micro_batches = 4 if layout.vpp == 1 else 2 * topology.pp_size
+    num_micro_batches = num_rows if layout.vpp == 1 else num_rows // 2 * topology.pp_size
     cells: list[list[tuple[int, int]]] = []
     for index in range(num_micro_batches):
         lane, row = 0, []
@@ -117,12 +118,39 @@ def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0) -> Pl
         held = contents.get((index, cell), [])
         if not held:
             return [Bucket(first_lane=lane) for lane in range(cell[0], cell[0] + cell[1])]
-        return [Bucket(first_lane=cell[0], cp_size=cell[1], samples=tuple(held), cp_comm_type=layout.exchange)]
+        exchange, inner = exchange_of(layout, cell[1], used)
+        used[exchange] += 1
+        return [
+            Bucket(first_lane=cell[0], cp_size=cell[1], samples=tuple(held), cp_comm_type=exchange, inner_cp_size=inner)
+        ]
 
+    used: Counter[str] = Counter()
     micro_batches = tuple(
         MicroBatch(buckets=tuple(b for cell in row for b in bucket(index, cell))) for index, row in enumerate(cells)
     )
     return Plan(topology=topology, max_tokens_per_rank=1 << 20, micro_batches=micro_batches, policy="test")
+
+
+def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCommType, int]:
+    """Return (exchange, inner size) of a bucket: the layout's where its size and the heads allow it, else the ring.
+
+    "mixed" takes the exchange that was used least.
+    """
+    heads = reference.transformer_config(reference.VARIANTS[layout.variant]).num_attention_heads // layout.tp
+    choices: list[tuple[CpCommType, int]] = [
+        ("a2a+p2p", inner) for inner in layout.inner_sizes if inner < cp_size and heads % inner == 0
+    ]
+    if heads % cp_size == 0:
+        choices.append(("a2a", cp_size))
+    choices += [("p2p", 1), ("all_gather", 1)]
+    if layout.exchange != "mixed":
+        choices = [choice for choice in choices if choice[0] == layout.exchange] or [("p2p", 1)]
+    return min(choices, key=lambda choice: used[choice[0]])
+
+
+def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
+    """Return the (exchange, inner size) of the plan's buckets of several lanes."""
+    return {(bucket.cp_comm_type, bucket.inner_cp_size) for bucket in plan.buckets if bucket.cp_size > 1}
 
 
 def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Plan:
@@ -132,8 +160,15 @@ def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Pl
     held: dict[int, list[Sample]] = {first: [] for first in firsts}
     for index, sample in enumerate(samples):
         held[firsts[index % len(firsts)]].append(sample)
+    exchange, inner = exchange_of(layout, cp_size, Counter())
     buckets = tuple(
-        Bucket(first_lane=first, cp_size=cp_size, samples=tuple(held[first]), cp_comm_type=layout.exchange)
+        Bucket(
+            first_lane=first,
+            cp_size=cp_size,
+            samples=tuple(held[first]),
+            cp_comm_type=exchange,
+            inner_cp_size=inner,
+        )
         for first in firsts
     )
     plan = Plan(
@@ -207,7 +242,10 @@ def run_step(
         sabotage()
     variant = reference.VARIANTS[layout.variant]
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
-    groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
+    exchanges = sorted({exchange for exchange, _ in exchanges_of(plan)} | {"p2p"})
+    groups = DynamicCPGroups.build(
+        layout.topology, timeout_s=60, exchanges=exchanges, inner_sizes=sorted({i for _, i in exchanges_of(plan)})
+    )
     config, chunks = build_chunks(layout, variant)
 
     def counterpart(chunk: Any, name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -272,7 +310,7 @@ def run_step(
             worst = (parameter.main_grad - wanted).abs().max() / wanted.abs().max()
             gradient_errors[reference_name(chunk, name)] = worst.item()
     seen, loss_error = compare_losses(plan, groups, recorded, expected["losses"])
-    return Comparison(loss_error, gradient_errors, seen, frozenset(plan.cp_histogram))
+    return Comparison(loss_error, gradient_errors, seen, wrapper.exchange_stats.bytes_sent)
 
 
 def gather_owned_gradients(model: list[Any]) -> None:

@@ -38,12 +38,14 @@ LLAMA = ModelVariant(
     "llama", config={"normalization": "RMSNorm", "num_query_groups": 2, "gated_linear_unit": True, "qk_layernorm": True}
 )
 LLAMA_TIED = ModelVariant("llama_tied", tied=True, config=LLAMA.config)
+# As many heads as lanes, and a KV head for four of them.
+LLAMA_8_HEADS = ModelVariant("llama_8_heads", config={**LLAMA.config, "num_attention_heads": 8})
 # GPT-2-like: learned positions, layer norm, biases, multi-head attention.
 GPT2 = ModelVariant("gpt2", position_embedding="learned_absolute", config={"normalization": "LayerNorm"})
 NO_POSITIONS = ModelVariant("no_positions", position_embedding="none", config={"normalization": "RMSNorm"})
 # RoPE on half of the channels, interleaved pairs, as GPT-J.
 PARTIAL_ROPE = ModelVariant("partial_rope", config={"normalization": "RMSNorm", "rotary_interleaved": True})
-VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, GPT2, NO_POSITIONS, PARTIAL_ROPE)}
+VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)}
 
 
 def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerConfig:

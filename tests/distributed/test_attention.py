@@ -1,4 +1,4 @@
-"""Attention of a pack over a CP group, by ring and by all-gather, against a naive softmax over each whole sequence."""
+"""Attention of a pack over a CP group, by every exchange, against a naive softmax over each whole sequence."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention import merge, tiles
-from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
-from megatron.dynamic_cp.attention.ring import RingAttention
-from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.attention.torch_thd import _EXCHANGES, TorchTHDAttention
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions
@@ -27,7 +25,7 @@ from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
 
-EXCHANGES = {"p2p": RingAttention, "all_gather": AllGatherAttention}
+EXCHANGES = tuple(_EXCHANGES)
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,8 @@ class Case:
     exchange: str = "p2p"
     dtype: torch.dtype = torch.float32
     kv_heads: int = KV_HEADS
+    heads: int = HEADS
+    inner: int = 2  # of a2a+p2p
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +66,14 @@ def tokens_of_rank(case: Case, rank: int) -> Tensor:
 
 def inputs_of(case: Case) -> list[Tensor]:
     """Return q, k, v and output gradient of the whole pack, float64, exactly representable in the case's dtype."""
-    return [x.to(case.dtype).double() for x in random_qkv(case.num_tokens, case.num_tokens, case.kv_heads)]
+    return [x.to(case.dtype).double() for x in random_qkv(case.num_tokens, case.num_tokens, case.kv_heads, case.heads)]
 
 
 def count_sent_bytes(sent: list[int]) -> None:
     """Record what is handed to torch.distributed, apart from what `ExchangeStats` says. A ring collective sends cp - 1
-    of the cp parts."""
+    of the cp parts, an all-to-all keeps one of them."""
     batch, gather, scatter = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    all_to_all = dist.all_to_all_single
 
     def counting_batch(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -86,14 +87,22 @@ def count_sent_bytes(sent: list[int]) -> None:
         sent.append(x.nbytes - output.nbytes)
         return scatter(output, x, group=group)
 
+    def counting_all_to_all(output, x, group):
+        sent.append(x.nbytes - x.nbytes // dist.get_world_size(group))
+        return all_to_all(output, x, group=group)
+
     dist.batch_isend_irecv, dist.all_gather_into_tensor = counting_batch, counting_gather
-    dist.reduce_scatter_tensor = counting_scatter
+    dist.reduce_scatter_tensor, dist.all_to_all_single = counting_scatter, counting_all_to_all
 
 
 def attend(case: Case, prepare: Callable[[], None] | None = None) -> Shard:
     """Run forward and backward on this rank's shard."""
     initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=case.cp_size), timeout_s=30)
+    groups = DynamicCPGroups.build(
+        Topology(num_lanes=case.cp_size), timeout_s=30, exchanges=(case.exchange,), inner_sizes=(case.inner,)
+    )
+    two_levels = case.exchange == "a2a+p2p"
+    inner_group, outer_group = groups.levels(0, case.cp_size, case.inner) if two_levels else (None, None)
     if prepare is not None:
         prepare()
     sent: list[int] = []
@@ -105,12 +114,14 @@ def attend(case: Case, prepare: Callable[[], None] | None = None) -> Shard:
         tokens,
         groups.group(0, case.cp_size),
         cp_comm_type=case.exchange,
+        inner_group=inner_group,
+        outer_group=outer_group,
         label="test",
         stats=stats,
     )
     *inputs, grad = (x[tokens].to(case.dtype) for x in inputs_of(case))
     inputs = [x.requires_grad_() for x in inputs]
-    out = EXCHANGES[case.exchange].apply(*inputs, params, SCALE)
+    out = _EXCHANGES[case.exchange].apply(*inputs, params, SCALE)
     forward_bytes = stats.bytes_sent
     grads = torch.autograd.grad(out, inputs, grad)
     return Shard(tokens, out.detach(), grads, forward_bytes, stats.bytes_sent - forward_bytes, sum(sent))
@@ -152,6 +163,16 @@ CASES = {
     "all_gather2": Case(2, (4, 60, 8), "all_gather"),
     "all_gather4": Case(4, (8, 128, 16), "all_gather"),
     "all_gather4_one_kv_head": Case(4, (32, 8), "all_gather", kv_heads=1),
+    "a2a2_shards_of_two_tokens": Case(2, (4, 4, 4), "a2a"),
+    "a2a4_two_lanes_a_kv_head": Case(4, (8, 128, 16), "a2a"),
+    "a2a4_one_kv_head": Case(4, (32, 8), "a2a", kv_heads=1),
+    "a2a4_multi_head": Case(4, (32, 8), "a2a", kv_heads=HEADS),
+    "a2a4_three_kv_heads": Case(4, (32, 8), "a2a", kv_heads=3, heads=12),
+    "a2a2_kv_head_across_the_cut": Case(2, (32, 8), "a2a", kv_heads=3, heads=6),
+    "two_levels4": Case(4, (8, 128, 16), "a2a+p2p"),
+    "two_levels4_one_kv_head": Case(4, (32, 8), "a2a+p2p", kv_heads=1),
+    "two_levels8_of_2": Case(8, (16, 32), "a2a+p2p"),
+    "two_levels8_of_4": Case(8, (16, 96), "a2a+p2p", inner=4),
 }
 
 
@@ -176,16 +197,36 @@ def test_ring_of_portable_tiles_equals_the_whole_sequence() -> None:
         assert_close(tensor, expected, 5e-6)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_bytes_sent(cp_size: int, exchange: str) -> None:
-    """Each lane sends KV of its shard cp - 1 times forward; backward as much again for KV and for its gradient."""
-    case = Case(cp_size, (8, 48), exchange)
+def bytes_by_hand(case: Case, kv_sent: int, inner: int) -> tuple[int, int]:
+    """Return (forward, backward) of a lane: `kv_sent` KV heads go to each of the `inner` lanes."""
+    head_bytes = case.num_tokens // case.cp_size * DIM * 4
+    exchanged = (inner - 1) * (2 * case.heads // inner + 2 * kv_sent) * head_bytes
+    outer = case.cp_size // inner
+    turned = (outer - 1) * 2 * kv_sent * inner * head_bytes
+    # Backward the ring turns keys and values and their gradients, the heads change places as often as forward.
+    return exchanged + turned, exchanged + 2 * turned
+
+
+@pytest.mark.parametrize(
+    ("case", "kv_sent", "inner"),
+    [
+        (Case(2, (8, 48)), KV_HEADS, 1),
+        (Case(4, (8, 48)), KV_HEADS, 1),
+        (Case(2, (8, 48), "all_gather"), KV_HEADS, 1),
+        (Case(4, (8, 48), "all_gather"), KV_HEADS, 1),
+        (Case(2, (8, 48), "a2a"), 1, 2),
+        (Case(4, (8, 48), "a2a"), 1, 4),
+        (Case(4, (8, 48), "a2a", kv_heads=8, heads=8), 2, 4),
+        (Case(4, (8, 48), "a2a+p2p"), 1, 2),
+        (Case(8, (16, 48), "a2a+p2p", inner=4), 1, 4),
+    ],
+    ids=lambda value: f"{value.exchange}{value.cp_size}" if isinstance(value, Case) else "",
+)
+def test_bytes_sent(case: Case, kv_sent: int, inner: int) -> None:
+    """An exchange over n lanes sends n - 1 shares; what a lane counts is what it hands to torch.distributed."""
     _, shards = whole_result(case)
-    kv_bytes = 2 * (case.num_tokens // cp_size) * KV_HEADS * DIM * 4
     for shard in shards:
-        assert shard.forward_bytes == (cp_size - 1) * kv_bytes
-        assert shard.backward_bytes == 2 * (cp_size - 1) * kv_bytes
+        assert (shard.forward_bytes, shard.backward_bytes) == bytes_by_hand(case, kv_sent, inner)
         assert shard.handed_over_bytes == shard.forward_bytes + shard.backward_bytes
 
 
@@ -264,7 +305,7 @@ def core_attention(mask: AttnMaskType = AttnMaskType.causal, **config: Any) -> T
     return TorchTHDAttention(config, layer_number=1, attn_mask_type=mask, attention_type="self")
 
 
-def run_module(exchange: str, with_params: bool) -> Tensor:
+def run_module(exchange: str, with_params: bool = True) -> Tensor:
     initialize_model_parallel()
     group = DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=30).group(0, 1)
     params = DynamicPackedSeqParams.build(

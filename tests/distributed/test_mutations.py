@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.dynamic_cp import loss, micro_batches, norm, self_attention
-from megatron.dynamic_cp.attention import all_gather, merge, ring
+from megatron.dynamic_cp.attention import all_gather, heads, merge, ring, row_order
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
 
@@ -98,7 +98,52 @@ def forget_the_past_of_a_chunk() -> None:
 
 
 def leave_gathered_shards_in_the_order_of_ranks() -> None:
-    all_gather.gathered_order = lambda padded_seqlens, cp_size: np.arange(sum(padded_seqlens))
+    row_order.gathered_order = lambda padded_seqlens, num_lanes: np.arange(sum(padded_seqlens))
+
+
+def swap_heads_of_lanes() -> None:
+    """All-to-all: the lanes' heads come back in another order than they went."""
+    original = heads.HeadExchange.gather_heads
+    heads.HeadExchange.gather_heads = lambda self, x_RHD: original(self, x_RHD).flip(1)
+
+
+def take_the_wrong_kv_heads() -> None:
+    original = heads.kv_heads_of_lanes
+    heads.kv_heads_of_lanes = lambda *args: original(*args)[::-1]
+
+
+def forget_a_replica_of_a_kv_head() -> None:
+    """The owner of a row keeps one of the gradients that lanes return for a KV head, instead of their sum."""
+    original = heads.HeadExchange._returned_kv
+
+    def last_replica(self, grad_TPHD):
+        if self._sent_heads is None:
+            return original(self, grad_TPHD)
+        grad_THD = grad_TPHD.flatten(1, 2)
+        kept = grad_THD.new_zeros((len(grad_THD), self._kv_heads, grad_THD.shape[2]))
+        kept[:, self._sent_heads] = grad_THD
+        return kept
+
+    heads.HeadExchange._returned_kv = last_replica
+
+
+def forget_that_mirrored_chunks_come_in_reverse() -> None:
+    """a2a+p2p: the second chunks of the inner lanes are merged in the order of the lanes, as the first ones are."""
+
+    def straight(padded_seqlens, num_lanes):
+        rows, start, num_rows = [], 0, sum(padded_seqlens) // num_lanes
+        for seqlen in padded_seqlens:
+            chunk = seqlen // (2 * num_lanes)
+            for first in (start, start + chunk):
+                rows += [lane * num_rows + np.arange(first, first + chunk) for lane in range(num_lanes)]
+            start += 2 * chunk
+        return np.concatenate(rows)
+
+    row_order.gathered_order = straight
+
+
+def leave_exchanged_rows_in_the_order_of_lanes() -> None:
+    leave_gathered_shards_in_the_order_of_ranks()
 
 
 def untag_norms() -> None:
@@ -118,6 +163,11 @@ OTHER_LAYOUTS = {
     forget_the_past_of_a_chunk: Layout(4, exchange="all_gather"),
     leave_gathered_shards_in_the_order_of_ranks: Layout(4, exchange="all_gather"),
     untag_norms: Layout(2, tp=2, sp=True),
+    swap_heads_of_lanes: Layout(4, exchange="a2a"),
+    take_the_wrong_kv_heads: Layout(4, exchange="a2a"),
+    forget_a_replica_of_a_kv_head: Layout(4, exchange="a2a"),
+    leave_exchanged_rows_in_the_order_of_lanes: Layout(4, exchange="a2a"),
+    forget_that_mirrored_chunks_come_in_reverse: Layout(4, exchange="a2a+p2p"),
 }
 SYMPTOMS = {
     **dict.fromkeys(OTHER_LAYOUTS, "gradients differ"),

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from dynamic_cp.types import Plan, Sample
+from dynamic_cp.validate import check_plan
+from megatron.dynamic_cp.attention import torch_thd
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step, static_plan
+from tests.distributed.parity import (
+    BATCHES,
+    Layout,
+    assert_equal_to_reference,
+    exchanges_of,
+    mixed_plan,
+    run_step,
+    static_plan,
+)
+
+EXCHANGES = tuple(torch_thd._EXCHANGES)
 
 LAYOUTS = {
     "one_rank": Layout(1),
@@ -53,6 +66,31 @@ LAYOUTS = {
     "dp2_tp2_sp_pp2_vpp2_distributed_optimizer": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
 }
 
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+# KV heads: two for four query heads, or two for eight.
+HEAD_EXCHANGES = {
+    "dp4_a2a": Layout(4, exchange="a2a"),
+    "dp4_a2a_multi_head": Layout(4, exchange="a2a", variant="gpt2"),
+    "dp4_two_levels": Layout(4, exchange="a2a+p2p"),
+    "dp4_mixed_full_recompute": Layout(4, exchange="mixed", config=FULL_RECOMPUTE),
+    "dp4_mixed_selective_recompute": Layout(4, exchange="mixed", config=SELECTIVE_RECOMPUTE),
+    "dp8_a2a_distributed_optimizer": Layout(
+        8, exchange="a2a", variant="llama_8_heads", distributed_optimizer=True, overlap_grad_reduce=True
+    ),
+    "dp8_two_levels": Layout(8, exchange="a2a+p2p", variant="llama_8_heads"),
+    "dp8_two_levels_of_4": Layout(8, exchange="a2a+p2p", variant="llama_8_heads", inner_sizes=(4,)),
+    "dp8_mixed": Layout(8, exchange="mixed", variant="llama_8_heads"),
+    "six_lanes_a2a": Layout(6, exchange="a2a"),
+    "six_lanes_two_levels": Layout(6, exchange="a2a+p2p"),
+    "tp2_a2a": Layout(4, tp=2, exchange="a2a", variant="llama_8_heads"),
+    "tp2_sp_two_levels": Layout(4, tp=2, sp=True, exchange="a2a+p2p", variant="llama_8_heads"),
+    "pp2_a2a": Layout(4, pp=2, exchange="a2a"),
+    "pp2_two_levels": Layout(4, pp=2, exchange="a2a+p2p"),
+    "pp2_vpp2_mixed": Layout(4, pp=2, vpp=2, exchange="mixed"),
+    "dp4_tp2_sp_pp2_mixed": Layout(4, tp=2, sp=True, pp=2, exchange="mixed", variant="llama_8_heads"),
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -75,6 +113,34 @@ def test_batch_shapes_equal_single_process(name: str, batch: str, reference_of) 
     expected = reference_of(layout.variant, batch)
     plan = mixed_plan(samples, layout, seed=1)
     comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
+    assert_equal_to_reference(comparisons, layout, expected)
+
+
+def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
+    """Return the first random plan that has the layout's exchange, or all of them where it mixes them."""
+    wanted = set(EXCHANGES) if layout.exchange == "mixed" else {layout.exchange}
+    plans = (mixed_plan(samples, layout, seed, num_rows=6) for seed in range(50))
+    plan = next(plan for plan in plans if wanted <= {exchange for exchange, _ in exchanges_of(plan)})
+    check_plan(plan, samples)
+    return plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEAD_EXCHANGES)
+def test_head_exchange_equals_single_process(name: str, reference_of) -> None:
+    layout, samples = HEAD_EXCHANGES[name], BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    plan = plan_of_exchanges(samples, layout)
+    comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
+    assert_equal_to_reference(comparisons, layout, expected)
+
+
+def test_mixed_exchanges_on_four_lanes_equal_single_process(reference_of) -> None:
+    """The step with every exchange that `make check` runs."""
+    layout, samples = Layout(4, exchange="mixed"), BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    plan = plan_of_exchanges(samples, layout)
+    comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,16 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp import process_groups
-from megatron.dynamic_cp.attention.exchange import ExchangeError, RingShift, all_gather_tokens, reduce_scatter_tokens
+from megatron.dynamic_cp.attention import warm_up
+from megatron.dynamic_cp.attention.exchange import (
+    ExchangeError,
+    RingShift,
+    all_gather_tokens,
+    all_to_all_heads,
+    reduce_scatter_tokens,
+)
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks
+from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 
 
@@ -48,20 +55,51 @@ def test_lane_blocks_within_limits(min_size: int, max_size: int | None) -> None:
     assert {(lane, 1) for lane in range(13)} <= blocks
 
 
-def build_and_sum(topology: Topology, limits: dict[str, int]) -> tuple[DynamicCPGroups, dict]:
+def two_levels_of_lane(lane: int, num_lanes: int, inner_sizes: tuple[int, ...]) -> set[tuple[int, int, int]]:
+    """Re-statement: every inner size below the block's, for each block that holds the lane."""
+    blocks = [(first, size) for first, size in all_blocks(num_lanes) if first <= lane < first + size]
+    return {(first, size, inner) for first, size in blocks for inner in inner_sizes if inner < size}
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 4, 6, 8, 16])
+def test_outer_groups_cut_each_block_across_its_inner_groups(num_lanes: int) -> None:
+    sizes = (2, 4, 8)
+    of_lane = [two_level_blocks(lane, lane_blocks(lane, num_lanes), sizes) for lane in range(num_lanes)]
+    for lane, blocks in enumerate(of_lane):
+        assert set(blocks) == two_levels_of_lane(lane, num_lanes, sizes)
+        for (first, size, inner), outer in blocks.items():
+            assert lane in outer
+            assert len(outer) == size // inner
+            # One member in each inner group, at this lane's index; all members know the same group.
+            assert [(member - first) // inner for member in outer] == list(range(size // inner))
+            assert {(member - first) % inner for member in outer} == {(lane - first) % inner}
+            assert all(of_lane[member][first, size, inner] == outer for member in outer)
+    assert sum(map(len, of_lane)) == {1: 0, 2: 0, 4: 4, 6: 4, 8: 24, 16: 96}[num_lanes]
+
+
+def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCPGroups, dict]:
     """Return (the groups, without handles; block -> (global ranks, sum of 10^rank over the group))."""
     initialize_model_parallel(topology.tp_size, topology.pp_size)
     groups = DynamicCPGroups.build(topology, timeout_s=30, **limits)
-    found = {}
-    for block in groups.groups:
-        group = groups.group(*block)
+
+    def members(group: dist.ProcessGroup) -> tuple[list[int], int]:
         total = torch.tensor(10 ** dist.get_rank())
         dist.all_reduce(total, group=group)
-        found[block] = (dist.get_process_group_ranks(group), total.item())
+        return dist.get_process_group_ranks(group), total.item()
+
+    found: dict[Any, Any] = {block: members(groups.group(*block)) for block in groups.groups}
+    for place in groups.outer_groups:
+        inner, outer = groups.levels(*place)
+        found[place] = members(inner), members(outer)
+    for size, group in groups.inner_groups.items():
+        if (groups.lane - groups.lane % size, size) in groups.groups:
+            assert group is groups.group(groups.lane - groups.lane % size, size), "built twice"
     facts = DynamicCPGroups(
         lane=groups.lane,
         num_lanes=groups.num_lanes,
         groups=dict.fromkeys(groups.groups),
+        inner_groups={},
+        outer_groups=dict.fromkeys(groups.outer_groups),
         build_s=groups.build_s,
         warm_up_s=groups.warm_up_s,
         warm_up_bytes=groups.warm_up_bytes,
@@ -102,6 +140,48 @@ def test_groups_hold_the_expected_ranks(topology: Topology, limits: dict[str, in
         assert f"{topology.num_lanes} lanes" in groups.describe()
 
 
+ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+@pytest.mark.parametrize(
+    ("topology", "limits"),
+    [
+        (Topology(num_lanes=6), {"exchanges": ALL, "inner_sizes": (2,)}),
+        (Topology(num_lanes=8), {"exchanges": ("a2a+p2p",), "inner_sizes": (2, 4), "min_cp_size": 8}),
+        (Topology(num_lanes=4, tp_size=2), {"exchanges": ("p2p", "a2a+p2p"), "inner_sizes": (2,)}),
+        (Topology(num_lanes=4), {"exchanges": ("p2p", "a2a"), "inner_sizes": (2,), "query_heads": 6}),
+    ],
+    ids=lambda value: "+".join(value["exchanges"]) if isinstance(value, dict) else f"{value.num_lanes}",
+)
+def test_levels_hold_the_expected_ranks(topology: Topology, limits: dict[str, Any]) -> None:
+    """Also: what is built and sent for exactly the exchanges that the run may use."""
+    exchanges, inner_sizes = limits["exchanges"], limits["inner_sizes"]
+    results = run_ranks(topology.world_size, build_and_sum, topology, limits, timeout_s=60)
+    num_outer = 0
+    for rank, (groups, found) in enumerate(results):
+        lane, tp_rank = rank // topology.tp_size, rank % topology.tp_size
+        blocks = [block for block in found if len(block) == 2]
+        places = {place for place in found if len(place) == 3}
+        wanted = two_levels_of_lane(lane, topology.num_lanes, inner_sizes) if "a2a+p2p" in exchanges else set()
+        assert places == {place for place in wanted if place[1] >= limits.get("min_cp_size", 1)}
+        num_outer += len(places)
+        for first, size, inner in places:
+            start = lane - lane % inner
+            expected = range(start, start + inner), range(first + (lane - first) % inner, first + size, inner)
+            for (ranks, total), lanes in zip(found[first, size, inner], expected, strict=True):
+                assert ranks == [member * topology.tp_size + tp_rank for member in lanes]
+                assert total == sum(10**r for r in ranks)
+        num_floats = sum("p2p" in exchanges for _, size in blocks if size > 1) + len(places)
+        num_floats += sum(size - 1 for _, size in blocks if "all_gather" in exchanges)
+        if "a2a" in exchanges:
+            num_floats += sum(size - 1 for _, size in blocks if limits.get("query_heads", size) % size == 0)
+        else:
+            num_floats += sum(inner - 1 for inner in {inner for _, _, inner in places})
+        assert groups.warm_up_bytes == 4 * num_floats
+        assert ("inner x outer" in groups.describe()) == bool(places)
+    assert (num_outer > 0) == ("a2a+p2p" in exchanges)
+
+
 def ask_for_missing_groups() -> list[str]:
     initialize_model_parallel()
     groups = DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30, max_cp_size=1)
@@ -130,6 +210,20 @@ def refuse(topology: Topology, order: str) -> str:
     return str(caught.value)
 
 
+def ask_for_missing_levels() -> str:
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=("a2a+p2p",))
+    with pytest.raises(InvalidInputError) as caught:
+        groups.levels(0, 4, 2)
+    return str(caught.value)
+
+
+def test_missing_levels_name_the_flag() -> None:
+    messages = run_ranks(4, ask_for_missing_levels, timeout_s=60)
+    assert "lane 0 has no groups for a2a+p2p with 2 inner lanes in the 4 lanes from lane 0; built" in messages[0]
+    assert "--dynamic-cp-inner-sizes" in messages[0]
+
+
 def test_wrong_number_of_lanes_is_refused_on_all_ranks() -> None:
     messages = run_ranks(2, refuse, Topology(num_lanes=4), "tp-cp-ep-dp-pp", timeout_s=60)
     assert len(set(messages)) == 1
@@ -144,19 +238,29 @@ def test_wrong_rank_order_is_refused_on_all_ranks() -> None:
     assert "--use-tp-pp-dp-mapping" in messages[0]
 
 
-def break_the_warm_up() -> str:
-    """The ring exchange of the warm-up must be looked at, not only made."""
+def return_what_was_sent(exchange: str) -> str:
+    """The exchanges of the warm-up must be looked at, not only made."""
     initialize_model_parallel()
-    process_groups.RingShift.wait = lambda self: self._sent
+    warm_up.RingShift.wait = lambda self: self._sent
+    warm_up.all_gather_tokens = lambda x, params: x.repeat(2)
+    warm_up.all_to_all_heads = lambda x, group, params: x
     with pytest.raises(RuntimeError) as caught:
-        DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30)
+        DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30, exchanges=(exchange,))
     return str(caught.value)
 
 
-def test_warm_up_checks_what_it_receives() -> None:
-    messages = run_ranks(2, break_the_warm_up, timeout_s=60)
-    assert "dynamic_cp_lanes_0_to_1" in messages[0]
-    assert "received 0.0, expected 1" in messages[0]
+@pytest.mark.parametrize(
+    ("exchange", "message"),
+    [
+        ("p2p", "received 0.0, expected 1"),
+        ("all_gather", "received [0.0, 0.0], expected [0, 1]"),
+        ("a2a", "received [0.0, 0.0], expected [0, 1]"),
+    ],
+)
+def test_warm_up_checks_what_it_receives(exchange: str, message: str) -> None:
+    messages = run_ranks(2, return_what_was_sent, exchange, timeout_s=60)
+    assert f"dynamic_cp_lanes_0_to_1 ({exchange})" in messages[0]
+    assert message in messages[0]
 
 
 def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
@@ -164,14 +268,15 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
     initialize_model_parallel()
     x_THD = torch.ones(2, 1, 4)
     exchanges = {
-        "ring": lambda params: RingShift(x_THD, params).wait(),
+        "ring": lambda params: RingShift(x_THD, params.cp_group, params).wait(),
         "all_gather": lambda params: all_gather_tokens(x_THD, params),
         "reduce_scatter": lambda params: reduce_scatter_tokens(x_THD, params),
+        "all_to_all": lambda params: all_to_all_heads(x_THD, params.cp_group, params),
     }
     # A group that timed out is of no use any more: each exchange gets its own.
     groups = {name: DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=1) for name in exchanges}
     if dist.get_rank() == 1:
-        time.sleep(5)  # hangs, does not die: a dead peer is noticed at once
+        time.sleep(6)  # hangs, does not die: a dead peer is noticed at once
     errors = {}
     if dist.get_rank() == 0:
         for name, exchange in exchanges.items():
@@ -193,7 +298,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
 @pytest.mark.slow
 def test_hung_peer_is_named_within_the_timeout() -> None:
     errors, _, _ = run_ranks(3, wait_for_a_hung_peer, timeout_s=60)
-    assert set(errors) == {"ring", "all_gather", "reduce_scatter"}
+    assert set(errors) == {"ring", "all_gather", "reduce_scatter", "all_to_all"}
     for name, (message, waited_s) in errors.items():
         assert 0.5 < waited_s < 3.5
         assert "ranks [0, 1]" in message

@@ -8,26 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.exchange import all_gather_tokens, reduce_scatter_tokens
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums, attend
+from megatron.dynamic_cp.attention.row_order import from_sequence_order, row_order
 from megatron.dynamic_cp.attention.tiles import Tile
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.sharding import packed_shard_positions
-
-
-def gathered_order(padded_seqlens: tuple[int, ...], cp_size: int) -> np.ndarray:
-    """Return, for each token of the pack in sequence order, its row in the gathered shards, int64 [cp * T]."""
-    starts = np.repeat(np.cumsum((0, *padded_seqlens[:-1])), np.asarray(padded_seqlens) // cp_size)
-    rows_to_tokens = np.concatenate(
-        [starts + packed_shard_positions(padded_seqlens, cp_size, cp_rank) for cp_rank in range(cp_size)]
-    )
-    order = np.empty_like(rows_to_tokens)
-    order[rows_to_tokens] = np.arange(len(order))
-    return order
 
 
 def gathered_tiles(padded_seqlens: tuple[int, ...], cp_size: int, cp_rank: int) -> list[Tile]:
@@ -70,20 +58,11 @@ class AllGatherAttention(torch.autograd.Function):
         q_THD, kv_T2HD, out_THD, lse_TH = ctx.saved_tensors
         rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH, ctx.scale)
         grad_2SHD = rows.attend(ctx.tiles, _in_sequence_order(kv_T2HD, ctx.params))
-        gathered_S2HD = torch.empty_like(grad_2SHD.transpose(0, 1), memory_format=torch.contiguous_format)
-        gathered_S2HD[_order(ctx.params, q_THD.device)] = grad_2SHD.transpose(0, 1)
+        gathered_S2HD = from_sequence_order(grad_2SHD.transpose(0, 1), row_order(ctx.params, q_THD.device))
         grad_T2HD = reduce_scatter_tokens(gathered_S2HD, ctx.params)
         return rows.grad_q_THD.to(q_THD.dtype), grad_T2HD[:, 0], grad_T2HD[:, 1], None, None
 
 
-def _order(params: DynamicPackedSeqParams, device: torch.device) -> Tensor:
-    """Return `gathered_order` on the device, computed by the first layer that asks."""
-    if params.gathered_order_cache is None:
-        order = gathered_order(params.padded_seqlens, params.cp_group.size())
-        params.gathered_order_cache = torch.from_numpy(order).to(device)
-    return params.gathered_order_cache
-
-
 def _in_sequence_order(kv_T2HD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
     """Return the keys and values of all lanes as kv_2SHD, sequence by sequence."""
-    return all_gather_tokens(kv_T2HD, params).index_select(0, _order(params, kv_T2HD.device)).transpose(0, 1)
+    return all_gather_tokens(kv_T2HD, params).index_select(0, row_order(params, kv_T2HD.device)).transpose(0, 1)

@@ -13,19 +13,22 @@ class ExchangeError(RuntimeError):
     """A transfer inside a CP group failed or timed out; the message names the group and the place in the run."""
 
 
-def _failed(params: DynamicPackedSeqParams, error: RuntimeError) -> ExchangeError:
-    ranks = dist.get_process_group_ranks(params.cp_group)
+def _failed(group: dist.ProcessGroup, params: DynamicPackedSeqParams, error: RuntimeError) -> ExchangeError:
+    ranks = dist.get_process_group_ranks(group)
     return ExchangeError(f"exchange in the CP group of ranks {ranks} failed at {params.label}: {error}")
 
 
 class RingShift:
-    """A transfer to the next lane and from the previous one that has been started; `wait()` returns what came."""
+    """A transfer to the next lane of `group` and from the previous one; `wait()` returns what came.
 
-    def __init__(self, tensor: Tensor, params: DynamicPackedSeqParams) -> None:
-        group = params.cp_group
+    It runs beside what is computed until `wait()`: on gloo's threads, or on NCCL's own CUDA stream, which starts after
+    the work queued so far and which `wait()` makes the current stream wait for.
+    """
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, params: DynamicPackedSeqParams) -> None:
         ranks = dist.get_process_group_ranks(group)
         following, preceding = ranks[(group.rank() + 1) % len(ranks)], ranks[(group.rank() - 1) % len(ranks)]
-        self._params = params
+        self._group, self._params = group, params
         self._sent = tensor.contiguous()  # stays referenced until the transfer is done
         self._received = torch.empty_like(self._sent)
         try:
@@ -36,7 +39,7 @@ class RingShift:
                 ]
             )
         except RuntimeError as error:
-            raise _failed(params, error) from error
+            raise _failed(group, params, error) from error
         params.stats.bytes_sent += self._sent.nbytes
 
     def wait(self) -> Tensor:
@@ -45,7 +48,7 @@ class RingShift:
             for work in self._pending:
                 work.wait()
         except RuntimeError as error:
-            raise _failed(self._params, error) from error
+            raise _failed(self._group, self._params, error) from error
         return self._received
 
 
@@ -57,7 +60,7 @@ def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
     try:
         dist.all_gather_into_tensor(gathered, x_THD, group=group)
     except RuntimeError as error:
-        raise _failed(params, error) from error
+        raise _failed(group, params, error) from error
     params.stats.bytes_sent += x_THD.nbytes * (group.size() - 1)
     return gathered
 
@@ -70,6 +73,18 @@ def reduce_scatter_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tens
     try:
         dist.reduce_scatter_tensor(scattered, x_THD, group=group)
     except RuntimeError as error:
-        raise _failed(params, error) from error
+        raise _failed(group, params, error) from error
     params.stats.bytes_sent += scattered.nbytes * (group.size() - 1)
     return scattered
+
+
+def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPackedSeqParams) -> Tensor:
+    """Return what each lane of `group` has for this one, [P, T, ...], given what this one has for each."""
+    x_PTHD = x_PTHD.contiguous()
+    received = torch.empty_like(x_PTHD)
+    try:
+        dist.all_to_all_single(received, x_PTHD, group=group)
+    except RuntimeError as error:
+        raise _failed(group, params, error) from error
+    params.stats.bytes_sent += x_PTHD.nbytes // group.size() * (group.size() - 1)
+    return received

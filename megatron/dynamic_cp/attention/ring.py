@@ -1,9 +1,11 @@
-"""Causal ring attention over a pack (P2P): keys and values travel round the CP group, compute hides the travel.
+"""Causal ring attention over a pack (P2P): keys and values travel round the ring's lanes, compute hides the travel.
+
+The ring is the whole CP group (p2p), the outer lanes (a2a+p2p, where `heads` went before) or this lane alone (a2a).
 
 Rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of r:
 j < r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is
-half a square for everybody, cp steps in all. Backward turns the ring again; the gradient of a rank's KV starts at
-its successor, collects one share per stop and reaches its owner on the last shift.
+half a square for everybody, as many steps as lanes. Backward turns the ring again; the gradient of a rank's KV starts
+at its successor, collects one share per stop and reaches its owner on the last shift.
 
 Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag split as in Megatron-Core and TransformerEngine.
 """
@@ -41,6 +43,45 @@ def ring_tiles(local_seqlens: tuple[int, ...], cp_rank: int, kv_rank: int) -> li
     return tiles
 
 
+def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams) -> RingShift:
+    assert params.ring_group is not None
+    return RingShift(tensor, params.ring_group, params)
+
+
+def ring_forward(q_THD: Tensor, kv_2THD: Tensor, params: DynamicPackedSeqParams, scale: float) -> RowSums:
+    """Return the sums over all keys of the ring; q and kv lie zigzag on its lanes."""
+    size, rank = params.ring_size, params.ring_rank
+    sums = RowSums(q_THD)
+    for step in range(size):
+        shift = _start_shift(kv_2THD, params) if step < size - 1 else None
+        attend(ring_tiles(params.ring_seqlens, rank, (rank - step) % size), sums, q_THD, kv_2THD, scale)
+        if shift is not None:
+            kv_2THD = shift.wait()
+    return sums
+
+
+def ring_backward(rows: RowGradients, kv_2THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+    """Return the gradient of this rank's kv_2THD and add to `rows.grad_q_THD`."""
+    size, rank = params.ring_size, params.ring_rank
+    own_grad: Tensor | None = None
+    collected: RingShift | None = None
+    for step in range(size):
+        shift = _start_shift(kv_2THD, params) if step < size - 1 else None
+        grad_kv = rows.attend(ring_tiles(params.ring_seqlens, rank, (rank - step) % size), kv_2THD)
+        if own_grad is None:
+            own_grad = grad_kv
+        else:
+            if collected is not None:
+                grad_kv += collected.wait()
+            collected = _start_shift(grad_kv, params)
+        if shift is not None:
+            kv_2THD = shift.wait()
+    assert own_grad is not None
+    if collected is not None:
+        own_grad += collected.wait()
+    return own_grad
+
+
 class RingAttention(torch.autograd.Function):
     """out_THD = causal attention of each sequence over the whole CP group; q, k, v are local zigzag shards."""
 
@@ -48,40 +89,16 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, params: DynamicPackedSeqParams, scale: float
     ) -> Tensor:
-        cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
-        local_seqlens = tuple(seqlen // cp_size for seqlen in params.padded_seqlens)
-        own_kv = kv_2THD = torch.stack((k_THD, v_THD))
-        sums = RowSums(q_THD)
-        for step in range(cp_size):
-            shift = RingShift(kv_2THD, params) if step < cp_size - 1 else None
-            attend(ring_tiles(local_seqlens, cp_rank, (cp_rank - step) % cp_size), sums, q_THD, kv_2THD, scale)
-            if shift is not None:
-                kv_2THD = shift.wait()
+        kv_2THD = torch.stack((k_THD, v_THD))
+        sums = ring_forward(q_THD, kv_2THD, params, scale)
         out_THD = sums.out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, own_kv, out_THD, sums.lse_TH)
-        ctx.params, ctx.scale, ctx.local_seqlens = params, scale, local_seqlens
+        ctx.save_for_backward(q_THD, kv_2THD, out_THD, sums.lse_TH)
+        ctx.params, ctx.scale = params, scale
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, kv_2THD, out_THD, lse_TH = ctx.saved_tensors
-        params: DynamicPackedSeqParams = ctx.params
-        cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
         rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH, ctx.scale)
-        own_grad: Tensor | None = None
-        collected: RingShift | None = None
-        for step in range(cp_size):
-            shift = RingShift(kv_2THD, params) if step < cp_size - 1 else None
-            grad_kv = rows.attend(ring_tiles(ctx.local_seqlens, cp_rank, (cp_rank - step) % cp_size), kv_2THD)
-            if own_grad is None:
-                own_grad = grad_kv
-            else:
-                if collected is not None:
-                    grad_kv += collected.wait()
-                collected = RingShift(grad_kv, params)
-            if shift is not None:
-                kv_2THD = shift.wait()
-        assert own_grad is not None
-        if collected is not None:
-            own_grad += collected.wait()
-        return rows.grad_q_THD.to(q_THD.dtype), own_grad[0], own_grad[1], None, None
+        grad_2THD = ring_backward(rows, kv_2THD, ctx.params)
+        return rows.grad_q_THD.to(q_THD.dtype), grad_2THD[0], grad_2THD[1], None, None

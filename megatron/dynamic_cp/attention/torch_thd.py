@@ -12,10 +12,16 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
+from megatron.dynamic_cp.attention.heads import HeadExchangeAttention
 from megatron.dynamic_cp.attention.ring import RingAttention
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
-_EXCHANGES = {"p2p": RingAttention, "all_gather": AllGatherAttention}
+_EXCHANGES = {
+    "p2p": RingAttention,
+    "all_gather": AllGatherAttention,
+    "a2a": HeadExchangeAttention,
+    "a2a+p2p": HeadExchangeAttention,
+}
 
 
 class TorchTHDAttention(MegatronModule):
