@@ -135,7 +135,7 @@ def refine(
         )
 
     if len(fitting) < MIN_OBSERVATIONS:
-        return unchanged(f"at least {MIN_OBSERVATIONS} are needed")
+        return unchanged(f"{len(fitting)} can be fitted, at least {MIN_OBSERVATIONS} are needed")
 
     def residuals(logarithms: Floats) -> Floats:
         predicted = fitting.predicted_s(cost_model(_multipliers(np.exp(logarithms))))

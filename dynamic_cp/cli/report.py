@@ -19,6 +19,7 @@ from dynamic_cp.cli.parameters import (
     output_option,
     planner_options,
 )
+from dynamic_cp.cli.run_options import check_only_run, require_batch
 from dynamic_cp.cli.simulate import DEFAULT_BATCHES, DEFAULT_POLICIES, compared
 from dynamic_cp.errors import UnsupportedFeatureError
 
@@ -65,15 +66,13 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     ctx = click.get_current_context()
     again = _command_line(ctx)
     if run is not None:
-        _check_only_run(ctx)
+        check_only_run(ctx, ("run", "output"))
         from dynamic_cp.report.run import read_run
         from dynamic_cp.report.run_html import write_run_report
 
         write_run_report(output, read_run(run), command=again, inputs={"run": run})
     else:
-        for name in ("lengths", "lanes"):
-            if given[name] is None:
-                raise click.UsageError(f"Missing option '--{name}' (or '--run DIR' for a training run).", ctx)
+        require_batch(ctx, given)
         comparison, batch = compared(policy, given)
         given_inputs = {name: value for name, value in {**batch.as_dict(), **given}.items() if value is not None}
         with progress("drawing") as steps:
@@ -82,13 +81,6 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
 
             write_report(output, comparison, command=again, inputs=given_inputs)
     click.echo(f"{output}: open it in a browser")
-
-
-def _check_only_run(ctx: click.Context) -> None:
-    for name in ctx.params:
-        source = ctx.get_parameter_source(name)
-        if name not in ("run", "output") and source == click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} says what to simulate, --run is about a run.", ctx)
 
 
 def _command_line(ctx: click.Context) -> str:

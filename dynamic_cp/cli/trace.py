@@ -16,6 +16,7 @@ from dynamic_cp.cli.parameters import (
     output_option,
     planner_options,
 )
+from dynamic_cp.cli.run_options import check_only_run, require_batch
 from dynamic_cp.cli.simulate import compared
 from dynamic_cp.errors import InvalidInputError
 
@@ -28,10 +29,16 @@ from dynamic_cp.errors import InvalidInputError
 Examples:
   dynamic-cp trace --lengths github --global-batch-size 64 --lanes 8 --pp 4 --tp 2 --output trace.json
   dynamic-cp trace --lengths lengths.npy --lanes 8 --policy dynamic,balanced --output trace.json.gz
+  dynamic-cp trace --run runs/dump --iterations 3-5 --output measured.json.gz
 """,
 )
-@batch_options(several=False)
-@job_options()
+@options_in(
+    "Training run",
+    one_option("--run", metavar="DIR", help="Folder of a run's --dynamic-cp-dump: the iterations as measured."),
+    one_option("--iterations", metavar="A-B", help="Of --run: these only. [default: all]"),
+)
+@batch_options(several=False, required=False)
+@job_options(required=False)
 @options_in(
     "Planner",
     one_option(
@@ -43,12 +50,22 @@ Examples:
     "Output", one_option("--first-lanes", type=int, metavar="N", help="Show lanes 0 to N - 1 only. [default: all]")
 )
 @output_option(True, "Trace to write; compressed if it ends in .gz.", "FILE.json")
-def command(policy: str, output: str, first_lanes: int | None, **given: Any) -> None:
-    """Write the timeline of one global batch as a trace: a process per pipeline stage, a row per lane.
+def command(
+    run: str | None, iterations: str | None, policy: str, output: str, first_lanes: int | None, **given: Any
+) -> None:
+    """Write the timeline of one global batch, or of a training run, as a trace: a process per pipeline stage, a row per
+    lane.
 
-    Open it at ui.perfetto.dev or in chrome://tracing.
+    Give either --lengths and --lanes, or --run. Open it at ui.perfetto.dev or in chrome://tracing.
     """
     check_writable(output, only_files=True)
+    if run is not None:
+        check_only_run(click.get_current_context(), ("run", "iterations", "output"))
+        _write_measured(run, _range_of(iterations), output)
+        return
+    if iterations is not None:
+        raise click.UsageError("--iterations chooses from a training run: give --run, too.")
+    require_batch(click.get_current_context(), given)
     if first_lanes is not None and not 1 <= first_lanes <= given["lanes"]:
         raise InvalidInputError(f"--first-lanes is {first_lanes}, there are {given['lanes']} lanes: change it")
     comparison, batch = compared(policy, given)
@@ -66,4 +83,23 @@ def command(policy: str, output: str, first_lanes: int | None, **given: Any) -> 
             lanes=None if first_lanes is None else range(first_lanes),
         )
     write_trace(output, events, about={**batch.as_dict(), "policy": policy, "model": comparison.model_name})
+    click.echo(f"{output}: {len(events)} events; open it at ui.perfetto.dev")
+
+
+def _range_of(text: str | None) -> range | None:
+    """Return the iterations that "3" or "3-5" names."""
+    if text is None:
+        return None
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+        raise InvalidInputError(f"--iterations is {text!r}: give a number or a range such as 3-5, from 1 on")
+    return range(int(first), int(last or first) + 1)
+
+
+def _write_measured(run: str, iterations: range | None, output: str) -> None:
+    from dynamic_cp.report.measured import measured_trace_events, read_spans
+    from dynamic_cp.report.trace import write_trace
+
+    events = measured_trace_events(read_spans(run, iterations))
+    write_trace(output, events, about={"run": run})
     click.echo(f"{output}: {len(events)} events; open it at ui.perfetto.dev")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events
 from dynamic_cp.schedule import KINDS, Kind, Operation
 
@@ -44,6 +46,45 @@ class MeasuredSpan:
                 start_s=self.start_s,
                 duration_s=self.duration_s,
             )
+
+
+def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[MeasuredSpan, ...]:
+    """Return the spans that the ranks of a run wrote to `directory`/spans/rank*.jsonl.
+
+    An iteration that is there twice (a run that resumed from an older checkpoint) counts as it was run last.
+
+    Args:
+        iterations: those to read; None = all.
+
+    Raises:
+        DataError: no such files, no such iterations, or a line that is no record; the message has its number.
+    """
+    paths = sorted(Path(directory).glob("spans/rank*.jsonl"))
+    if not paths:
+        raise DataError(f"{directory} has 0 files spans/rank*.jsonl: was the run started with --dynamic-cp-dump?")
+    spans: list[MeasuredSpan] = []
+    for path in paths:
+        of_iteration: dict[int, list[MeasuredSpan]] = {}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                iteration, read = _spans_of_line(line)
+            except (ValueError, TypeError, KeyError) as error:
+                raise DataError(f"{path}:{number} is no record of spans ({error}): remove the line") from error
+            if iterations is None or iteration in iterations:
+                of_iteration[iteration] = read
+        spans += [span for read in of_iteration.values() for span in read]
+    if not spans:
+        raise DataError(f"{directory} has 0 spans of the iterations that are asked for: choose others")
+    return tuple(spans)
+
+
+def _spans_of_line(line: str) -> tuple[int, list[MeasuredSpan]]:
+    record = json.loads(line)
+    place = {name: int(record[name]) for name in ("iteration", "stage", "lane")}
+    return place["iteration"], [
+        MeasuredSpan(**place, chunk=chunk, micro_batch=index, kind=kind, start_s=start_s, duration_s=duration_s)
+        for chunk, index, kind, start_s, duration_s in record["spans"]
+    ]
 
 
 def measured_trace_events(

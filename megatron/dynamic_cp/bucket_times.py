@@ -100,6 +100,7 @@ class BucketTimes:
         self._num_started: defaultdict[int, int] = defaultdict(int)
         self._steps: deque[NDArray[np.float64]] = deque(maxlen=keep_steps)
         self._num_steps = 0
+        self._origin: tuple[Mark, float] | None = None
 
     def forward_step(
         self, data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
@@ -129,6 +130,22 @@ class BucketTimes:
 
         return output, timed_loss
 
+    def spans(self) -> list[list[Any]]:
+        """Return [chunk, micro-batch, "F" or "B", start, seconds] of every pass since the last `end_step`.
+
+        Starts are seconds since 1970 by this host's clock, so those of one node fit together, and those of several as
+        well as their clocks do.
+        """
+        if self._origin is None:
+            return []
+        mark, wall_s = self._origin
+        return [
+            [timed.chunk, timed.micro_batch, kind, wall_s + self._seconds((mark, marks[0])), self._seconds(marks)]
+            for timed in self._timed
+            for kind, marks in (("F", timed.forward), ("B", timed.backward))
+            if len(marks) == 2
+        ]
+
     def end_step(self) -> list[Observation]:
         """Return this rank's times since the last call, waits for CP peers included, and keep them for `gather`.
 
@@ -139,6 +156,7 @@ class BucketTimes:
         self._num_steps += 1
         self._timed.clear()
         self._num_started.clear()
+        self._origin = None
         return _observations(rows)
 
     def gather(self, max_observations: int = 4096) -> list[Observation]:
@@ -181,6 +199,8 @@ class BucketTimes:
 
     def _start(self, chunk: int, params: Any) -> _Timed:
         """Return the record of a micro-batch that starts now; a chunk runs its micro-batches in order."""
+        if self._origin is None:
+            self._origin = self._mark(), time.time()
         timed = _Timed(
             chunk=chunk,
             micro_batch=self._num_started[chunk],

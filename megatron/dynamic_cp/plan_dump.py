@@ -3,8 +3,10 @@
     DIR/plans.jsonl        one line per planned global batch: its key, its samples, its plan and why
     DIR/iterations.jsonl   one line per iteration: predicted and measured (`dynamic-cp report --run DIR` reads it)
     DIR/run.json           command line and versions
+    DIR/spans/rank*.jsonl  one line per iteration and rank: when each micro-batch ran forward and backward
 
-Rank 0 writes. A key that is there twice (a run that resumed from an older checkpoint) counts as it was planned last.
+Rank 0 writes all but the last. What is there twice, because a run resumed from an older checkpoint, counts as it was
+planned and run last.
 """
 
 from __future__ import annotations
@@ -28,57 +30,72 @@ logger = logging.getLogger(__name__)
 PLANS, ITERATIONS, RUN = "plans.jsonl", "iterations.jsonl", "run.json"
 
 
+class JsonLines:
+    """A file that gets a JSON object per line; a full disk ends the file with a warning, not the run.
+
+    Raises:
+        OSError: it cannot be written from the start.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._failed = False
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "a", encoding="utf-8"):
+            pass
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a line."""
+        if self._failed:
+            return
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._failed = True
+            logger.warning("cannot write %s: %s; nothing more is written there, training goes on", self._path, error)
+
+
 class RunDump:
-    """Writes the files of a run's dump, from rank 0; a full disk ends the dump with a warning, not the run.
+    """Writes rank 0's files of a run's dump.
 
     Args:
         folder: made if it is not there.
         about: what `run.json` says.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: it cannot be written.
     """
 
     def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self._failed = False
-        os.makedirs(folder, exist_ok=True)
+        self._plans = JsonLines(os.path.join(folder, PLANS))
+        self._iterations = JsonLines(os.path.join(folder, ITERATIONS))
         with open(os.path.join(folder, RUN), "w", encoding="utf-8") as file:
             json.dump(about, file, indent=1, default=str)
             file.write("\n")
-        for name in (PLANS, ITERATIONS):
-            with open(os.path.join(folder, name), "a", encoding="utf-8"):
-                pass
 
     def write_answer(self, request: Request, answer: Answer) -> None:
         """Write a plan down; errors end the run anyway."""
         if answer.whole is None or answer.facts is None:
             return
-        self._append(
-            PLANS,
+        self._plans.append(
             {
                 "key": request.key,
                 "sample_ids": request.sample_ids.tolist(),
                 "seqlens": request.seqlens.tolist(),
                 "facts": asdict(answer.facts),
                 "plan": json.loads(answer.whole),
-            },
+            }
         )
 
     def write_iteration(self, record: Mapping[str, Any]) -> None:
         """Write an iteration down; the names are those of `dynamic_cp.report.run.RunRecord`."""
-        self._append(ITERATIONS, record)
+        self._iterations.append(record)
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        if self._failed:
-            return
-        path = os.path.join(self.folder, name)
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        except OSError as error:
-            self._failed = True
-            logger.warning("cannot write %s: %s; nothing more is written there, training goes on", path, error)
+
+def spans_path(folder: str, rank: int) -> str:
+    """Return the file of a rank's measured passes (`dynamic_cp.report.measured.read_spans` reads it)."""
+    return os.path.join(folder, "spans", f"rank{rank:05d}.jsonl")
 
 
 class RecordedPlans:

@@ -1,15 +1,22 @@
-"""`--dynamic-cp-refine N`: every N iterations the measured times of buckets correct the cost model of later plans."""
+"""Times of micro-batches: they go to a dump, and with `--dynamic-cp-refine N` they correct the model of later plans."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dynamic_cp.coefficients import Coefficients
+from dynamic_cp.multipliers import Multipliers
+from dynamic_cp.observations import Observation
 from dynamic_cp.refinement import refine
 from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.bucket_times import BucketTimes
+from megatron.dynamic_cp.plan_dump import JsonLines, spans_path
+from megatron.dynamic_cp.verify import run_on_rank_zero
 from megatron.trainer import derive
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.run import Run
@@ -20,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Refining:
     """Measures buckets and keeps the coefficients of the run.
 
-    Every rank finds the same ones from the same observations; rank 0's are used and saved.
+    Rank 0 alone computes them, so that no other CPU's arithmetic can find others.
 
     Args:
         position: of the run, with the coefficients of its checkpoint; new ones are written there.
@@ -34,9 +41,11 @@ class Refining:
         self._coefficients = (
             Coefficients(base=run.hardware) if saved is None else Coefficients.from_dict(run.hardware, saved)
         )
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._spans = _open_spans(run) if parallel_state.get_tensor_model_parallel_rank() == 0 else None
         self.times = BucketTimes(
             run.model,
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            stage=self._stage,
             lane=run.groups.lane,
             device=run.device,
             keep_steps=max(1, min(4, self._every)),
@@ -48,19 +57,41 @@ class Refining:
 
     def end_step(self, iteration: int) -> None:
         """Keep the times of an iteration, and refine when it is due; collective."""
+        if self._spans is not None:
+            entry = {"iteration": iteration, "stage": self._stage, "lane": self._run.groups.lane}
+            self._spans.append({**entry, "spans": self.times.spans()})
         self.times.end_step()
         if not self._every or iteration % self._every:
             return
+        observations = self.times.gather()
+        first = iteration + self._run.args.dynamic_cp_lookahead + 1  # those before are planned already
+        found = run_on_rank_zero(lambda: self._refined(observations, iteration, first))
+        if found is not None:
+            factors = Multipliers.from_dict(found)
+            self._coefficients = self._coefficients.changed(first, factors, oldest=iteration + 1)
+            self._position.coefficients = self._coefficients.to_dict()
+
+    def _refined(self, observations: Sequence[Observation], iteration: int, first: int) -> dict[str, Any] | None:
+        """Return the factors that fit best, None to leave them."""
         refined = refine(
             self._run.hardware,
-            self.times.gather(),
+            observations,
             model=self._run.model_shape,
             topology=self._run.topology,
             options=derive.plan_options(self._run.args),
             iterations=(max(1, iteration - self._every + 1), iteration),
-            present=self._coefficients.multipliers(iteration),
+            present=self._coefficients.multipliers(first),
         )
-        first = iteration + self._run.args.dynamic_cp_lookahead + 1  # those before are planned already
         logger.info("from iteration %d on: %s", first, refined.describe())
-        self._coefficients = self._coefficients.changed(first, refined.multipliers, oldest=iteration + 1)
-        self._position.coefficients = self._coefficients.to_dict()
+        return None if refined.reason else refined.multipliers.to_dict()
+
+
+def _open_spans(run: Run) -> JsonLines | None:
+    """Return where this rank writes when its passes ran; TP ranks run them at the same time, one of them writes."""
+    if run.args.dynamic_cp_dump is None:
+        return None
+    try:
+        return JsonLines(spans_path(run.args.dynamic_cp_dump, dist.get_rank()))
+    except OSError as error:  # a node without the folder: the trace lacks its lanes
+        logger.warning("--dynamic-cp-dump: %s: this rank's passes are not written", error)
+        return None

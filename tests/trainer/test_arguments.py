@@ -199,10 +199,28 @@ def test_table_fields_exist_in_megatron_core():
     assert named <= fields
 
 
-def test_later_flags_are_not_accepted_silently():
-    for flag in ("--dynamic-cp-lookahead 2", "--dynamic-cp-dump x", "--dynamic-cp-strict"):
-        with pytest.raises(InvalidInputError, match="unrecognized"):
-            parse_args(command_line(flag), 4)
+def test_planning_ahead_is_the_default_and_can_be_switched_off():
+    args = parse_args(command_line(), 4)
+    assert (args.dynamic_cp_lookahead, args.num_workers, args.dynamic_cp_verify) == (2, 1, "digest")
+    assert (args.dynamic_cp_plan_timeout, args.dynamic_cp_strict, args.dynamic_cp_refine) == (300.0, False, 0)
+    args = parse_args(command_line("--dynamic-cp-lookahead 0 --num-workers 0 --dynamic-cp-verify off"), 4)
+    assert (args.dynamic_cp_lookahead, args.num_workers, args.dynamic_cp_verify) == (0, 0, "off")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--dynamic-cp-lookahead -1", "--dynamic-cp-lookahead is -1, it must be at least 0"),
+        ("--num-workers -1", "--num-workers is -1, it must be at least 0"),
+        ("--dynamic-cp-refine -3", "--dynamic-cp-refine is -3, it must be at least 0"),
+        ("--dynamic-cp-plan-timeout 0", "--dynamic-cp-plan-timeout is 0.0, it must be greater than 0"),
+        ("--dynamic-cp-verify maybe", "invalid choice: 'maybe'"),
+        ("--dynamic-cp-look-ahead 2", "unrecognized"),
+    ],
+)
+def test_bad_settings_of_the_runtime_are_refused(flag, said):
+    with pytest.raises(InvalidInputError, match=said):
+        parse_args(command_line(flag), 4)
 
 
 def test_derived_values():

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import _wrap_exception
 
-from megatron.trainer import exits, training
+from megatron.trainer import exits, run
 from megatron.trainer.log import StepRecord
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
@@ -175,7 +175,7 @@ def test_samples_that_fill_no_batch_are_left_out_visibly(monkeypatch, capfd):
 
 def _train_until_signalled(words: list[str]) -> dict[int, StepRecord]:
     """Train on this rank; rank 1 gets SIGUSR1 during the passes of iteration 3."""
-    real, calls = training.run_schedule, []
+    real, calls = run.run_schedule, []
 
     def run_schedule(*args, **kwargs):
         calls.append(None)
@@ -184,7 +184,7 @@ def _train_until_signalled(words: list[str]) -> dict[int, StepRecord]:
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(training, "run_schedule", run_schedule)
+        patched.setattr(run, "run_schedule", run_schedule)
         return _train_one_rank(words)
 
 
