@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +47,6 @@ class DynamicPackedSeqParams(PackedSeqParams):
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
-        head_exchange_cache: which heads go where, filled by the first layer that exchanges heads.
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -60,7 +58,6 @@ class DynamicPackedSeqParams(PackedSeqParams):
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
     row_order_cache: torch.Tensor | None = None
-    head_exchange_cache: Any = None
 
     @property
     def heads_group(self) -> dist.ProcessGroup | None:

@@ -197,36 +197,35 @@ def test_ring_of_portable_tiles_equals_the_whole_sequence() -> None:
         assert_close(tensor, expected, 5e-6)
 
 
-def bytes_by_hand(case: Case, kv_sent: int, inner: int) -> tuple[int, int]:
-    """Return (forward, backward) of a lane: `kv_sent` KV heads go to each of the `inner` lanes."""
-    head_bytes = case.num_tokens // case.cp_size * DIM * 4
-    exchanged = (inner - 1) * (2 * case.heads // inner + 2 * kv_sent) * head_bytes
-    outer = case.cp_size // inner
-    turned = (outer - 1) * 2 * kv_sent * inner * head_bytes
-    # Backward the ring turns keys and values and their gradients, the heads change places as often as forward.
-    return exchanged + turned, exchanged + 2 * turned
-
-
 @pytest.mark.parametrize(
-    ("case", "kv_sent", "inner"),
+    ("case", "kv_sent"),
     [
-        (Case(2, (8, 48)), KV_HEADS, 1),
-        (Case(4, (8, 48)), KV_HEADS, 1),
-        (Case(2, (8, 48), "all_gather"), KV_HEADS, 1),
-        (Case(4, (8, 48), "all_gather"), KV_HEADS, 1),
-        (Case(2, (8, 48), "a2a"), 1, 2),
-        (Case(4, (8, 48), "a2a"), 1, 4),
-        (Case(4, (8, 48), "a2a", kv_heads=8, heads=8), 2, 4),
-        (Case(4, (8, 48), "a2a+p2p"), 1, 2),
-        (Case(8, (16, 48), "a2a+p2p", inner=4), 1, 4),
+        (Case(2, (8, 48)), KV_HEADS),
+        (Case(4, (8, 48)), KV_HEADS),
+        (Case(2, (8, 48), "all_gather"), KV_HEADS),
+        (Case(4, (8, 48), "all_gather"), KV_HEADS),
+        (Case(2, (8, 48), "a2a"), 1),
+        (Case(4, (8, 48), "a2a"), 1),
+        (Case(4, (8, 48), "a2a", kv_heads=8, heads=8), 2),
+        (Case(4, (8, 48), "a2a+p2p"), 1),
+        (Case(8, (16, 48), "a2a+p2p", inner=4), 1),
     ],
     ids=lambda value: f"{value.exchange}{value.cp_size}" if isinstance(value, Case) else "",
 )
-def test_bytes_sent(case: Case, kv_sent: int, inner: int) -> None:
-    """An exchange over n lanes sends n - 1 shares; what a lane counts is what it hands to torch.distributed."""
+def test_bytes_sent(case: Case, kv_sent: int) -> None:
+    """An exchange over n lanes sends n - 1 shares; what a lane counts is what it hands to torch.distributed.
+
+    Args:
+        kv_sent: KV heads that each lane gets.
+    """
     _, shards = whole_result(case)
+    inner = {"a2a": case.cp_size, "a2a+p2p": case.inner}.get(case.exchange, 1)
+    head_bytes = case.num_tokens // case.cp_size * DIM * 4
+    exchanged = (inner - 1) * (2 * case.heads // inner + 2 * kv_sent) * head_bytes
+    turned = (case.cp_size // inner - 1) * 2 * kv_sent * inner * head_bytes
     for shard in shards:
-        assert (shard.forward_bytes, shard.backward_bytes) == bytes_by_hand(case, kv_sent, inner)
+        # Backward the ring turns keys and values and their gradients, the heads change places as often as forward.
+        assert (shard.forward_bytes, shard.backward_bytes) == (exchanged + turned, exchanged + 2 * turned)
         assert shard.handed_over_bytes == shard.forward_bytes + shard.backward_bytes
 
 

@@ -108,23 +108,18 @@ def swap_heads_of_lanes() -> None:
 
 
 def take_the_wrong_kv_heads() -> None:
-    original = heads.kv_heads_of_lanes
-    heads.kv_heads_of_lanes = lambda *args: original(*args)[::-1]
+    """Copies of KV heads one round after the other, not each next to the last."""
+    original = heads.HeadExchange.sent_kv
+
+    def in_rounds(self, x_THD):
+        return original(self, x_THD).unflatten(1, (-1, self._copies)).transpose(1, 2).flatten(1, 2)
+
+    heads.HeadExchange.sent_kv = in_rounds
 
 
 def forget_a_replica_of_a_kv_head() -> None:
     """The owner of a row keeps one of the gradients that lanes return for a KV head, instead of their sum."""
-    original = heads.HeadExchange._returned_kv
-
-    def last_replica(self, grad_TPHD):
-        if self._sent_heads is None:
-            return original(self, grad_TPHD)
-        grad_THD = grad_TPHD.flatten(1, 2)
-        kept = grad_THD.new_zeros((len(grad_THD), self._kv_heads, grad_THD.shape[2]))
-        kept[:, self._sent_heads] = grad_THD
-        return kept
-
-    heads.HeadExchange._returned_kv = last_replica
+    heads.HeadExchange._returned_kv = lambda self, grad_TPHD: grad_TPHD.flatten(1, 2)[:, :: self._copies]
 
 
 def forget_that_mirrored_chunks_come_in_reverse() -> None:

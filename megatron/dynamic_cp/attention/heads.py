@@ -6,21 +6,20 @@ and the rows are whole sequences; with a2a+p2p the rows are a proper zigzag shar
 and the ring of lanes with equal index does the rest with the longer shard and fewer heads. The output goes back by
 another all-to-all; backward does the same in reverse, two collectives again.
 
-Every lane gets as many query heads; the KV heads they use go with them. With fewer KV heads than lanes a KV head goes
-to several lanes and the row's owner adds up what they return for it.
+Every lane gets as many query heads; the KV heads they use go with them (`dynamic_cp.heads` has the rule). With fewer
+KV heads than lanes a KV head goes to several lanes and the row's owner adds up what they return for it.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP (arXiv 2405.07719) for the two together.
 """
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.heads import kv_heads_of
 from megatron.dynamic_cp.attention.exchange import all_to_all_heads
 from megatron.dynamic_cp.attention.merge import RowGradients
 from megatron.dynamic_cp.attention.ring import ring_backward, ring_forward
@@ -28,40 +27,16 @@ from megatron.dynamic_cp.attention.row_order import from_sequence_order, row_ord
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
-def kv_heads_of_lanes(query_heads: int, kv_heads: int, num_lanes: int) -> list[int]:
-    """Return the KV heads that go to the lanes, lane after lane, equally many to each.
-
-    Lane i computes query heads i * query_heads / num_lanes and the following. A KV head is sent once for each run of
-    query heads that use it, runs of one length. Examples for (query heads, KV heads, lanes):
-    (8, 4, 2) -> 0 1 | 2 3;  (8, 2, 4) -> 0 | 0 | 1 | 1;  (12, 3, 2) -> 0 0 1 | 1 2 2 (runs of 2).
-
-    Raises:
-        UnsupportedFeatureError: `query_heads` is not a multiple of `num_lanes`.
-    """
-    if query_heads % num_lanes:
-        raise UnsupportedFeatureError(
-            f"a2a over {num_lanes} lanes needs a multiple of {num_lanes} query heads on a tensor-parallel rank, there "
-            f"are {query_heads}: plan with a smaller group or inner size, or with --cp-comm-type p2p",
-            query_heads=query_heads,
-            num_lanes=num_lanes,
-        )
-    sharers = query_heads // kv_heads
-    run = gcd(sharers, query_heads // num_lanes)
-    return [head // sharers for head in range(0, query_heads, run)]
-
-
 class HeadExchange:
-    """The two all-to-alls of a micro-batch; P lanes, T rows on each, R = P * T rows of the inner group."""
+    """The two all-to-alls of a layer; P lanes, T rows on each, R = P * T rows of the inner group."""
 
     def __init__(self, query_heads: int, kv_heads: int, params: DynamicPackedSeqParams, device: torch.device) -> None:
         assert params.heads_group is not None
         self._params, self._group = params, params.heads_group
         self._num_lanes = self._group.size()
-        self._kv_heads = kv_heads
-        sent = kv_heads_of_lanes(query_heads, kv_heads, self._num_lanes)
-        # None: every KV head goes to one lane.
-        self._sent_heads = None if len(sent) == kv_heads else torch.tensor(sent, device=device)
-        self._query_share, self._kv_share = query_heads // self._num_lanes, len(sent) // self._num_lanes
+        # Raises before anything is sent, and on all lanes alike.
+        self._copies, self._kv_share = kv_heads_of(query_heads, kv_heads, self._num_lanes)
+        self._query_share = query_heads // self._num_lanes
         self._order = row_order(params, device)
 
     def scatter_heads(self, *shards_THD: Tensor) -> Tensor:
@@ -77,16 +52,15 @@ class HeadExchange:
 
     def sent_kv(self, x_THD: Tensor) -> Tensor:
         """Return keys or values as they are sent, a head as often as lanes need it."""
-        return x_THD if self._sent_heads is None else x_THD.index_select(1, self._sent_heads)
+        return x_THD if self._copies == 1 else x_THD.repeat_interleave(self._copies, dim=1)
 
     def _returned_kv(self, grad_TPHD: Tensor) -> Tensor:
         """Return the gradient of keys or values from what the lanes return: those of one head are added in float32."""
         grad_THD = grad_TPHD.flatten(1, 2)
-        if self._sent_heads is None:
+        if self._copies == 1:
             return grad_THD
         dtype = torch.promote_types(grad_THD.dtype, torch.float32)
-        total = grad_THD.new_zeros((len(grad_THD), self._kv_heads, grad_THD.shape[2]), dtype=dtype)
-        return total.index_add_(1, self._sent_heads, grad_THD.to(dtype)).to(grad_THD.dtype)
+        return grad_THD.unflatten(1, (-1, self._copies)).sum(dim=2, dtype=dtype).to(grad_THD.dtype)
 
     def split(self, qkv_RHD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the views q_RHD and kv_2RHD of what `scatter_heads` returned for q, k and v."""
@@ -99,13 +73,6 @@ class HeadExchange:
         return query.flatten(1, 2), self._returned_kv(key), self._returned_kv(value)
 
 
-def head_exchange(q_THD: Tensor, k_THD: Tensor, params: DynamicPackedSeqParams) -> HeadExchange:
-    """Return the exchange of a micro-batch, made by its first layer: all layers have the same heads."""
-    if params.head_exchange_cache is None:
-        params.head_exchange_cache = HeadExchange(q_THD.shape[1], k_THD.shape[1], params, q_THD.device)
-    return params.head_exchange_cache
-
-
 class HeadExchangeAttention(torch.autograd.Function):
     """out_THD = causal attention of each sequence over the whole CP group; q, k, v are local zigzag shards."""
 
@@ -113,7 +80,7 @@ class HeadExchangeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, params: DynamicPackedSeqParams, scale: float
     ) -> Tensor:
-        exchange = head_exchange(q_THD, k_THD, params)
+        exchange = HeadExchange(q_THD.shape[1], k_THD.shape[1], params, q_THD.device)
         qkv_RHD = exchange.scatter_heads(q_THD, exchange.sent_kv(k_THD), exchange.sent_kv(v_THD))
         q_RHD, kv_2RHD = exchange.split(qkv_RHD)
         sums = ring_forward(q_RHD, kv_2RHD, params, scale)
