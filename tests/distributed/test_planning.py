@@ -135,7 +135,9 @@ def take_from_a_lost_store() -> Any:
         from megatron.dynamic_cp import planning
 
         real = planning.job_store()
-        planning.job_store = lambda: type("Store", (), {"clone": lambda self: Broken(), "timeout": real.timeout})()
+        planning.job_store = lambda: type(
+            "Store", (), {"check": lambda *_: False, "clone": lambda _: Broken(), "timeout": real.timeout}
+        )()
     source.request(0, SAMPLES)
     outcome = outcome_of(lambda: source.take(0))
     dist.all_reduce(torch.ones(1))
