@@ -10,6 +10,7 @@ trains finishes the step first.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from dynamic_cp.serialize import dumps
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 CHECK_PARENT_EVERY_S = 1.0
+_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
 # Not -m: the module would exist twice, as __main__ and under its own name, and so would the classes that are sent.
 _RUN = "from dynamic_cp.planner_process import main; main()"
@@ -177,7 +179,7 @@ class PlannerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _RUN, str(theirs.fileno())],
+                [sys.executable, "-c", _RUN, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # The ranks of a node leave it about one core; and plans must not depend on who else is busy.
@@ -247,9 +249,23 @@ def _serve(connection: Connection, parent: int) -> None:
         connection.send(answer(problem, request))
 
 
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, whatever it is doing then; only Linux can.
+
+    Args:
+        parent: process id of who started this process; if it is dead already, this process ends now.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def main() -> None:
     """Serve the parent through the file descriptor that the command line names."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    parent = int(sys.argv[2])
+    die_with_parent(parent)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent left while it was answered
-        _serve(Connection(int(sys.argv[1])), os.getppid())
+        _serve(Connection(int(sys.argv[1])), parent)

@@ -8,11 +8,12 @@ Only the choice between a plan and its fallback depends on a clock, and rank 0 a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 PLAN, ERROR = b"P", b"E"
 WHOLE = "whole"
 _IDLE_S = 0.1
+CLOSE_LIMIT_S = 5.0
+"""Seconds that closing waits for a thread: it may be inside a store that does not answer."""
 
 
 def lane_key(key: str, lane: int | str) -> str:
@@ -72,6 +75,7 @@ class Planner:
         self._store = job_store().clone()  # its own connection: a long answer must not block the ranks' other traffic
         self._changed = threading.Condition()
         self._waiting: dict[str, Request] = {}
+        self._given_up: dict[str, str] = {}
         self._deaths: Counter[str] = Counter()
         self._to_discard: deque[str] = deque()
         self._process = PlannerProcess() if ahead and recorded is None else None
@@ -97,19 +101,19 @@ class Planner:
             self._waiting[request.key] = request
             self._changed.notify()
         if self._thread is None:
-            self._settle(request, (self._recorded or self._plan_here)(request))
+            with self._noting_a_lost_store():
+                self._settle(request, (self._recorded or self._plan_here)(request))
 
     def fall_back(self, key: str, why: str) -> None:
-        """Publish the static plan for `key`, or in a strict run the error, unless it has its plan by now.
+        """Have the static plan published for `key`, or in a strict run the error, unless it has its plan by now.
 
-        Called by whoever waited too long. The planner process is ended; a new one takes up the other requests.
+        Called by whoever waited too long, and may be called again. The planner process is ended; a new one takes up the
+        other requests. Takes no lock and does not touch the store: the planner's thread may wait inside it.
         """
-        with self._changed:
-            request = self._waiting.get(key)
-            if request is not None:
-                self._settle(request, Answer(key=key, failure=why))
-                if self._process is not None:
-                    self._process.kill()
+        if key in self._waiting and key not in self._given_up:
+            self._given_up[key] = why
+            if self._process is not None:
+                self._process.kill()
 
     def discard(self, key: str) -> None:
         """Remove what was published for `key`, which all ranks have read."""
@@ -117,7 +121,8 @@ class Planner:
             self._to_discard.append(key)
             self._changed.notify()
         if self._thread is None:
-            self._discard_all()
+            with self._noting_a_lost_store():
+                self._discard_all()
 
     def close(self) -> None:
         """End the process and the thread."""
@@ -127,7 +132,7 @@ class Planner:
         if self._process is not None:
             self._process.kill()  # first: the thread may be in the middle of a message that a hung process never ends
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_LIMIT_S)
         if self._process is not None:
             self._process.close()
 
@@ -140,8 +145,9 @@ class Planner:
             given = self._in_place_of_failure(request, given.failure)
         with self._changed:
             if self._waiting.pop(request.key, None) is None:
-                return  # somebody was faster
-            self._publish(given)
+                return  # the late answer to a request that got its fallback
+            self._given_up.pop(request.key, None)
+        self._publish(given)
         if self._on_answer is not None:
             self._on_answer(request, given)
 
@@ -169,8 +175,13 @@ class Planner:
         _set_all(self._store, messages)
 
     def _run(self, process: PlannerProcess) -> None:
-        try:
+        with self._noting_a_lost_store():
             self._serve(process)
+
+    @contextlib.contextmanager
+    def _noting_a_lost_store(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:  # what a store raises; nobody can be told of it but this rank
             self.lost_store = f"{type(error).__name__}: {error}"
 
@@ -178,6 +189,7 @@ class Planner:
         """Hand requests to the process one at a time, so that neither side ever blocks in a full pipe."""
         given_out: Request | None = None
         while not self._is_closed:
+            self._settle_given_up()
             try:
                 if given_out is None:
                     given_out = self._next_request()
@@ -195,6 +207,11 @@ class Planner:
                 given_out = None
             self._discard_all()
 
+    def _settle_given_up(self) -> None:
+        for key, why in list(self._given_up.items()):
+            if key in self._waiting:
+                self._settle(self._waiting[key], Answer(key=key, failure=why))
+
     def _next_request(self) -> Request | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._to_discard or self._is_closed)
@@ -203,6 +220,7 @@ class Planner:
     def _after_death(self, process: PlannerProcess, given_out: Request | None) -> None:
         """Start a new process; a request that two of them died of gets its fallback."""
         how = process.exit_status()
+        self._settle_given_up()
         logger.warning("the planner process %s; a new one takes its place", how)
         if given_out is not None and given_out.key in self._waiting:
             self._deaths[given_out.key] += 1

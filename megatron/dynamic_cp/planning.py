@@ -13,6 +13,7 @@ import pickle
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from dynamic_cp import serialize
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, Sample, Topology
-from megatron.dynamic_cp.planner import ERROR, WHOLE, Planner, lane_key
-from megatron.dynamic_cp.verify import agree, beat, job_store, rank_zero_is_silent
+from megatron.dynamic_cp.planner import CLOSE_LIMIT_S, ERROR, WHOLE, Planner, lane_key
+from megatron.dynamic_cp.verify import agree, beat, job_store, lost_store, rank_zero_is_silent, silent_rank_zero
 
 logger = logging.getLogger(__name__)
 
@@ -124,44 +125,51 @@ class PlanSource:
             self._planner.discard(self._key(self._taken))
         self._steps.put(_STOP)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_LIMIT_S)
 
     def _key(self, step: int) -> str:
         return f"{self._prefix}/{step}"
 
     def _wait_for(self, step: int, started_s: float) -> LanePlan | DynamicCPError:
-        # The others give rank 0 its time, and then some for the static plan.
-        limit_s = (
-            self._timeout_s if self._planner is not None else self._timeout_s + job_store().timeout.total_seconds()
-        )
+        limit_s = self._timeout_s + job_store().timeout.total_seconds()  # some more for the static plan
         while True:
             with self._arrived:
                 if self._arrived.wait_for(lambda: step in self._outcomes, timeout=_LOOK_UP_S):
                     return self._outcomes.pop(step)
             waited_s = time.monotonic() - started_s
-            if self._planner is not None:
+            try:
+                if self._planner is None:
+                    if waited_s > limit_s or rank_zero_is_silent():
+                        return silent_rank_zero(self._key(step), started_s)
+                    continue
                 beat()
-                if self._planner.lost_store is not None:
-                    return _lost_store(self._planner.lost_store)
-                if waited_s > limit_s:
-                    self._planner.fall_back(
-                        self._key(step), f"no plan after {limit_s:g} s (--dynamic-cp-plan-timeout {limit_s:g})"
-                    )
-            elif waited_s > limit_s or rank_zero_is_silent():
-                return DynamicCPError(
-                    f"rank 0 has not said anything about {self._key(step)} for {waited_s:.0f} s, rank "
-                    f"{dist.get_rank()} waits no longer: see rank 0's log"
+            except RuntimeError as error:  # what a store raises
+                return lost_store(error)
+            if self._planner.lost_store is not None:
+                return lost_store(self._planner.lost_store)
+            if waited_s > limit_s:
+                return lost_store(f"no answer for {waited_s - self._timeout_s:.0f} s")
+            if waited_s > self._timeout_s:
+                self._planner.fall_back(
+                    self._key(step),
+                    f"no plan after {self._timeout_s:g} s (--dynamic-cp-plan-timeout {self._timeout_s:g})",
                 )
 
     def _fetch_all(self) -> None:
-        store = job_store().clone()  # its own connection: the main thread's must be free for other traffic
+        store: dist.Store | None = None
         while (step := self._steps.get()) != _STOP:
             try:
+                if store is None:
+                    job_store().check([self._prefix])  # fails at once where clone() would try again for minutes
+                    store = job_store().clone()  # its own connection: the main thread's must be free
                 outcome = self._fetch(store, step)
             except RuntimeError as error:  # what a store raises
-                outcome = _lost_store(f"{type(error).__name__}: {error}")
+                outcome = lost_store(error)
             except DynamicCPError as error:
                 outcome = error
+            except Exception as error:  # a bug: without an outcome the main thread would wait for the timeout
+                traceback.print_exc()
+                outcome = DynamicCPError(f"{type(error).__name__}: {error}; the rank's log has the traceback")
             if outcome is None:
                 return
             if isinstance(outcome, LanePlan) and self._listener is not None:
@@ -185,13 +193,6 @@ class PlanSource:
             error: DynamicCPError = pickle.loads(message[1:])
             return error
         return decode_lane(message[1:])
-
-
-def _lost_store(what: str) -> DynamicCPError:
-    return DynamicCPError(
-        f"rank {dist.get_rank()} cannot reach the job's store ({what}): is the host of rank 0 up? Resume from the last "
-        "checkpoint"
-    )
 
 
 class FixedPlan:

@@ -8,6 +8,7 @@ that shared memory, page-locking and a worker's death are torch's to handle.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.planner_process import die_with_parent
 from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step
 
 _LOOK_UP_S = 0.5
@@ -53,7 +55,7 @@ class Packer:
                     num_workers=num_workers,
                     multiprocessing_context=context,
                     pin_memory=pin_memory,
-                    worker_init_fn=_ignore_signals,
+                    worker_init_fn=functools.partial(_prepare_worker, os.getpid()),
                     generator=torch.Generator(),  # else it would draw from the generator that dropout uses
                 )
             )
@@ -118,7 +120,6 @@ class _Packing(IterableDataset):
             yield outcome
 
     def _next(self, plans: Any) -> LanePlan | None:
-        # The worker was forked and holds the rank's connections: it must not outlive it, or peers would wait for them.
         while os.getppid() == self._parent:
             try:
                 plan: LanePlan | None = plans.get(timeout=_LOOK_UP_S)
@@ -128,7 +129,10 @@ class _Packing(IterableDataset):
         return None
 
 
-def _ignore_signals(_: int) -> None:
-    """Leave signals to the rank: it finishes its step first, and then ends its workers."""
+def _prepare_worker(parent: int, _: int) -> None:
+    """Leave signals to the rank: it finishes its step first, and then ends its workers. Do not outlive it, though:
+    a worker was forked and holds the rank's connections, so that peers would take it for alive.
+    """
+    die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

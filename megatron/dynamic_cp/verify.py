@@ -5,7 +5,9 @@ Through the job's store where one rank speaks (rank 0's files, plans), with one 
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError
+from megatron.dynamic_cp import phase
 
 T = TypeVar("T")
 
@@ -58,17 +61,19 @@ def publish_outcome(key: str, compute: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-_give_up_at_s: float | None = None
+_BEAT_KEY = "dynamic_cp/rank_zero_is_waiting"
+_BEAT_EVERY_S = 1.0
+_silence_s = math.inf
+_looked_s = _give_up_at_s = -math.inf
+_seen_beat = b""
 _beats = 0
 _next_beat_s = 0.0
-_BEAT_KEY = "dynamic_cp/rank_zero_is_waiting"
-_BEAT_EVERY_S, _SILENCE_S = 1.0, 10.0
 
 
 def stop_waiting_after(seconds: float) -> None:
-    """Let this rank wait for rank 0 for `seconds` more at most; for a signal handler: rank 0 may be dead."""
-    global _give_up_at_s
-    _give_up_at_s = time.monotonic() + seconds
+    """Let this rank wait for a silent rank 0 for `seconds` at most; for a signal handler: rank 0 may be dead."""
+    global _silence_s, _looked_s
+    _silence_s, _looked_s = seconds, -math.inf
 
 
 def beat() -> None:
@@ -81,17 +86,19 @@ def beat() -> None:
 
 
 def rank_zero_is_silent() -> bool:
-    """Return whether the time of `stop_waiting_after` is over, and rank 0 has not said since then that it waits."""
-    global _give_up_at_s, _beats
-    if _give_up_at_s is None or time.monotonic() <= _give_up_at_s:
+    """Return whether rank 0 has not said for the time of `stop_waiting_after` that it is there; ask often."""
+    global _give_up_at_s, _seen_beat, _looked_s
+    if _silence_s == math.inf:
         return False
-    if not job_store().check([_BEAT_KEY]):
+    now_s = time.monotonic()
+    begins = now_s - _looked_s > _BEAT_EVERY_S  # to wait for rank 0: what it said before may be old
+    _looked_s = now_s
+    if not begins and now_s <= _give_up_at_s:
+        return False
+    beat_now = job_store().get(_BEAT_KEY) if job_store().check([_BEAT_KEY]) else b""
+    if not begins and beat_now == _seen_beat:
         return True
-    beats = int(job_store().get(_BEAT_KEY))
-    if beats == _beats:
-        return True
-    _beats = beats
-    stop_waiting_after(_SILENCE_S)
+    _seen_beat, _give_up_at_s = beat_now, now_s + _silence_s
     return False
 
 
@@ -104,16 +111,43 @@ def _wait_for(store: dist.Store, key: str) -> None:
     started_s = time.monotonic()
     deadline_s = started_s + store.timeout.total_seconds()
     pause_s = 0.0005
-    while not store.check([key]):
-        now_s = time.monotonic()
-        if now_s > deadline_s or rank_zero_is_silent():
-            raise DynamicCPError(
-                f"rank 0 has not said anything about {key!r} for {now_s - started_s:.0f} s, rank {dist.get_rank()} "
-                "waits no longer: see rank 0's log",
-                key=key,
-            )
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, 0.02)
+    try:
+        while not store.check([key]):
+            if time.monotonic() > deadline_s or rank_zero_is_silent():
+                raise silent_rank_zero(key, started_s)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.02)
+    except RuntimeError as error:  # what a store raises
+        raise lost_store(error) from error
+
+
+def silent_rank_zero(key: str, since_s: float) -> DynamicCPError:
+    """Return the error of a rank that has waited for rank 0 since time.monotonic() was `since_s`."""
+    return DynamicCPError(
+        f"{phase.current()}: rank 0 has not said anything about {key!r} for {time.monotonic() - since_s:.0f} s, rank "
+        f"{dist.get_rank()} waits no longer: see rank 0's log",
+        key=key,
+    )
+
+
+def lost_store(error: Exception | str) -> DynamicCPError:
+    """Return the error of a rank that the job's store does not answer."""
+    first_line = str(error).split("\n", 1)[0]
+    kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
+    return DynamicCPError(
+        f"{phase.current()}: rank {dist.get_rank()} cannot reach the job's store ({kind}{first_line}): has rank 0 or "
+        "its host ended? See its log; resume from the last checkpoint"
+    )
+
+
+def lost_rank(error: Exception) -> DynamicCPError:
+    """Return the error of a rank whose collective failed: another one is gone."""
+    # gloo: "[file:line] Connection closed by peer [address]. This is typically caused by ..."
+    what = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).split(". This is", 1)[0]
+    return DynamicCPError(
+        f"{phase.current()}: one of {dist.get_world_size()} ranks ended or did not answer ({what}); see the logs of "
+        "the other ranks; resume from the last checkpoint"
+    )
 
 
 _calls = 0
@@ -162,13 +196,18 @@ def agree(
         bug, error = caught, DynamicCPError(f"{type(caught).__name__}: {caught}; the rank's log has the traceback")
     prefix = 0 if error is not None or digest_of is None else _digest_prefix(digest_of(value))  # type: ignore[arg-type]
     extremes = torch.tensor([int(error is not None), prefix, -prefix], device=device or collective_device())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    has_error, largest, smallest = extremes.tolist()
-    if not has_error:
-        _check_equal(prefix, largest, -smallest, what)
-        return value  # type: ignore[return-value]
     errors: list[DynamicCPError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    try:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        has_error, largest, smallest = extremes.tolist()
+        if not has_error:
+            _check_equal(prefix, largest, -smallest, what)
+            return value  # type: ignore[return-value]
+        dist.all_gather_object(errors, error)
+    except RuntimeError as lost:
+        if bug is not None:
+            raise bug from lost
+        raise error or lost_rank(lost) from lost
     if bug is not None:
         raise bug
     rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)

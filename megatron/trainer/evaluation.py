@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.dynamic_cp import phase
 from megatron.trainer.data.build import SampleStream
 from megatron.trainer.log import validation_line
 from megatron.trainer.run import Run
@@ -40,6 +41,7 @@ class Evaluation:
         """Evaluate and log the mean loss per token; collective."""
         if self.stream is None:
             return
+        phase.enter(f"evaluation after iteration {iteration}")
         loss = self._loss(self.stream, iteration)
         logger.info(validation_line(self.split, iteration, loss))
         self.run.scalars.write_validation(self.split, loss, iteration)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from dynamic_cp.errors import DynamicCPError
+from megatron.dynamic_cp import phase
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
@@ -43,7 +44,8 @@ def exit_code_of(run: Callable[[], None]) -> int:
         print(f"error{'' if global_rank() == 0 else f' (rank {global_rank()})'}: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception:
-        print(f"rank {global_rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        said = f"rank {global_rank()} failed ({phase.current()}):\n{traceback.format_exc()}"
+        print(said, file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import Sample
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.verify import stop_waiting_after
@@ -29,6 +30,7 @@ from megatron.trainer.log import Interval, StepRecord, dump_entry, iteration_lin
 from megatron.trainer.refining import Refining
 from megatron.trainer.run import Run, set_up
 from megatron.trainer.step import sum_over_job
+from megatron.trainer.summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
     run = set_up(args)
     position = Position()
     if args.load is not None:
+        phase.enter("loading the checkpoint")
         position = checkpointing.load(
             run.trainable, args.load, finetune=args.finetune, required=args.exit_on_missing_checkpoint
         )
@@ -75,10 +78,13 @@ def _train(
     """Train from `position` on, which moves; return whether the run was asked to leave before its end."""
     args = run.args
     records: list[StepRecord] = []
+    summary = RunSummary()
+    interrupted = False
     saved = position.iteration if _same_folder(args.load, args.save) else None
     first = position.iteration + 1
     steps = wrapper.steps(_batches(run.splits.train, position, args))
     while position.iteration < args.train_iters:
+        phase.enter(f"iteration {position.iteration + 1}, plan and samples")
         record, stop = _train_step(
             run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started)
         )
@@ -90,6 +96,7 @@ def _train(
         if position.iteration == first:
             logger.info("first plan: %s", wrapper.plan.facts.reason)
         records.append(record)
+        summary.add(record)
         if run.dump is not None:
             run.dump.write_iteration(dump_entry(position.iteration, record))
         if on_step is not None:
@@ -103,12 +110,16 @@ def _train(
         stop = stop or bool(args.exit_interval and position.iteration % args.exit_interval == 0)
         due = bool(args.save_interval and position.iteration % args.save_interval == 0)
         if args.save is not None and (due or stop or finished) and saved != position.iteration:
+            phase.enter(f"iteration {position.iteration}, saving")
             checkpointing.save(run.trainable, position, args.save)
             saved = position.iteration
         if stop and not finished:
             logger.info("leaving after iteration %d (%s)", position.iteration, signals.received or "as asked")
-            return True
-    return False
+            interrupted = True
+            break
+    if summary.num_iterations:
+        logger.info("%s", summary.describe())
+    return interrupted
 
 
 def _batches(
@@ -139,6 +150,7 @@ def _train_step(
     """
     started = time.perf_counter()
     iteration, samples, data = next(steps)
+    phase.enter(f"iteration {iteration}, forward and backward passes")
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -147,6 +159,7 @@ def _train_step(
     refining.end_step(iteration)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
+    phase.enter(f"iteration {iteration}, the optimizer's step")
     _, grad_norm, _ = run.optimizer.step()
     _check_finite("gradient norm", float(grad_norm), iteration)
     run.scheduler.step(increment=len(samples))
@@ -167,6 +180,7 @@ def _train_step(
         padding_fraction=facts.padding_fraction,
         imbalance=facts.imbalance,
         exchanged_bytes=sums.exchanged_bytes,
+        is_fallback=facts.fallback is not None,
     )
     return record, sums.stop
 
