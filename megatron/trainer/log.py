@@ -28,6 +28,7 @@ class StepRecord:
         padding_fraction: share of padding in all tokens computed.
         imbalance: max / mean of the lanes' predicted busy seconds.
         exchanged_bytes: sent for attention by all ranks.
+        is_fallback: the planner failed and the static plan was run.
     """
 
     loss: float
@@ -45,6 +46,7 @@ class StepRecord:
     padding_fraction: float
     imbalance: float
     exchanged_bytes: int
+    is_fallback: bool = False
 
 
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
         "grad_norm": record.grad_norm,
         "learning_rate": record.learning_rate,
         "exchanged_bytes": record.exchanged_bytes,
+        "is_fallback": record.is_fallback,
     }
 
 
