@@ -1,0 +1,184 @@
+"""Writes docs/flags.md and docs/command.md: every flag of pretrain_gpt.py and every option of `dynamic-cp`.
+
+python -m tools.flags_page
+
+Both are read from the parsers themselves, so they say what the programs say; tests/unit/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dynamic_cp.cli.app import COMMANDS, group
+from megatron.dynamic_cp.arguments import UNSUPPORTED
+from megatron.trainer.arguments import ALREADY_SO, build_parser
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_MADE = "<!-- Made by `python -m tools.flags_page`: do not edit. -->\n\n"
+_HOW_COMMON = {
+    "--num-layers": "layers of the transformer",
+    "--hidden-size": "width of a token between layers",
+    "--num-attention-heads": "query heads",
+    "--position-embedding-type": "how tokens know their places",
+    "--rotary-base": "base of RoPE's wavelengths",
+    "--rotary-percent": "share of a head's channels that RoPE rotates",
+    "--normalization": "norm of the layers",
+    "--norm-epsilon": "added to the variance in a norm",
+    "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of this times TP",
+    "--init-method-std": "standard deviation of the initial weights",
+    "--hidden-dropout": "dropout after attention and MLP; above 0 a resume is exact on the same layout only",
+    "--seed": "of weights, order of samples and mock data",
+    "--recompute-granularity": "what is computed again in backward: whole layers, or core attention",
+    "--recompute-method": "which layers, with full recomputation",
+    "--recompute-num-layers": "layers per unit (uniform) or per stage (block)",
+    "--optimizer": "AdamW",
+    "--lr": "largest learning rate",
+    "--min-lr": "where the decay ends",
+    "--lr-decay-style": "shape of the decay",
+    "--lr-warmup-init": "learning rate before the warm-up",
+    "--lr-warmup-iters": "iterations of the warm-up",
+    "--lr-warmup-samples": "the same in samples",
+    "--lr-decay-samples": "the same in samples",
+    "--lr-wsd-decay-iters": "iterations of WSD's last part",
+    "--lr-wsd-decay-samples": "the same in samples",
+    "--lr-wsd-decay-style": "shape of WSD's last part",
+    "--weight-decay": "of AdamW",
+    "--clip-grad": "largest norm of the gradient; 0 does not clip",
+    "--adam-beta1": "of AdamW",
+    "--adam-beta2": "of AdamW",
+    "--adam-eps": "of AdamW",
+    "--tensor-model-parallel-size": "TP size",
+    "--pipeline-model-parallel-size": "PP size",
+    "--num-layers-per-virtual-pipeline-stage": "layers of a model chunk: interleaves the pipeline",
+    "--num-virtual-stages-per-pipeline-rank": "the same as a number of chunks per rank",
+    "--distributed-timeout-minutes": "a collective that takes longer ends the job",
+    "--save": "folder of checkpoints",
+    "--ckpt-format": "megatron-core's distributed checkpoint",
+    "--tensorboard-dir": "losses, times and facts of the plans as scalars",
+}
+"""What the parser leaves to its reader's knowledge of Megatron-LM."""
+
+
+def flags_page() -> str:
+    """Return docs/flags.md."""
+    parts = [
+        "# Flags of pretrain_gpt.py\n\n" + _MADE,
+        "Names and meanings are Megatron-LM's where it has the flag; the last table has what is new. "
+        "`torchrun … pretrain_gpt.py --help` prints the same. A flag that is unknown is an error, and so is "
+        f"[one that is not supported](#refused); nothing is ignored but the {len(ALREADY_SO)} switches for what is "
+        "[already so](#already-so).\n",
+    ]
+    for part in build_parser()._action_groups:
+        actions = [one for one in part._group_actions if one.option_strings and one.help != argparse.SUPPRESS]
+        actions = [one for one in actions if one.dest != "help"]
+        if not actions:
+            continue
+        title = (part.title or "").capitalize()
+        parts.append(f"\n## {title}\n\n| flag | default | meaning |\n| --- | --- | --- |\n")
+        parts += [_flag_row(one) for one in actions]
+    parts.append(
+        "\n## Already so\n\nScripts for Megatron-LM carry these; they are accepted and change nothing, because the "
+        "trainer does so anyway: " + ", ".join(f"`{flag}`" for flag in ALREADY_SO) + ".\n"
+    )
+    parts.append(
+        "\n## Refused\n\nThese belong to features that are not supported with a CP group per micro-batch. Each is an "
+        "error that names the flag and the reason.\n\n| flag | reason |\n| --- | --- |\n"
+    )
+    parts += [f"| `{one.flag}` | {_cell(one.reason)} |\n" for one in UNSUPPORTED]
+    return "".join(parts)
+
+
+def _flag_row(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    value = ""
+    if action.choices:
+        value = " " + _code("|".join(str(one) for one in action.choices))
+    elif action.nargs != 0:
+        metavar = action.metavar or (action.type.__name__ if isinstance(action.type, type) else "…")
+        value = " " + _code(str(metavar))
+    default = "required" if action.required else ""
+    if action.nargs != 0 and action.default not in (None, []):
+        default = _code(str(action.default))
+    text = action.help or _HOW_COMMON.get(action.option_strings[0], "")
+    assert text, f"{action.option_strings[0]} has no help: give it one in _HOW_COMMON"
+    return f"| {names}{value} | {default} | {_cell(text)} |\n"
+
+
+def command_page() -> str:
+    """Return docs/command.md."""
+    context = click.Context(group, info_name="dynamic-cp")
+    parts = [
+        "# Options of dynamic-cp\n\n" + _MADE,
+        "`dynamic-cp COMMAND --help` prints the same, with examples. Exit status: 0, 2 for bad input (one line on "
+        "stderr, with the remedy), 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
+        "`NO_COLOR` is respected; without a terminal there are no colours and no bars.\n\n",
+        "| command | what it does |\n| --- | --- |\n",
+        *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in COMMANDS.items()],
+    ]
+    for name in COMMANDS:
+        command = group.get_command(context, name)
+        assert command is not None
+        parts.append(f"\n## {name}\n\n{_cell(command.help or '')}\n")
+        rows = [_option_row(one, context) for one in command.params]
+        if rows:
+            parts.append("\n| option | default | meaning |\n| --- | --- | --- |\n" + "".join(rows))
+    return "".join(parts)
+
+
+def _option_row(parameter: click.Parameter, context: click.Context) -> str:
+    record: Any = parameter.to_info_dict()
+    metavar = parameter.make_metavar(context)
+    if not isinstance(parameter, click.Option):
+        return f"| {_code(metavar)} |  | argument |\n"
+    names = ", ".join(f"`{name}`" for name in parameter.opts)
+    if not record.get("is_flag"):
+        names += " " + _code(metavar)
+    text = " ".join((parameter.help or "").split())
+    default = ""
+    found = re.search(r"\s*\[default: ([^\]]*)\]$", text)
+    if found:
+        default, text = found[1], text[: found.start()]
+    elif parameter.required:
+        default = "required"
+    elif parameter.default not in (None, False) and "UNSET" not in repr(parameter.default):
+        default = _code(str(parameter.default))
+    if isinstance(parameter.show_default, str):
+        default = parameter.show_default
+    return f"| {names} | {_cell(default)} | {_cell(text)} |\n"
+
+
+def _code(text: str) -> str:
+    """Return `text` as code in a cell; a bar in backticks ends the cell on GitHub and shows its escape in mkdocs."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
+def _cell(text: str) -> str:
+    """Return `text` as one line of Markdown; names of flags as code."""
+    text = " ".join(text.split())
+    pieces = re.split(r"(`[^`]*`)", text)
+    return "".join(
+        piece
+        if piece.startswith("`")
+        else re.sub(r"(?<![\w`-])(--[a-z][\w-]*)", r"`\1`", piece)
+        .replace("|", "\\|")
+        .replace("*", "\\*")
+        .replace("<", "&lt;")
+        for piece in pieces
+    )
+
+
+def main() -> int:
+    """Write both pages; return 0."""
+    (DOCS / "flags.md").write_text(flags_page(), encoding="utf-8")
+    (DOCS / "command.md").write_text(command_page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
