@@ -56,12 +56,14 @@ class RunSummary:
             f"  buckets by CP size: {sizes}; {self.exchanged_bytes / 1e6:.1f} MB exchanged for attention",
         ]
         if self.num_timed:
+            step_ms, planner_ms, wait_ms = (
+                1e3 * seconds / self.num_timed for seconds in (self.elapsed_s, self.planner_s, self.wait_s)
+            )
             lines += [
-                f"  {1e3 * self.elapsed_s / self.num_timed:.1f} ms per iteration, {self.timed_tokens / self.elapsed_s:.0f} "
-                f"tokens/s, measured/predicted {self.elapsed_s / self.predicted_s:.3f} (without the first iteration)",
-                f"  planner {1e3 * self.planner_s / self.num_timed:.1f} ms per iteration beside the steps, "
-                f"waited for plans and samples {1e3 * self.wait_s / self.num_timed:.2f} ms "
-                f"({self.wait_s / self.elapsed_s:.2%})",
+                f"  {step_ms:.1f} ms per iteration, {self.timed_tokens / self.elapsed_s:.0f} tokens/s, "
+                f"measured/predicted {self.elapsed_s / self.predicted_s:.3f} (without the first iteration)",
+                f"  planner {planner_ms:.1f} ms per iteration beside the steps, waited for plans and samples "
+                f"{wait_ms:.2f} ms ({wait_ms / step_ms:.2%})",
             ]
         if self.num_fallbacks:
             lines.append(f"  {self.num_fallbacks} iterations ran the static plan because the planner failed: see above")

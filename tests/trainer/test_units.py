@@ -55,6 +55,7 @@ def _record(**changes) -> StepRecord:
         "elapsed_s": 0.5,
         "predicted_s": 0.4,
         "planner_s": 0.003,
+        "wait_s": 0.0004,
         "num_samples": 128,
         "num_tokens": 10_000,
         "flops": 4e12,
@@ -141,7 +142,7 @@ def _raise(error: BaseException):
     [
         (lambda: None, 0, ""),
         (lambda: _raise(CheckpointError("two words")), 2, "error: two words\n"),
-        (lambda: _raise(RuntimeError("boom")), 1, "rank 0 failed:\nTraceback"),
+        (lambda: _raise(RuntimeError("boom")), 1, "rank 0 failed (starting up):\nTraceback"),
     ],
 )
 def test_exit_codes(capsys, monkeypatch, outcome, code, said):
