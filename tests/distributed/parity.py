@@ -14,7 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, PlannedBatch, Sample, Topology
+from dynamic_cp.exchange_bytes import sent_bytes_of
+from dynamic_cp.padding import rank_tokens
+from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
@@ -70,7 +72,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outcome on one rank: largest relative errors, and what was looked at."""
+    """Outcome on one rank: largest relative errors, what was looked at, and what attention sent."""
 
     loss_error: float
     gradient_errors: dict[str, float]
@@ -151,6 +153,28 @@ def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCom
 def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
     """Return the (exchange, inner size) of the plan's buckets of several lanes."""
     return {(bucket.cp_comm_type, bucket.inner_cp_size) for bucket in plan.buckets if bucket.cp_size > 1}
+
+
+def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
+    """Return what the planner says that a rank of `lane` sends for attention in the step, on any stage."""
+    config = reference.transformer_config(reference.VARIANTS[layout.variant])
+    model = ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=reference.VOCAB_SIZE,
+    )
+    forwards = 2 if "recompute_granularity" in layout.config else 1
+    total = 0.0
+    for micro_batch in plan.micro_batches:
+        bucket = micro_batch.bucket_of_lane(lane)
+        tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
+        sent = sent_bytes_of(bucket, tokens, model, layout.tp, 4)
+        total += config.num_layers / layout.pp * (forwards * sent.forward + sent.backward)
+    return total
 
 
 def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Plan:
@@ -360,3 +384,10 @@ def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, exp
     seen = sum((c.tokens_seen for c in comparisons), Counter())
     assert len(seen) == expected["num_tokens"] >= 2000
     assert set(seen.values()) == {layout.tp}, "a token was counted more or less than once per TP rank"
+
+
+def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
+    """What each rank counted while it sent is what the planner prices; ranks count TP fastest, then lanes."""
+    planned = [planned_bytes(plan, layout, rank // layout.tp % layout.lanes) for rank in range(len(comparisons))]
+    assert max(planned) > 0
+    assert [c.bytes_sent for c in comparisons] == planned

@@ -11,6 +11,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
     BATCHES,
     Layout,
+    assert_bytes_as_planned,
     assert_equal_to_reference,
     exchanges_of,
     mixed_plan,
@@ -133,6 +134,7 @@ def test_head_exchange_equals_single_process(name: str, reference_of) -> None:
     plan = plan_of_exchanges(samples, layout)
     comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)
+    assert_bytes_as_planned(comparisons, layout, plan)
 
 
 def test_mixed_exchanges_on_four_lanes_equal_single_process(reference_of) -> None:
@@ -142,6 +144,7 @@ def test_mixed_exchanges_on_four_lanes_equal_single_process(reference_of) -> Non
     plan = plan_of_exchanges(samples, layout)
     comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)
+    assert_bytes_as_planned(comparisons, layout, plan)
 
 
 def test_four_lanes_equal_single_process(reference_of) -> None:
