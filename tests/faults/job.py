@@ -69,6 +69,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self._logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
         for log in self._logs:
             log.unlink(missing_ok=True)
@@ -108,6 +109,8 @@ class Job:
         for left in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
+        for process in [*self.processes, *([self.store_host] if self.store_host else [])]:
+            process.close()
 
     def output(self, rank: int) -> str:
         """Return what a rank has printed."""
@@ -124,7 +127,7 @@ class Job:
             is_alive = self.processes[rank].is_alive()
             if time.monotonic() > deadline_s or (not is_alive and not re.search(pattern, self.output(rank))):
                 raise JobError(
-                    f"rank {rank} never said {pattern!r} ({'alive' if is_alive else 'dead'}):\n{self._said()}"
+                    f"rank {rank} never said {pattern!r} ({'alive' if is_alive else 'dead'}):\n{self.said()}"
                 )
             time.sleep(_LOOK_UP_S)
 
@@ -139,7 +142,7 @@ class Job:
     def planner(self) -> psutil.Process:
         """Return the planner's process."""
         found = self._children(0, "planner_process")
-        assert found, f"rank 0 has no planner process:\n{self._said()}"
+        assert found, f"rank 0 has no planner process:\n{self.said()}"
         return found[0]
 
     def workers(self, rank: int) -> list[psutil.Process]:
@@ -182,19 +185,20 @@ class Job:
                     self.signal(rank, signal.SIGTERM)
             if time.monotonic() > deadline_s:
                 running = [rank for rank in range(len(self.processes)) if rank not in self._ended]
-                raise JobError(f"ranks {running} still run after {limit_s:g} s:\n{self._said()}")
+                raise JobError(f"ranks {running} still run after {limit_s:g} s:\n{self.said()}")
             time.sleep(_LOOK_UP_S)
         deadline_s = time.monotonic() + survivors_limit_s
         while family := self.family():
             if time.monotonic() > deadline_s:
-                raise JobError(f"{family} still run {survivors_limit_s:g} s after the last rank:\n{self._said()}")
+                raise JobError(f"{family} still run {survivors_limit_s:g} s after the last rank:\n{self.said()}")
             time.sleep(0.05)
         return [
             RankEnd(process.exitcode, self.output(rank), self._ended[rank])
             for rank, process in enumerate(self.processes)
         ]
 
-    def _said(self) -> str:
+    def said(self) -> str:
+        """Return what all ranks have printed."""
         return "\n".join(f"--- rank {rank}:\n{self.output(rank)}" for rank in range(len(self.processes)))
 
 
