@@ -15,8 +15,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import SEARCH_EFFORTS, CpCommType
 
 VERIFY_MODES = ("digest", "full", "off")
-# The exchanges between the lanes of a CP group that the attention has today; the type of a plan names more.
-EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather")
+# The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
+EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
 STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
 
 
@@ -119,7 +119,16 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         "--cp-comm-type",
         choices=("auto", *EXCHANGES),
         default="p2p",
-        help="exchange of keys and values inside a CP group; auto: the planner chooses for every bucket",
+        help="exchange inside a CP group: a ring, one all-gather of keys and values, all-to-all of heads, or that "
+        "inside a node and a ring across nodes; auto: the planner chooses for every bucket",
+    )
+    group.add_argument(
+        "--dynamic-cp-inner-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="lanes inside a node that exchange heads in a2a+p2p: groups are built for these sizes only; default: all "
+        "powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
     )
     group.add_argument(
         "--distributed-backend",
@@ -205,7 +214,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         flag="--hierarchical-context-parallel-sizes",
         field="hierarchical_context_parallel_sizes",
-        reason="CP groups have one level",
+        reason="--cp-comm-type a2a+p2p takes its place, --dynamic-cp-inner-sizes its sizes",
     ),
     Unsupported(flag="--use-custom-fsdp", reason=_FSDP),
     Unsupported(flag="--use-megatron-fsdp", reason=_FSDP),

@@ -21,6 +21,7 @@ from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, Topology
+from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
@@ -157,6 +158,9 @@ def set_up(args: argparse.Namespace) -> Run:
         timeout_s=60 * args.distributed_timeout_minutes,
         min_cp_size=args.min_dynamic_cp_size,
         max_cp_size=args.max_dynamic_cp_size,
+        exchanges=cp_comm_types(args),
+        inner_sizes=args.dynamic_cp_inner_sizes,
+        query_heads=args.num_attention_heads // topology.tp_size,
         device=device,
     )
     config = model.transformer_config(args, device)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import is_power_of_two
+from megatron.dynamic_cp.exchange_sizes import complete_exchanges
 from megatron.trainer import derive
 
 
@@ -211,6 +212,7 @@ def _complete_lanes(args: argparse.Namespace) -> None:
             min_cp_size=args.min_dynamic_cp_size,
             max_cp_size=largest,
         )
+    complete_exchanges(args, topology)
     if args.max_seqlen_per_dp_cp_rank is None:
         args.max_seqlen_per_dp_cp_rank = derive.default_max_tokens_per_rank(args)
     if args.global_batch_size is None:

@@ -83,7 +83,7 @@ WRONG_PAIRS = [
         ("auto", "block", "--recompute-num-layers 2", "use uniform and 1"),
     ),
     ("--dynamic-cp-search slow", 4, ("--dynamic-cp-search", "slow", "thorough")),
-    ("--cp-comm-type a2a", 4, ("--cp-comm-type", "a2a", "p2p")),
+    ("--cp-comm-type ring", 4, ("--cp-comm-type", "ring", "p2p")),
     ("--position-embedding-type relative", 4, ("--position-embedding-type", "relative")),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.cost_model import PRICED_CP_COMM_TYPES
+from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.arguments import ALLOWED, EXCHANGES, check_supported
 from megatron.dynamic_cp.attention import torch_thd

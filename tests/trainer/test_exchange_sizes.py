@@ -1,0 +1,84 @@
+"""Exchanges that heads or nodes do not allow are refused before anything is built, with both numbers and a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.arguments import EXCHANGES
+from megatron.trainer.arguments import parse_args
+from tests.trainer.commandline import command_line
+
+NUM_HEADS = 4  # of the command line's model
+
+
+def parsed(flags: str, world_size: int, lanes_per_node: int, monkeypatch: Any) -> Any:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(lanes_per_node))
+    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)
+
+
+# flags, lanes, lanes of a node, parts of the message
+WRONG = [
+    ("--cp-comm-type a2a --max-dynamic-cp-size 8", 8, 8, ("--max-dynamic-cp-size 8", "4 query heads", "1 or 2 or 4")),
+    ("--cp-comm-type a2a --min-dynamic-cp-size 8", 8, 8, ("--min-dynamic-cp-size 8", "4 query heads", "auto")),
+    ("--cp-comm-type a2a --context-parallel-size 8", 8, 8, ("--context-parallel-size 8", "4 query heads", "p2p")),
+    ("--cp-comm-type a2a --num-attention-heads 3 --num-query-groups 1 --kv-channels 32", 4, 4, ("none of", "2 to 4", "3 query heads")),
+    ("--cp-comm-type a2a+p2p --min-dynamic-cp-size 2", 8, 4, ("--min-dynamic-cp-size 2", "4 lanes", "1 or 4 or 8")),
+    ("--cp-comm-type a2a+p2p --max-dynamic-cp-size 2", 8, 4, ("2", "4 query heads", "4 lanes")),
+    ("--cp-comm-type a2a+p2p --context-parallel-size 2", 8, 4, ("--context-parallel-size 2", "p2p or auto")),
+    ("--cp-comm-type a2a+p2p", 8, 1, ("none of", "2 to 8", "1 lanes")),
+    ("--cp-comm-type a2a+p2p", 2, 2, ("none of", "2 to 2")),
+    ("--cp-comm-type a2a+p2p", 6, 3, ("none of", "2 to 4", "1 lanes")),
+    ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 4", 8, 2, ("4", "2 lanes", "another size")),
+    ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 2 8", 16, 8, ("8", "4 query heads")),
+    ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 3", 8, 8, ("3", "2, 4, 8")),
+    ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 1", 8, 8, ("1", "2, 4, 8")),
+    ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 4", 4, 4, ("4", "below the largest CP size, 4")),
+    ("--dynamic-cp-inner-sizes 2", 8, 4, ("2", "allows p2p", "drop the flag")),
+    (
+        "--cp-comm-type a2a+p2p --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 4",
+        16,
+        8,
+        ("none of", "1 query heads"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "num_lanes", "lanes_per_node", "parts"), WRONG, ids=[row[0] for row in WRONG])
+def test_wrong_sizes(flags, num_lanes, lanes_per_node, parts, monkeypatch):
+    with pytest.raises(InvalidInputError) as caught:
+        parsed(flags, num_lanes, lanes_per_node, monkeypatch)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_lanes", "lanes_per_node", "inner", "largest"),
+    [
+        ("", 8, 8, (), None),
+        ("--cp-comm-type all_gather", 8, 8, (), None),
+        ("--cp-comm-type auto", 8, 8, (2, 4), None),
+        ("--cp-comm-type auto", 16, 2, (2,), None),
+        ("--cp-comm-type auto", 16, 6, (2,), None),
+        ("--cp-comm-type auto --max-dynamic-cp-size 4", 16, 8, (2,), 4),
+        ("--cp-comm-type auto --num-attention-heads 3 --num-query-groups 1 --kv-channels 32", 8, 8, (), None),
+        ("--cp-comm-type auto --dynamic-cp-inner-sizes 4", 16, 8, (4,), None),
+        ("--cp-comm-type a2a", 8, 8, (), 4),  # four heads: a group of 8 is never built
+        ("--cp-comm-type a2a", 4, 4, (), 4),
+        ("--cp-comm-type a2a", 1, 1, (), None),
+        ("--cp-comm-type a2a+p2p", 16, 4, (2, 4), 16),
+        ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 4 2", 16, 4, (2, 4), 16),
+    ],
+)
+def test_what_is_left_out_is_filled_in(flags, num_lanes, lanes_per_node, inner, largest, monkeypatch):
+    args = parsed(flags, num_lanes, lanes_per_node, monkeypatch)
+    assert args.num_attention_heads in (NUM_HEADS, 3)
+    assert (args.dynamic_cp_inner_sizes, args.max_dynamic_cp_size) == (inner, largest)
+
+
+def test_every_exchange_is_a_choice(monkeypatch):
+    for exchange in EXCHANGES:
+        assert parsed(f"--cp-comm-type {exchange}", 8, 4, monkeypatch).cp_comm_type == exchange
