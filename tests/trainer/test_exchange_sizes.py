@@ -24,7 +24,12 @@ WRONG = [
     ("--cp-comm-type a2a --max-dynamic-cp-size 8", 8, 8, ("--max-dynamic-cp-size 8", "4 query heads", "1 or 2 or 4")),
     ("--cp-comm-type a2a --min-dynamic-cp-size 8", 8, 8, ("--min-dynamic-cp-size 8", "4 query heads", "auto")),
     ("--cp-comm-type a2a --context-parallel-size 8", 8, 8, ("--context-parallel-size 8", "4 query heads", "p2p")),
-    ("--cp-comm-type a2a --num-attention-heads 3 --num-query-groups 1 --kv-channels 32", 4, 4, ("none of", "2 to 4", "3 query heads")),
+    (
+        "--cp-comm-type a2a --num-attention-heads 3 --num-query-groups 1 --kv-channels 32",
+        4,
+        4,
+        ("none of", "2 to 4", "3 query heads"),
+    ),
     ("--cp-comm-type a2a+p2p --min-dynamic-cp-size 2", 8, 4, ("--min-dynamic-cp-size 2", "4 lanes", "1 or 4 or 8")),
     ("--cp-comm-type a2a+p2p --max-dynamic-cp-size 2", 8, 4, ("2", "4 query heads", "4 lanes")),
     ("--cp-comm-type a2a+p2p --context-parallel-size 2", 8, 4, ("--context-parallel-size 2", "p2p or auto")),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES
 from megatron.dynamic_cp.arguments import ALLOWED, EXCHANGES, check_supported
 from megatron.dynamic_cp.attention import torch_thd
 from megatron.trainer import model
