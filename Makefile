@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
 
-.PHONY: train test check lint bench bench-planner clean
+.PHONY: train test check lint bench bench-planner docs clean
 
 $(READY): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,13 @@ bench: $(READY)
 # Measures the planner alone (modelled seconds, real planning time) and writes the tables of docs/planner.md.
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner
+
+# The pages of docs/ as a site in runs/site; warnings are errors. Flags, options and drawings are made anew.
+docs: $(READY)
+	$(BIN)/python -m tools.flags_page
+	$(BIN)/python -m tools.make_drawings
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open runs/site/index.html"
 
 clean:
 	rm -rf dynamic_cp/__pycache__/kernels-* $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

@@ -17,6 +17,8 @@ TRAIN = [
     "tensorboard",
 ]
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
+# mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout"]
 
 setup(
@@ -38,7 +40,8 @@ setup(
         "train": TRAIN,
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
         "test": TEST,
-        "dev": [*TEST, *REPORT, "mypy", "ruff"],
+        "docs": DOCS,
+        "dev": [*TEST, *REPORT, *DOCS, "mypy", "ruff"],
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],

@@ -1,0 +1,240 @@
+"""What README and docs show is run, parsed or looked up; the site builds strictly.
+
+A block of code that is not run says why in a comment before it: `<!-- not run: REASON -->`. Its flags, targets,
+files and imports are still checked. `text` blocks are drawings and output.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dynamic_cp import cli
+from megatron.trainer.arguments import parse_args
+from tools import flags_page, make_drawings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+KNOWN_LANGUAGES = {"python", "sh", "text"}
+
+
+class Block(NamedTuple):
+    """A fenced block: its page, first line, language, text, and why it is not run (None: it is)."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    blocks, lines = [], page.read_text(encoding="utf-8").splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        reason = re.fullmatch(r"<!-- not run: (.+) -->", lines[start - 1]) if start else None
+        text = "\n".join(lines[start + 1 : number]) + "\n"
+        blocks.append(Block(page, start + 1, lines[start][3:].strip(), text, reason and reason[1]))
+        start = None
+    assert start is None, f"{page}: a block is not closed"
+    return blocks
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """Return the words of each command of a shell block."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def test_blocks_are_of_known_languages() -> None:
+    assert len(BLOCKS) >= 25
+    assert {block.language for block in BLOCKS} == KNOWN_LANGUAGES, [
+        block.name for block in BLOCKS if block.language not in KNOWN_LANGUAGES
+    ]
+    for page in PAGES:  # an indented block would be neither run nor looked at
+        outside = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        assert not re.search(r"\n\n {4}(?!:|options)(?![-*] )\S.*\n\n", outside), page
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language == "python"], ids=lambda block: block.name)
+def test_python_blocks(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = ast.parse(block.text)
+    imports = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
+    for one in imports:
+        spec = importlib.util.find_spec(one.module or "")
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        for alias in one.names:
+            assert re.search(rf"\b{alias.name}\b", source), f"{one.module} has no {alias.name}"
+    assert imports
+    if block.not_run is not None:
+        return
+    monkeypatch.chdir(tmp_path)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(tree, block.name, "exec"), {"__name__": "docs"})
+    assert "lanes" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(one.language == "sh" for one in blocks_of(page))], ids=lambda page: page.name
+)
+def test_shell_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run in one folder, one after the other: what one writes the next may read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    num_commands = 0
+    for block in blocks_of(page):
+        if block.language != "sh":
+            continue
+        for words in commands_of(block):
+            num_commands += 1
+            if words[0] == "dynamic-cp":
+                assert block.not_run is None, f"{block.name}: run it"
+                out = io.StringIO()
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                    status = cli.main(words[1:])
+                # Refusing is no crash, but no page may show a refused command; doctor may find fault with a machine.
+                assert status == 0 or words[1] == "doctor", f"{block.name}: {shlex.join(words)}\n{out.getvalue()}"
+                assert out.getvalue() or "--output" in words
+            elif words[0] == "printf":
+                assert words[-2] == ">"
+                line = block.text.replace("\\\n", " ").splitlines()[0]
+                subprocess.run(["sh", "-c", line], check=True, timeout=10)
+            else:
+                assert block.not_run is not None, f"{block.name}: {words[0]} is not run and no reason is given"
+                check_not_run(words)
+    assert num_commands
+
+
+def check_not_run(words: list[str]) -> None:
+    """A command that is not run names what exists, and its flags parse."""
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert words[1] in targets
+    elif words[0] == "torchrun":
+        num_ranks = int(words[words.index("--nproc-per-node") + 1])
+        args = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=num_ranks)
+        assert args.dynamic_cp
+    elif words[0] == "sh":
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert words[0] in ("python3", ".venv/bin/pip", "pip", "."), words
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 4
+    written = [path.name for path in tmp_path.iterdir()]
+    assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
+
+
+def test_page_of_examples_names_all() -> None:
+    page = (DOCS / "how-to" / "examples.md").read_text(encoding="utf-8")
+    assert len(EXAMPLES) >= 6
+    assert set(re.findall(r"`examples/([\w.]+)`", page)) == {path.name for path in (ROOT / "examples").iterdir()}
+
+
+def test_flags_and_options_are_those_of_the_parsers() -> None:
+    remedy = "run `python -m tools.flags_page` and commit docs/flags.md and docs/command.md"
+    assert (DOCS / "flags.md").read_text(encoding="utf-8") == flags_page.flags_page(), remedy
+    assert (DOCS / "command.md").read_text(encoding="utf-8") == flags_page.command_page(), remedy
+
+
+def test_flags_named_on_pages_exist() -> None:
+    known = set(re.findall(r"--[a-z][\w-]*", flags_page.flags_page() + flags_page.command_page()))
+    others = {"--nproc-per-node", "--help", "--version", "--index-url", "--light", "--instances", "--processes"}
+    named = 0
+    for page in PAGES:
+        if page.name in ("planner.md", "LOG.md"):  # commands of other tools
+            continue
+        flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text(encoding="utf-8")))
+        named += len(flags)
+        assert flags <= known | others, f"{page}: {sorted(flags - known - others)}"
+    assert named > 100
+
+
+def test_files_named_on_pages_exist() -> None:
+    pattern = r"`((?:dynamic_cp|megatron|tests|benchmarks|examples|tools|docs)/[\w./-]*[\w/])`"
+    looked_at = 0
+    for page in PAGES:
+        for name in re.findall(pattern, page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page}: {name}"
+            looked_at += 1
+    assert looked_at > 30
+
+
+def test_links_of_readme() -> None:
+    """mkdocs looks at the links of docs, not at README's."""
+    links = re.findall(r"\]\(([^)#]+)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    links += [(name, "") for name in re.findall(r'src(?:set)?="([^"]+)"', (ROOT / "README.md").read_text("utf-8"))]
+    assert len(links) >= 12
+    for target, anchor in links:
+        assert (ROOT / target).is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}, anchor
+
+
+def test_drawings_are_those_of_the_tool(tmp_path: Path) -> None:
+    make_drawings.main(["--output", str(tmp_path)])
+    made = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert len(made) >= 10
+    assert made == {path.name: path.read_text(encoding="utf-8") for path in make_drawings.DRAWINGS.iterdir()}, (
+        "run `python -m tools.make_drawings`"
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings_handlers") is None,
+    reason='mkdocs is not installed: pip install -e ".[docs]"',
+)
+def test_site_builds_strictly(tmp_path: Path) -> None:
+    """Links, anchors, pictures, the navigation and the docstrings of the API; nothing is loaded from elsewhere."""
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(pages) >= len(PAGES)
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', html)
+        loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="([^"]+)"', html)
+        loaded += re.findall(r'<link[^>]*href="([^"]+)"[^>]*rel="(?:stylesheet|preconnect|icon)"', html)
+        assert len(loaded) >= 3
+        assert not [one for one in loaded if re.match(r"(https?:)?//", one)], page
+    api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    assert "plan_global_batch" in api
+    assert "fastest legal plan" in api
