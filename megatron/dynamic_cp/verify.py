@@ -5,11 +5,13 @@ Through the job's store where one rank speaks (rank 0's files, plans), with one 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -43,7 +45,8 @@ def publish_outcome(key: str, compute: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             try:
-                outcome: tuple[bool, object] = (True, compute())
+                with _beating():
+                    outcome: tuple[bool, object] = (True, compute())
             except DynamicCPError as error:
                 outcome = (False, error)
             published = pickle.dumps(outcome)
@@ -53,8 +56,7 @@ def publish_outcome(key: str, compute: Callable[[], T]) -> T:
             raise
         store.set(key, published)
     else:
-        _wait_for(store, key)
-        outcome = pickle.loads(store.get(key))
+        outcome = pickle.loads(_wait_for(store, key))
     succeeded, value = outcome
     if not succeeded:
         raise value  # type: ignore[misc]
@@ -77,12 +79,29 @@ def stop_waiting_after(seconds: float) -> None:
 
 
 def beat() -> None:
-    """Say on rank 0 that it is alive and waits itself; often enough that nobody gives it up."""
+    """Say on rank 0 that it is alive; often enough that nobody gives it up."""
     global _beats, _next_beat_s
     if time.monotonic() >= _next_beat_s:
         _beats += 1
         _next_beat_s = time.monotonic() + _BEAT_EVERY_S
         job_store().set(_BEAT_KEY, str(_beats))
+
+
+@contextlib.contextmanager
+def _beating() -> Iterator[None]:
+    """Beat while rank 0 computes something: a signal then does not make the others give it up."""
+    done = threading.Event()
+
+    def beat_until_done() -> None:
+        with contextlib.suppress(RuntimeError):  # what a store raises; the main thread will hear of it
+            while not done.wait(_BEAT_EVERY_S):
+                beat()
+
+    threading.Thread(target=beat_until_done, name="dynamic-cp-beat", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def rank_zero_is_silent() -> bool:
@@ -102,8 +121,8 @@ def rank_zero_is_silent() -> bool:
     return False
 
 
-def _wait_for(store: dist.Store, key: str) -> None:
-    """Wait until `key` is in the store: by asking, because no signal handler runs while the store's own wait blocks.
+def _wait_for(store: dist.Store, key: str) -> bytes:
+    """Return `key`'s value once it is in the store: by asking, because no signal handler runs while the store waits.
 
     Raises:
         DynamicCPError: not there within the job's timeout, or within `stop_waiting_after`.
@@ -117,13 +136,18 @@ def _wait_for(store: dist.Store, key: str) -> None:
                 raise silent_rank_zero(key, started_s)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.02)
+        return bytes(store.get(key))
     except RuntimeError as error:  # what a store raises
         raise lost_store(error) from error
 
 
-def silent_rank_zero(key: str, since_s: float) -> DynamicCPError:
+class SilentRankZeroError(DynamicCPError):
+    """Rank 0 is probably dead: the only error that is not exchanged, as a collective would wait for it, too."""
+
+
+def silent_rank_zero(key: str, since_s: float) -> SilentRankZeroError:
     """Return the error of a rank that has waited for rank 0 since time.monotonic() was `since_s`."""
-    return DynamicCPError(
+    return SilentRankZeroError(
         f"{phase.current()}: rank 0 has not said anything about {key!r} for {time.monotonic() - since_s:.0f} s, rank "
         f"{dist.get_rank()} waits no longer: see rank 0's log",
         key=key,
@@ -190,6 +214,8 @@ def agree(
     error = bug = value = None
     try:
         value = compute()
+    except SilentRankZeroError:
+        raise
     except DynamicCPError as caught:
         error = caught
     except Exception as caught:

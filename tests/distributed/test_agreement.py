@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dynamic_cp.errors import CheckpointError, DataError, DisagreementError, DynamicCPError, IllegalPlanError
 from megatron.dynamic_cp.verify import (
+    SilentRankZeroError,
     check_same_digest,
     publish_outcome,
     run_on_all_ranks,
@@ -150,6 +151,6 @@ def wait_for_a_silent_rank_0() -> Any:
 def test_nobody_waits_for_a_dead_rank_0_after_a_signal() -> None:
     _, first, second = run_ranks(3, wait_for_a_silent_rank_0, timeout_s=60)
     for (kind, message, _), seconds in (first, second):
-        assert kind is DynamicCPError
+        assert kind is SilentRankZeroError
         assert "rank 0 has not said anything about 'never'" in message
         assert 0.5 <= seconds < 5

@@ -25,6 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from dynamic_cp.planner_process import die_with_parent
 from megatron.trainer import exits, main, training  # noqa: F401 (training: imported once, before the ranks are forked)
 
 SURVIVORS_LIMIT_S = 8.0
@@ -89,6 +90,7 @@ class Job:
             process = context.Process(
                 target=_rank_main,
                 args=(
+                    os.getpid(),
                     list(words),
                     self._logs[rank],
                     rendezvous | {"RANK": str(rank)} | dict(environment or {}),
@@ -203,8 +205,13 @@ class Job:
 
 
 def _rank_main(
-    words: list[str], log: Path, environment: Mapping[str, str], sabotage: Callable[[int], None] | None
+    parent: int,
+    words: list[str],
+    log: Path,
+    environment: Mapping[str, str],
+    sabotage: Callable[[int], None] | None,
 ) -> None:
+    die_with_parent(parent)
     os.setsid()
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     for standard in (1, 2):

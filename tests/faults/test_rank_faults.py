@@ -1,0 +1,375 @@
+"""A rank, its data, its disk or the store fails: all ranks end soon, say in which phase, and leave nobody behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dynamic_cp.errors import DataError
+from megatron.dynamic_cp import planning, prefetch
+from megatron.trainer import checkpoint_files, checkpointing, exits, index_once, step
+from megatron.trainer import run as trainer_run
+from megatron.trainer.data.stream import SampleStream
+from tests.faults.job import Job, RankEnd
+from tests.faults.test_planner_faults import WORDS, faulty, figures
+from tests.trainer.commandline import command_line
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 40.0
+NOTICED_S = 8.0
+"""Seconds from a rank's death to the end of the others, when their connections or rank 0's store tell them."""
+SIGNALLED_S = 20.0
+"""The same when only a launcher's SIGTERM tells them: exits.GIVE_UP_S and some; torchrun would kill after 30 s."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(at_call: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `real`, which kills this process at its `at_call`-th call."""
+    calls = []
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == at_call:
+            die()
+        return real(*args, **options)
+
+    return call
+
+
+def die_in(phase: str, victim: int, rank: int) -> None:
+    """Have rank `victim` killed in a phase of the run."""
+    if rank != victim:
+        return
+    if phase == "indexing":
+        index_once.index_entries = dying(1, index_once.index_entries)
+    elif phase == "reading the index":
+        trainer_run.build_splits = dying(1, trainer_run.build_splits)
+    elif phase == "the warm-up":
+        real = planning.PlanSource.take
+        planning.PlanSource.take = lambda *args: (time.sleep(0.5), die(), real(*args))
+    elif phase == "waiting for a plan":
+        planning.PlanSource._wait_for = dying(4, planning.PlanSource._wait_for)  # the first is the warm-up
+    elif phase == "packing":
+        prefetch.Packer.take = dying(3, prefetch.Packer.take)
+    elif phase == "a pass":
+        real_get, calls = step.get_forward_backward_func, []
+
+        def get() -> Any:
+            calls.append(None)
+            if len(calls) == 3:
+                threading.Timer(0.01, die).start()
+            return real_get()
+
+        step.get_forward_backward_func = get
+    elif phase == "beginning a checkpoint":
+        checkpoint_files.begin = dying(2, checkpoint_files.begin)
+    elif phase == "writing a checkpoint":
+        checkpointing.dist_checkpointing.save = dying(2, checkpointing.dist_checkpointing.save)
+    elif phase == "naming a checkpoint":  # each writes its manifest and the tracker
+        checkpoint_files._write_synced = dying(4, checkpoint_files._write_synced)
+    else:
+        raise AssertionError(phase)
+
+
+# phase, victim, what the others say
+DEATHS = [
+    ("indexing", 0, "starting up: rank 1 cannot reach the job's store"),
+    ("reading the index", 1, "starting up: one of 2 ranks ended"),
+    ("the warm-up", 0, "starting up: rank 1 cannot reach the job's store"),
+    ("the warm-up", 1, "starting up: one of 2 ranks ended"),
+    ("waiting for a plan", 0, "iteration 3, plan and samples: "),
+    ("waiting for a plan", 1, "iteration 3, plan and samples: one of 2 ranks ended"),
+    ("packing", 1, "iteration 3, plan and samples: one of 2 ranks ended"),
+    ("a pass", 0, "iteration 3, forward and backward passes"),
+    ("a pass", 1, "iteration 3, forward and backward passes"),
+    ("beginning a checkpoint", 0, "iteration 4, saving: rank 1 cannot reach the job's store"),
+    ("writing a checkpoint", 1, "iteration 4, saving"),
+    ("naming a checkpoint", 0, "iteration 4, saving: rank 1 cannot reach the job's store"),
+]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> dict[int, str]:
+    with Job(tmp_path_factory.mktemp("undisturbed"), command_line(WORDS)) as job:
+        return figures(job.wait(LIMIT_S)[0])
+
+
+def wait_for_death(job: Job, victim: int) -> float:
+    deadline_s = time.monotonic() + LIMIT_S
+    while job.processes[victim].is_alive():
+        assert time.monotonic() < deadline_s, f"rank {victim} never died:\n{job.said()}"
+        time.sleep(0.01)
+    return time.monotonic() - job.started_s
+
+
+@pytest.mark.parametrize(("phase", "victim", "says"), DEATHS)
+def test_the_death_of_a_rank_ends_the_others_at_once(tmp_path, losses, phase, victim, says):
+    saving = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 2" if "checkpoint" in phase else ""
+    with Job(tmp_path, command_line(WORDS, saving), sabotage=partial(die_in, phase, victim)) as job:
+        died_s = wait_for_death(job, victim)
+        ended = job.wait(LIMIT_S)
+    other = ended[1 - victim]
+    assert ended[victim].code == -signal.SIGKILL
+    assert other.code in (1, 2), other
+    assert other.seconds - died_s < NOTICED_S
+    assert says in other.output, other.output
+    if saving:
+        with Job(tmp_path, command_line(WORDS, saving)) as job:
+            resumed = job.wait(LIMIT_S)
+        assert [end.code for end in resumed] == [0, 0], resumed
+        known = {iteration: losses[iteration].split("|")[0] for iteration in (3, 4, 5, 6)}
+        got = {iteration: text.split("|")[0] for iteration, text in figures(resumed[0]).items()}
+        assert got == {iteration: known[iteration] for iteration in got}, "goes on where it was saved"
+        assert set(got) >= {5, 6}
+        assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+@pytest.mark.parametrize("phase", ["waiting for a plan", "naming a checkpoint"])
+def test_the_death_of_rank_0_beside_a_living_store_is_noticed_after_a_signal(tmp_path, phase):
+    """As under torchrun, whose agent hosts the store: nothing closes, but the launcher sends SIGTERM."""
+    saving = f"--save {tmp_path}/saved --save-interval 2"
+    sabotage = partial(die_in, phase, 0)
+    with Job(tmp_path, command_line(WORDS, saving), sabotage=sabotage, own_store=True, launched=True) as job:
+        died_s = wait_for_death(job, 0)
+        ended = job.wait(LIMIT_S)
+    assert ended[1].code in (1, 2), ended
+    assert ended[1].seconds - died_s < SIGNALLED_S
+    assert re.search(r"iteration \d, (plan and samples|saving): (rank 0 has not said|one of 2 ranks)", ended[1].output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_cannot_be_reached_ends_the_job(tmp_path, number):
+    limits = "" if number == signal.SIGKILL else "--dynamic-cp-plan-timeout 3 --distributed-timeout-minutes 0.1"
+    with Job(tmp_path, command_line(WORDS, "--train-iters 500", limits), own_store=True) as job:
+        job.wait_for(0, r"iteration +3/")
+        os.kill(job.store_host.pid, number)
+        lost_s = time.monotonic() - job.started_s
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [2, 2], ended
+    assert max(end.seconds for end in ended) - lost_s < 25.0
+    words = "cannot reach the job's store" if number == signal.SIGKILL else "job's store|has not said anything"
+    for end in ended:
+        assert re.search(rf"error.*: iteration \d+, plan and samples: .*({words})", end.output), end.output
+
+
+def test_another_digest_on_one_rank_is_an_error_of_all(tmp_path):
+    def sabotage(rank: int) -> None:
+        real = planning.decode_lane
+
+        def decode(message: bytes) -> Any:
+            plan = real(message)
+            if b'"num_samples":12' not in message or plan.facts.seqlen_sum != third:
+                return plan
+            return replace(plan, facts=replace(plan.facts, digest="0" * 64))
+
+        if rank == 1:
+            planning.decode_lane = decode
+
+    third = 354  # tokens of iteration 3, as its log line says
+    with Job(tmp_path, command_line(WORDS), sabotage=sabotage) as job:
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [2, 2], ended
+    for end in ended:
+        assert "ranks disagree on the plan of step 3: digests 000000000000000 and " in end.output
+    assert sorted(figures(ended[0])) == [1, 2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("error", [DataError("planted", sample_id=30), KeyError("planted")])
+def test_a_corrupt_sample_of_one_rank_is_an_error_of_all(tmp_path, num_workers, error):
+    real = SampleStream.read
+
+    def read(self: SampleStream, sample_id: int) -> Any:
+        if 24 <= sample_id < 36:
+            raise error
+        return real(self, sample_id)
+
+    def sabotage(rank: int) -> None:
+        if rank == 1:
+            SampleStream.read = read
+
+    with Job(tmp_path, command_line(WORDS, f"--num-workers {num_workers}"), sabotage=sabotage) as job:
+        ended = job.wait(LIMIT_S)
+    is_bug_here = isinstance(error, KeyError) and num_workers == 0
+    assert [end.code for end in ended] == [2, 1 if is_bug_here else 2], ended
+    assert all("planted" in end.output for end in ended)
+    assert "(rank 1)" in ended[0].output
+    assert sorted(figures(ended[0])) == [1, 2]
+
+
+def die_while_reading(rank: int) -> None:
+    real, rank_pid = SampleStream.read, os.getpid()
+
+    def read(self: SampleStream, sample_id: int) -> Any:
+        if 24 <= sample_id < 36:
+            assert os.getpid() != rank_pid, "a worker reads"
+            die()
+        return real(self, sample_id)
+
+    if rank == 1:
+        SampleStream.read = read
+
+
+def test_a_worker_that_dies_while_it_reads_ends_all_ranks(tmp_path):
+    with Job(tmp_path, command_line(WORDS), sabotage=die_while_reading) as job:
+        ended = job.wait(LIMIT_S)
+    assert all(end.code in (1, 2) for end in ended), ended
+    assert re.search(r"DataLoader worker \(pid\(?s?\)? ?\d+\) .*(killed|exited unexpectedly)", ended[1].output)
+    assert re.search(r"DataLoader worker|one of 2 ranks ended|rank 0 failed \(iteration", ended[0].output)
+
+
+def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
+    with Job(tmp_path, command_line(WORDS, "--train-iters 500")) as job:
+        job.wait_for(0, r"iteration +3/")
+        job.workers(1)[0].kill()
+        killed_s = time.monotonic() - job.started_s
+        ended = job.wait(LIMIT_S)
+    assert all(end.code in (1, 2) for end in ended), ended
+    assert max(end.seconds for end in ended) - killed_s < NOTICED_S
+    assert "DataLoader worker" in ended[1].output
+
+
+def test_a_hung_planner_and_workers_do_not_outlive_a_killed_rank(tmp_path):
+    sabotage = partial(faulty, fault="hang", iterations=(3,), folder=str(tmp_path))
+    with Job(tmp_path, command_line(WORDS), sabotage=sabotage) as job:
+        job.wait_for(0, r"iteration +2/")
+        planner = job.planner()
+        orphans = [planner, *job.workers(0), *job.workers(1)]
+        assert len(orphans) == 3
+        job.kill(0)
+        job.kill(1)
+        _, alive = psutil.wait_procs(orphans, timeout=2.0)
+        assert [process for process in alive if process.is_running() and process.status() != "zombie"] == []
+        job.wait(LIMIT_S)
+
+
+def fill_disk(phase: str, rank: int) -> None:
+    """Let no file grow beyond a few bytes, in one phase of one rank: the error is another one, the path the same."""
+    owner, name, victim = {
+        "index": (index_once, "index_entries", 0),
+        "checkpoint": (checkpointing.dist_checkpointing, "save", 1),
+        "manifest": (checkpoint_files, "commit", 0),
+    }[phase]
+    real = getattr(owner, name)
+
+    def fill(*args: Any, **options: Any) -> Any:
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+        try:
+            return real(*args, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+    if rank == victim:
+        setattr(owner, name, fill)
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "manifest"])
+def test_a_full_disk_ends_all_ranks_and_keeps_the_older_checkpoint(tmp_path, phase):
+    saved = tmp_path / "saved"
+    with Job(tmp_path, command_line(WORDS, f"--train-iters 2 --save {saved}")) as job:
+        assert [end.code for end in job.wait(LIMIT_S)] == [0, 0]
+    words = command_line(WORDS, f"--save {saved} --load {saved} --save-interval 4")
+    with Job(tmp_path, words, sabotage=partial(fill_disk, phase)) as job:
+        ended = job.wait(LIMIT_S)
+    assert all(end.code in (1, 2) for end in ended), ended
+    said = [
+        end
+        for end in ended
+        if re.search(r"^error.*cannot be written.*File too large.*--save", end.output, re.MULTILINE)
+    ]
+    assert said, ended
+    assert checkpoint_files.latest(str(saved)).name == "iter_0000002"
+    assert checkpoint_files.verify(saved / "iter_0000002")["iteration"] == 2
+
+
+def test_a_full_disk_while_indexing_costs_only_the_index(tmp_path):
+    (tmp_path / "data").mkdir()
+    for number in range(40):
+        (tmp_path / "data" / f"{number}.txt").write_text("some text " * (1 + number % 9))
+    data = f"--split 1,0,0 --data-path {tmp_path}/data --data-cache-path {tmp_path}/cache --train-iters 1"
+    words = command_line(WORDS.replace("--mock-data", ""), data)
+    with Job(tmp_path / "logs", words, sabotage=partial(fill_disk, "index")) as job:
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [0, 0], ended
+    assert re.search(r"the index could not be saved .*File too large", ended[0].output)
+    assert sorted(figures(ended[0])) == [1]
+
+
+def slow(rank: int, folder: str, slow_s: float) -> None:
+    """A planner that takes its time in iteration 3; a signalled rank gives a silent rank 0 one second."""
+    exits.GIVE_UP_S = 1.5
+    faulty(rank, fault="slow", iterations=(3,), folder=folder, slow_s=slow_s)
+
+
+def saved_at(ended: list[RankEnd], folder: Path) -> int:
+    assert [end.code for end in ended] == [0, 0], ended
+    last = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    assert f"leaving after iteration {last} (SIGTERM)" in ended[0].output
+    return last
+
+
+def test_a_signal_while_waiting_for_a_plan_saves_once_the_plan_comes(tmp_path):
+    """Rank 0 waits, too, and says so: nobody gives it up although the plan takes longer than GIVE_UP_S."""
+    words = command_line(WORDS, f"--save {tmp_path}/saved --train-iters 500")
+    with Job(tmp_path, words, sabotage=partial(slow, folder=str(tmp_path), slow_s=6.0)) as job:
+        job.wait_for(0, r"iteration +2/")
+        time.sleep(0.5)
+        for rank in (0, 1):
+            job.signal(rank, signal.SIGTERM)
+        ended = job.wait(LIMIT_S)
+    assert saved_at(ended, tmp_path / "saved") == 3
+
+
+def test_a_signal_while_rank_0_takes_long_to_save_does_not_spoil_the_checkpoint(tmp_path):
+    def sabotage(rank: int) -> None:
+        exits.GIVE_UP_S = 1.5
+        real = checkpoint_files.commit
+
+        def commit(*args: Any) -> Any:
+            print("saving slowly", flush=True)
+            time.sleep(5.0)
+            return real(*args)
+
+        if rank == 0:
+            checkpoint_files.commit = commit
+
+    words = command_line(WORDS, f"--save {tmp_path}/saved --save-interval 2 --train-iters 500")
+    with Job(tmp_path, words, sabotage=sabotage) as job:
+        job.wait_for(0, "saving slowly")
+        for rank in (0, 1):
+            job.signal(rank, signal.SIGTERM)
+        ended = job.wait(LIMIT_S)
+    assert saved_at(ended, tmp_path / "saved") in (2, 3)
+
+
+def test_a_signal_while_waiting_for_a_dead_rank_0_ends_the_wait(tmp_path):
+    sabotage = partial(slow, folder=str(tmp_path), slow_s=30.0)
+    with Job(tmp_path, command_line(WORDS), sabotage=sabotage, own_store=True) as job:
+        job.wait_for(0, r"iteration +2/")
+        time.sleep(1.5)  # both wait, and rank 0 has said so
+        job.signal(0, signal.SIGSTOP)  # as dead as can be with its connections open
+        job.signal(1, signal.SIGTERM)
+        signalled_s = time.monotonic() - job.started_s
+        left_s = wait_for_death(job, 1)
+        assert left_s - signalled_s < NOTICED_S
+        job.kill(0)
+        ended = job.wait(LIMIT_S)
+    assert "iteration 3, plan and samples: rank 0 has not said anything about" in ended[1].output
+    assert ended[1].code == 2
