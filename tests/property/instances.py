@@ -19,7 +19,7 @@ from dynamic_cp.padding import padding_fraction
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.serialize import digest
 from dynamic_cp.simulator import simulate
-from dynamic_cp.types import Hardware, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Hardware, PlannedBatch, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import DEEP_MODEL
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE
@@ -54,7 +54,17 @@ HARDWARE = {
     "slow-exchange": _exchanging(TINY_HARDWARE, 1e6, 1e5),
     "slow-across": _exchanging(TINY_HARDWARE, 1e9, 3e6),
 }
-EXCHANGES = (("p2p",), ("all_gather",), ("a2a",), ("p2p", "all_gather"), ("p2p", "all_gather", "a2a"), ("a2a", "p2p"))
+EXCHANGES = (
+    ("p2p",),
+    ("all_gather",),
+    ("a2a",),
+    ("p2p", "all_gather"),
+    ("p2p", "all_gather", "a2a"),
+    ("a2a", "p2p"),
+    ("a2a+p2p",),
+    ("p2p", "a2a+p2p"),
+    CP_COMM_TYPES,
+)
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -122,7 +132,7 @@ def draw_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int 
     case = Case(topology, options, (1,), model=str(rng.choice(list(MODELS))), hardware=str(rng.choice(list(HARDWARE))))
     try:
         longest = int(case.cost_model.table.capacities.max())
-    except UnsupportedFeatureError:  # a2a alone, which needs more KV heads than there are
+    except UnsupportedFeatureError:  # a2a or a2a+p2p alone, which needs more heads or lanes than there are
         case = replace(case, options=replace(options, cp_comm_types=("p2p",)))
         longest = int(case.cost_model.table.capacities.max())
     return replace(case, seqlens=_draw_seqlens(rng, longest, most_samples))
@@ -193,6 +203,9 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
         if policy in ("static", "balanced") and not comparable(case):
             continue
         makespan_s = one.predicted_s - cost_model.gradient_reduction_s
+        assert bound.proven_s <= makespan_s * (1 + 1e-9) + 1e-8, f"{policy} is below what is proven, {bound.proven_s}"
+        if bound.seconds > makespan_s and not bound.is_proven:
+            bound = lower_bound(samples, cost_model, "report")  # "quick" tries few places of the longest sample
         assert bound.seconds <= makespan_s * (1 + 1e-9) + 1e-8, f"{policy} is below the bound {bound.seconds}"
     return _covered(case, dynamic)
 
@@ -217,6 +230,9 @@ def _check_sizes_and_exchanges(planned: PlannedBatch, case: Case, policy: str) -
             assert bucket.cp_size in allowed, f"{policy} uses CP size {bucket.cp_size}"
         if bucket.cp_size > 1:
             assert bucket.cp_comm_type in case.options.cp_comm_types
+            if "a2a" in bucket.cp_comm_type:
+                query_heads = MODELS[case.model].num_attention_heads // case.topology.tp_size
+                assert query_heads % bucket.inner_cp_size == 0
 
 
 def _covered(case: Case, dynamic: PlannedBatch) -> Counter[str]:
@@ -238,6 +254,8 @@ def _covered(case: Case, dynamic: PlannedBatch) -> Counter[str]:
         ),
         "several exchanges in a plan": len(exchanges) > 1,
         "a2a in a plan": "a2a" in exchanges,
+        "a2a+p2p in a plan": "a2a+p2p" in exchanges,
+        "several inner sizes in a plan": len({one.inner_cp_size for one in plan.buckets if one.cp_size > 1}) > 1,
         "empty places in a plan": any(not bucket.samples for bucket in plan.buckets),
     }
     counts = Counter(name for name, holds in facts.items() if holds)

@@ -25,7 +25,7 @@ from dynamic_cp.padding import rank_tokens
 from dynamic_cp.search import POLICIES, check_feasible
 from dynamic_cp.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.simulator import simulate
-from dynamic_cp.types import PlanOptions, Sample, Topology
+from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
 from tests.property.instances import Case, check_case, draw_case, longest_seqlen
 
 SEEDS = st.integers(0, 2**48)
@@ -50,7 +50,7 @@ def cases(draw) -> Case:
         max_tokens_per_rank=draw(st.integers(2 * topology.rank_token_multiple, 200)),
         min_cp_size=min_cp_size,
         max_cp_size=draw(st.sampled_from([None, *(size for size in sizes if size >= min_cp_size)])),
-        cp_comm_types=draw(st.sampled_from([("p2p",), ("all_gather",), ("p2p", "all_gather", "a2a")])),
+        cp_comm_types=draw(st.sampled_from([("p2p",), ("all_gather",), ("a2a+p2p", "a2a"), CP_COMM_TYPES])),
         bytes_per_element=4,
     )
     longest = longest_seqlen(topology, options)

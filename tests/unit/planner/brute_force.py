@@ -56,8 +56,10 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
     topology, options = model.topology, model.options
 
     @cache
-    def bucket_of(first_lane: int, cp_size: int, inside: tuple[Sample, ...], exchange: str) -> Bucket:
-        return Bucket(first_lane=first_lane, cp_size=cp_size, samples=inside, cp_comm_type=exchange)
+    def bucket_of(first_lane: int, cp_size: int, inside: tuple[Sample, ...], exchange: str, inner: int) -> Bucket:
+        return Bucket(
+            first_lane=first_lane, cp_size=cp_size, samples=inside, cp_comm_type=exchange, inner_cp_size=inner
+        )
 
     def fits(bucket: Bucket) -> bool:
         return rank_tokens(bucket, topology.rank_token_multiple) <= options.max_tokens_per_rank
@@ -75,7 +77,7 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
                 if (k > 0 and not held) or (k == 0 and held and not one_is_allowed):
                     break
                 exchanges = exchanges_of(model, lane, k)
-                buckets = [bucket_of(lane, 1 << k, tuple(held), exchange) for exchange in exchanges]
+                buckets = [bucket_of(lane, 1 << k, tuple(held), *exchange) for exchange in exchanges]
                 if held and not fits(buckets[0]):
                     break
                 choices.append(buckets)
@@ -91,9 +93,11 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
                     )
 
 
-def exchanges_of(model: CostModel, first_lane: int, k: int) -> tuple[str, ...]:
+def exchanges_of(model: CostModel, first_lane: int, k: int) -> tuple[tuple[str, int], ...]:
+    """Every exchange of the options with every inner size."""
     link = int(model.table.links[k, first_lane >> k])
-    return model.exchanges[int(model.table.first_option[k, link]) : int(model.table.end_option[k, link])]
+    rows = slice(int(model.table.first_option[k, link]), int(model.table.end_option[k, link]))
+    return tuple(zip(model.exchanges[rows], model.inner_cp_sizes[rows], strict=True))
 
 
 def tilings(num_lanes: int, sizes: list[int], first_lane: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -134,7 +138,7 @@ def tiny_case(seed: int, most_assignments: int, tp_sizes: tuple[int, ...] = (1,)
             max_tokens_per_rank=limit,
             bytes_per_element=4,
             min_cp_size=draw.choice((1, 1, 1, 2)) if topology.num_lanes % 2 == 0 else 1,
-            cp_comm_types=draw.choice((("p2p",), ("p2p",), ("all_gather", "p2p"), ("p2p", "a2a"))),
+            cp_comm_types=draw.choice((("p2p",), ("p2p", "a2a+p2p"), ("all_gather", "p2p"), ("p2p", "a2a"))),
             recompute=draw.choice(("none", "selective", "full")),
         )
         longest = limit * topology.max_cp_size

@@ -15,7 +15,7 @@ from dynamic_cp.bounds.ways import ratio_range, ways_of
 from dynamic_cp.bounds.work import least_work
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.simulator import makespan_ns
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Topology
 from tests.unit.planner.brute_force import best_plan, exchanges_of, tiny_case
 from tests.unit.planner.support import (
     CASES,
@@ -171,7 +171,7 @@ def test_a_sample_that_fits_nowhere_is_refused():
 
 
 SEQLENS = st.lists(st.integers(1, 256), min_size=1, max_size=6)
-EXCHANGES = st.sampled_from([("p2p",), ("all_gather", "p2p"), ("p2p", "a2a")])
+EXCHANGES = st.sampled_from([("p2p",), ("all_gather", "p2p"), ("p2p", "a2a"), CP_COMM_TYPES])
 
 
 @settings(max_examples=200, deadline=None)
@@ -192,7 +192,7 @@ def test_a_bucket_costs_no_less_than_the_sum_of_its_samples(seqlens, exchanges, 
         if not inside:
             continue
         for exchange in exchanges_of(model, 0, cp_size.bit_length() - 1):
-            cost = model.cost(cp_size, 0, sum(inside), sum(one * one for one in inside), exchange)
+            cost = model.cost(cp_size, 0, sum(inside), sum(one * one for one in inside), *exchange)
             paid = (1.0 - share) * (cost.forward_s - ways.floors_s[0]) + share * (cost.backward_s - ways.floors_s[1])
             least = sum(
                 min(
@@ -217,7 +217,7 @@ def test_no_bucket_is_outside_the_range_of_backward_over_forward(seqlens, exchan
     while sum(seqlens) > 256 * cp_size:
         seqlens = seqlens[1:]
     for exchange in exchanges_of(model, 0, cp_size.bit_length() - 1):
-        cost = model.cost(cp_size, 0, sum(seqlens), sum(one * one for one in seqlens), exchange)
+        cost = model.cost(cp_size, 0, sum(seqlens), sum(one * one for one in seqlens), *exchange)
         forward, backward = cost.forward_s - ways.floors_s[0], cost.backward_s - ways.floors_s[1]
         assert least * forward * (1 - 1e-9) <= backward
         assert backward <= largest * forward * (1 + 1e-9)

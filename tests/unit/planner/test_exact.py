@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dynamic_cp.bounds import bound_at, lower_bound
+from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.exact import exact_plan
+from dynamic_cp.search import plan_global_batch
 from dynamic_cp.simulator import makespan_ns
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
 from dynamic_cp.validate import check_plan
 from tests.unit.planner.brute_force import best_plan, tiny_case
 from tests.unit.planner.support import (
+    TINY_HARDWARE,
+    TINY_MODEL,
     UnpaddedCostModel,
     frozen_hardware,
     frozen_model,
@@ -57,6 +62,27 @@ def test_exact_is_what_brute_force_finds():
     seen = check_against_brute_force(range(30, 65), 250)
     assert seen["cases"] >= 30
     assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 3, seen
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("lengths", [(120,), (100, 9), (128, 20, 3)])
+def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
+    """Two nodes of two lanes with a slow link: bound <= brute force = exact <= plan, and all of them use a2a+p2p."""
+    topology = Topology(num_lanes=4, ranks_per_node=2, pp_size=pp_size)
+    options = PlanOptions(max_tokens_per_rank=32, bytes_per_element=4, cp_comm_types=CP_COMM_TYPES)
+    hardware = replace(TINY_HARDWARE, attention_flops_per_s=1e12)
+    model = CostModel(TINY_MODEL, hardware, topology, options)
+    samples, counts = samples_of(lengths), range(1, 3)
+    best = best_plan(samples, model, counts)
+    exact = exact_plan(samples, model, min_microbatches=counts[0], max_microbatches=counts[-1])
+    assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
+    planned = plan_global_batch(samples, topology=topology, model=TINY_MODEL, hardware=hardware, options=options)
+    check_plan(exact.plan, samples)
+    assert lower_bound(samples, model, "exhaustive").seconds <= best.makespan_s <= planned.predicted_s * (1 + 1e-9)
+    assert planned.predicted_s <= best.makespan_s * 1.02
+    for plan in (best.plan, exact.plan, planned.plan):
+        (long,) = (bucket for bucket in plan.buckets if bucket.cp_size == 4)
+        assert (long.cp_comm_type, long.inner_cp_size) == ("a2a+p2p", 2)
 
 
 @pytest.mark.slow

@@ -132,26 +132,26 @@ def test_limits_that_contradict_each_other():
 
 
 A2A_ONLY = {"cp_comm_types": ("a2a",), "max_tokens_per_rank": 128}
-"""TINY_MODEL has 2 KV heads, so groups of 4 lanes cannot use a2a."""
+"""TINY_MODEL has 4 query heads, so groups of 8 lanes cannot use a2a."""
 
 
 def test_a_group_that_no_exchange_can_serve_is_no_choice():
-    planned = plan(samples_of([250, 100, 20]), Topology(num_lanes=4), **A2A_ONLY)
-    assert max(planned.plan.cp_histogram) == 2
+    planned = plan(samples_of([500, 100, 20]), Topology(num_lanes=8), **A2A_ONLY)
+    assert max(planned.plan.cp_histogram) == 4
     for policy in ("dynamic", "megatron-dev"):
-        with pytest.raises(UnsupportedFeatureError, match=r"300 tokens.*a2a can serve holds 256"):
-            plan(samples_of([300, 20]), Topology(num_lanes=4), policy, **A2A_ONLY)
+        with pytest.raises(UnsupportedFeatureError, match=r"600 tokens.*a2a can serve holds 512"):
+            plan(samples_of([600, 20]), Topology(num_lanes=8), policy, **A2A_ONLY)
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
-@pytest.mark.parametrize("given", [{"static_cp_size": 4}, {}])
+@pytest.mark.parametrize("given", [{"static_cp_size": 8}, {}])
 def test_a_static_size_that_no_exchange_can_serve_is_refused(policy, given):
     with pytest.raises(UnsupportedFeatureError, match=r"--cp-comm-type a2a"):
-        plan(samples_of([300, 20]), Topology(num_lanes=4), policy, **A2A_ONLY, **given)
+        plan(samples_of([600, 20]), Topology(num_lanes=8), policy, **A2A_ONLY, **given)
 
 
 def test_a_static_size_that_no_exchange_can_serve_does_not_stop_the_dynamic_policy():
-    plan(samples_of([100]), Topology(num_lanes=4), static_cp_size=4, **A2A_ONLY)
+    plan(samples_of([100]), Topology(num_lanes=8), static_cp_size=8, **A2A_ONLY)
 
 
 FREE_HARDWARE = replace(
