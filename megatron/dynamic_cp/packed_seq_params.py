@@ -8,10 +8,27 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from dynamic_cp.types import CpCommType
+
+try:
+    from megatron.core.packed_seq_params import PackedSeqParams
+except ImportError:  # loops outside Megatron need torch only: `megatron.dynamic_cp.outside`
+
+    @dataclass
+    class PackedSeqParams:  # type: ignore[no-redef]
+        """The fields of megatron-core's class that `DynamicPackedSeqParams` sets."""
+
+        qkv_format: str | None = None
+        cu_seqlens_q: torch.Tensor | None = None
+        cu_seqlens_kv: torch.Tensor | None = None
+        cu_seqlens_q_padded: torch.Tensor | None = None
+        cu_seqlens_kv_padded: torch.Tensor | None = None
+        max_seqlen_q: int | None = None
+        max_seqlen_kv: int | None = None
+        local_cp_size: int | None = None
+        cp_group: dist.ProcessGroup | None = None
 
 
 @dataclass

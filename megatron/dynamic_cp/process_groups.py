@@ -19,7 +19,6 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
@@ -88,6 +87,7 @@ class DynamicCPGroups:
         inner_sizes: Sequence[int] = (),
         query_heads: int | None = None,
         device: torch.device | None = None,
+        lane_ranks: Sequence[int] | None = None,
     ) -> DynamicCPGroups:
         """Create and warm this rank's groups; call on all ranks, after `parallel_state.initialize_model_parallel`.
 
@@ -99,12 +99,14 @@ class DynamicCPGroups:
             inner_sizes: of a2a+p2p; nothing is built for them unless it is among `exchanges`.
             query_heads: of a tensor-parallel rank; a2a is not warmed in groups that cannot share them evenly.
             device: where the warm-up exchanges happen; default: what the job's backend needs.
+            lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
 
         Raises:
             InvalidInputError: megatron-core was built for another number of lanes or another rank order.
         """
-        lane_ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        _check_lanes(lane_ranks, topology)
+        if lane_ranks is None:
+            lane_ranks = _megatron_lane_ranks()
+            _check_lanes(lane_ranks, topology)
         lane = lane_ranks.index(dist.get_rank())
         started = time.perf_counter()
 
@@ -189,6 +191,12 @@ class DynamicCPGroups:
             + f": built in {self.build_s:.2f} s, warmed in {self.warm_up_s:.2f} s with {self.warm_up_bytes} bytes "
             "sent per rank"
         )
+
+
+def _megatron_lane_ranks() -> list[int]:
+    from megatron.core import parallel_state  # loops outside Megatron do without
+
+    return dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def _check_lanes(lane_ranks: list[int], topology: Topology) -> None:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention import merge, tiles
-from megatron.dynamic_cp.attention.torch_thd import _EXCHANGES, TorchTHDAttention
+from megatron.dynamic_cp.attention.thd import EXCHANGES as EXCHANGE_OF
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions
@@ -25,7 +26,7 @@ from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
 
-EXCHANGES = tuple(_EXCHANGES)
+EXCHANGES = tuple(EXCHANGE_OF)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def attend(case: Case, prepare: Callable[[], None] | None = None) -> Shard:
     )
     *inputs, grad = (x[tokens].to(case.dtype) for x in inputs_of(case))
     inputs = [x.requires_grad_() for x in inputs]
-    out = _EXCHANGES[case.exchange].apply(*inputs, params, SCALE)
+    out = EXCHANGE_OF[case.exchange].apply(*inputs, params, SCALE)
     forward_bytes = stats.bytes_sent
     grads = torch.autograd.grad(out, inputs, grad)
     return Shard(tokens, out.detach(), grads, forward_bytes, stats.bytes_sent - forward_bytes, sum(sent))

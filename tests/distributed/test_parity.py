@@ -6,7 +6,7 @@ import pytest
 
 from dynamic_cp.types import Plan, Sample
 from dynamic_cp.validate import check_plan
-from megatron.dynamic_cp.attention import torch_thd
+from megatron.dynamic_cp.attention import thd
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
     BATCHES,
@@ -19,7 +19,7 @@ from tests.distributed.parity import (
     static_plan,
 )
 
-EXCHANGES = tuple(torch_thd._EXCHANGES)
+EXCHANGES = tuple(thd.EXCHANGES)
 
 LAYOUTS = {
     "one_rank": Layout(1),

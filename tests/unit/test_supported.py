@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.exchanges import PRICED_CP_COMM_TYPES
 from megatron.dynamic_cp.arguments import ALLOWED, EXCHANGES, check_supported
-from megatron.dynamic_cp.attention import torch_thd
+from megatron.dynamic_cp.attention import thd
 from megatron.trainer import model
 from megatron.trainer.arguments import parse_args
 from tests.distributed import parity, reference
@@ -113,5 +113,5 @@ def test_allowed_fields_exist():
 
 
 def test_the_exchanges_are_those_of_the_attention_and_have_a_price():
-    assert tuple(torch_thd._EXCHANGES) == EXCHANGES
+    assert tuple(thd.EXCHANGES) == EXCHANGES
     assert set(EXCHANGES) <= set(PRICED_CP_COMM_TYPES)

@@ -11,23 +11,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
-from megatron.dynamic_cp.attention.heads import HeadExchangeAttention
-from megatron.dynamic_cp.attention.ring import RingAttention
+from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
-
-_EXCHANGES = {
-    "p2p": RingAttention,
-    "all_gather": AllGatherAttention,
-    "a2a": HeadExchangeAttention,
-    "a2a+p2p": HeadExchangeAttention,
-}
 
 
 class TorchTHDAttention(MegatronModule):
-    """Causal attention inside each packed sequence, over the CP group of the micro-batch.
-
-    One lane is a ring of one, whatever the exchange: the same code without a transfer.
+    """`attention_thd` as the module that megatron-core builds.
 
     Raises:
         UnsupportedFeatureError: attention dropout, or a mask other than causal.
@@ -71,13 +60,5 @@ class TorchTHDAttention(MegatronModule):
         """Return the context [T, 1, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]."""
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        alone = packed_seq_params.cp_group.size() == 1
-        exchange = RingAttention if alone else _EXCHANGES.get(packed_seq_params.cp_comm_type)
-        if exchange is None:
-            raise UnsupportedFeatureError(
-                f"the plan asks for {packed_seq_params.cp_comm_type} at {packed_seq_params.label}, the torch attention "
-                f"has {', '.join(_EXCHANGES)}: plan with one of those (--cp-comm-type)",
-                cp_comm_type=packed_seq_params.cp_comm_type,
-            )
-        out_THD = exchange.apply(query, key, value, packed_seq_params, self.softmax_scale)
+        out_THD = attention_thd(query, key, value, packed_seq_params, self.softmax_scale)
         return out_THD.reshape(len(out_THD), 1, -1)
