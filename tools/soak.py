@@ -51,7 +51,7 @@ class Soak:
         """Return the command line of a run that saves to and resumes from `save`."""
         steps = self.options.steps
         words = [
-            "--dynamic-cp --max-seqlen-per-dp-cp-rank 48 --num-layers 1",
+            f"--dynamic-cp --max-seqlen-per-dp-cp-rank {64 if self.options.ranks < 4 else 48} --num-layers 1",
             f"--train-iters {steps} --lr-decay-iters {steps}",
             f"--split 1,0,0 --data-path {self.folder}/documents --data-cache-path {self.folder}/cache --num-workers 1",
         ]

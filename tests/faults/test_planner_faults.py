@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -113,15 +112,14 @@ def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_pat
     assert sorted(figures(ended[0])) == list(range(1, 51)), "it went on, and was planned again by a new process"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same(tmp_path, undisturbed, number):
+def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same(tmp_path, undisturbed):
     words = command_line(WORDS, "--train-iters 400 --exit-interval 40")
     with Job(tmp_path, words) as job:
         job.wait_for(0, r"iteration +3/")
-        job.planner().send_signal(number)
+        job.planner().kill()
         ended = job.wait(LIMIT_S)
     assert [end.code for end in ended] == [0, 0], ended
-    assert f"the planner process was killed by signal {number:d}; a new one takes its place" in ended[0].output
+    assert "the planner process was killed by signal 9; a new one takes its place" in ended[0].output
     assert "static plan" not in ended[0].output
     got = figures(ended[0])
     assert len(got) == 40
