@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -183,7 +184,7 @@ class PlannerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # The ranks of a node leave it about one core; and plans must not depend on who else is busy.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
             )
         self._connection = Connection(ours.detach())
         self._connection.send(problem)
@@ -202,13 +203,18 @@ class PlannerProcess:
         Raises:
             EOFError, OSError: the process is gone.
         """
-        connection = self._open()
-        return cast(Answer, connection.recv()) if connection.poll(timeout_s) else None
+        connection, process = self._open(), self._process
+        if connection.poll(timeout_s):
+            return cast(Answer, connection.recv())
+        if process is not None and process.poll() is not None:
+            raise EOFError  # a fork of this process may hold the other end open, so that the connection does not tell
+        return None
 
     def kill(self) -> None:
         """End the process, whatever it does; the connection then ends, too."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process  # another thread may be closing
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """End the process and forget it."""
@@ -235,6 +241,12 @@ class PlannerProcess:
         return self._connection
 
 
+def _python_path() -> str:
+    """Return PYTHONPATH with the folder of this package first, which need not be installed."""
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _serve(connection: Connection, parent: int) -> None:
     problem: Problem = connection.recv()
     while True:
@@ -254,6 +266,8 @@ def die_with_parent(parent: int) -> None:
 
     Args:
         parent: process id of who started this process; if it is dead already, this process ends now.
+
+    Limits: the kernel goes by the thread that started the process: it must live as long as the process is wanted.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

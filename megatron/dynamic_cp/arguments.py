@@ -75,7 +75,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="K",
-        help="plan K global batches ahead, in a process of its own beside rank 0; 0 plans inside the step",
+        help="plan K global batches ahead, in a process of its own beside rank 0; with 0 each step waits for its plan",
     )
     group.add_argument(
         "--dynamic-cp-plan-timeout",

@@ -48,12 +48,13 @@ _COLUMNS = (
     "first_lane",
     "cp_size",
     "exchange",
+    "inner_cp_size",
     "tokens",
     "tokens_squared",
     "forward_s",
     "backward_s",
 )
-_NUM_KEYS = 9
+_NUM_KEYS = 10
 """All columns but the seconds: the same on all ranks that share a bucket on a chunk."""
 
 
@@ -65,6 +66,7 @@ class _Timed:
     micro_batch: int
     cp_size: int
     exchange: int
+    inner_cp_size: int
     tokens: int
     tokens_squared: int
     forward: list[Mark]
@@ -162,7 +164,7 @@ class BucketTimes:
     def gather(self, max_observations: int = 4096) -> list[Observation]:
         """Return the times of all buckets of the kept steps, the least over the ranks that share one; then forget them.
 
-        The same list on every rank. Collective over the job: 88 bytes per rank, micro-batch, chunk and step.
+        The same list on every rank. Collective over the job: 96 bytes per rank, micro-batch, chunk and step.
 
         Args:
             max_observations: of more, an even selection is returned.
@@ -206,6 +208,7 @@ class BucketTimes:
             micro_batch=self._num_started[chunk],
             cp_size=params.local_cp_size,
             exchange=CP_COMM_TYPES.index(params.cp_comm_type),
+            inner_cp_size=params.inner_cp_size,
             tokens=sum(params.padded_seqlens),
             tokens_squared=sum(seqlen * seqlen for seqlen in params.padded_seqlens),
             forward=[self._mark()],
@@ -230,6 +233,7 @@ class BucketTimes:
             self._lane // timed.cp_size * timed.cp_size,
             timed.cp_size,
             timed.exchange,
+            timed.inner_cp_size,
             timed.tokens,
             timed.tokens_squared,
             self._seconds(timed.forward),
@@ -263,6 +267,7 @@ def _observations(rows: NDArray[np.float64]) -> list[Observation]:
         observations.append(
             Observation(
                 cp_comm_type=CP_COMM_TYPES[int(column["exchange"])],
+                inner_cp_size=int(column["inner_cp_size"]),
                 forward_s=column["forward_s"],
                 backward_s=column["backward_s"],
                 **{

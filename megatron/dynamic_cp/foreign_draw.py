@@ -21,7 +21,7 @@ from dynamic_cp.errors import DataError, DisagreementError, InvalidInputError
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.foreign_samples import ForeignSample, read_item
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.rerouting import MAX_SAMPLES_PER_DRAW, SentColumns, columns_to_send, make_sample_id, phase
+from megatron.dynamic_cp.rerouting import MAX_SAMPLES_PER_DRAW, SentColumns, columns_to_send, in_phase, make_sample_id
 from megatron.dynamic_cp.token_checksum import token_checksum
 from megatron.dynamic_cp.verify import run_on_all_ranks
 
@@ -101,10 +101,10 @@ class BatchDrawer:
 
         Raises:
             DynamicCPError: bad data on any rank, or stages that drew different samples; the same on all ranks.
-            ReroutingError: a rank died or hung.
+            DynamicCPError: a rank died or hung; the message names the phase.
         """
         where = f"drawing the samples of step {step}"
-        with phase(where):
+        with in_phase(where):
             samples, num_items = run_on_all_ranks(lambda: self._draw_share(step), self._device)
             stages, given = self._sum_over_ranks(samples, num_items)
         self._check_stages(step, stages)
@@ -112,7 +112,7 @@ class BatchDrawer:
         if num_drawn == 0 or (self._drop_last and num_drawn < self._global_batch_size):
             return None
         has_packs = stages[0, 2] != num_drawn
-        with phase(where):
+        with in_phase(where):
             max_samples = self._max_samples(len(samples), has_packs)
             lengths = self._gather_lengths(step, samples, max_samples)
         return DrawnBatch(

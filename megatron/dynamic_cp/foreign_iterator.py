@@ -27,10 +27,10 @@ from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp import rerouting
 from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.foreign_draw import BatchDrawer, DataIterators, DrawnBatch
-from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, for_chunk, micro_batches, pack_step
+from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, for_chunk, groups_of, micro_batches, pack_step
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.rerouting import COLUMNS, Incoming, ReroutingStats, phase
+from megatron.dynamic_cp.rerouting import COLUMNS, Incoming, ReroutingStats, in_phase
 from megatron.dynamic_cp.token_checksum import combine
 from megatron.dynamic_cp.verify import agree, collective_device, run_on_all_ranks
 
@@ -140,7 +140,7 @@ class ForeignIteratorWrapper:
         Raises:
             StopIteration: the data is at its end; on all ranks at the same step.
             DynamicCPError: bad data, no plan, ranks that disagree; the same on all ranks.
-            ReroutingError: a collective failed because another rank died or hung; names the phase.
+                Or a collective failed because another rank died or hung; the message names the phase.
         """
         self.stats = ReroutingStats()
         self.exchange_stats = ExchangeStats()
@@ -199,7 +199,7 @@ class ForeignIteratorWrapper:
                     )
             return plan
 
-        with phase(f"planning step {batch.step}"):
+        with in_phase(f"planning step {batch.step}"):
             return agree(
                 take,
                 None if self._verify == "off" else lambda plan: plan.facts.digest,
@@ -218,7 +218,7 @@ class ForeignIteratorWrapper:
 
         def prepare() -> tuple[PackedStep, Incoming, rerouting.Outgoing | None]:
             for bucket in plan.buckets:
-                self._groups.group(bucket.first_lane, bucket.cp_size)
+                groups_of(bucket, self._groups)  # raises here, where all ranks hear of it
             arriving = rerouting.incoming(plan, batch.step, self._groups.num_lanes)
             leaving = None
             if directory is not None:
@@ -226,7 +226,7 @@ class ForeignIteratorWrapper:
                 leaving = rerouting.outgoing(batch.samples, places, sent.names, self._groups.num_lanes)
             return pack_step(plan, None), arriving, leaving
 
-        with phase(f"re-routing of step {batch.step} (agreement of all ranks)"):
+        with in_phase(f"re-routing of step {batch.step} (agreement of all ranks)"):
             packed, arriving, leaving = run_on_all_ranks(prepare, self._device)
         if sent.names:
             words = None
@@ -258,7 +258,7 @@ class ForeignIteratorWrapper:
         if names:
             totals[1] = torch.tensor(rerouting.count_packed(packed, arriving, names))
         totals = totals.to(self._device)
-        with phase(f"verifying the tokens of step {batch.step}"):
+        with in_phase(f"verifying the tokens of step {batch.step}"):
             dist.all_reduce(totals)
         before, after = totals.tolist()
         if before[0] != after[0]:
@@ -293,6 +293,9 @@ def wrap_data_iterator(
     groups: DynamicCPGroups,
     global_batch_size: int,
     drop_last: bool = True,
+    verify: Verify = "digest",
+    first_step: int = 0,
+    consumed_samples: int = 0,
 ) -> ForeignIteratorWrapper:
     """Return an iterator of one `StepData` per global batch, for the model chunks of this rank.
 
@@ -307,4 +310,7 @@ def wrap_data_iterator(
         chunks=chunks_of(model),
         global_batch_size=global_batch_size,
         drop_last=drop_last,
+        verify=verify,
+        first_step=first_step,
+        consumed_samples=consumed_samples,
     )

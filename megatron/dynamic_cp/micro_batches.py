@@ -190,7 +190,7 @@ def micro_batches(
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
     """
-    held = [_groups_of(bucket, groups) for bucket in packed.buckets]
+    held = [groups_of(bucket, groups) for bucket in packed.buckets]
     on_device = packed.to(device)
     start = first_boundary = 0
     for index, (bucket, (group, inner_group, outer_group)) in enumerate(zip(packed.buckets, held, strict=True)):
@@ -224,8 +224,8 @@ def micro_batches(
         yield batch
 
 
-def _groups_of(
-    bucket: PackedBucket, groups: DynamicCPGroups
+def groups_of(
+    bucket: PackedBucket | Bucket, groups: DynamicCPGroups
 ) -> tuple[ProcessGroup, ProcessGroup | None, ProcessGroup | None]:
     """Return the CP group of a bucket, and the groups of its two levels where the exchange has two."""
     group = groups.group(bucket.first_lane, bucket.cp_size)

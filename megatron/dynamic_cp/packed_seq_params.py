@@ -82,6 +82,11 @@ class DynamicPackedSeqParams(PackedSeqParams):
         return self.cp_group if self.cp_comm_type == "a2a" else self.inner_group
 
     @property
+    def inner_cp_size(self) -> int:
+        """Lanes that exchange heads, as in `dynamic_cp.types.Bucket`."""
+        return 1 if self.heads_group is None else self.heads_group.size()
+
+    @property
     def ring_group(self) -> dist.ProcessGroup | None:
         """Lanes that pass keys and values round; None: no others."""
         if self.cp_comm_type == "a2a":

@@ -27,6 +27,8 @@ from dynamic_cp.validate import check_plan
 
 logger = logging.getLogger(__name__)
 
+WARM_UP = "warm-up"
+"""Name of the series of plans that is not written down."""
 PLANS, ITERATIONS, RUN = "plans.jsonl", "iterations.jsonl", "run.json"
 
 
@@ -41,8 +43,10 @@ class JsonLines:
         self._path = path
         self._failed = False
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "a", encoding="utf-8"):
+        with open(path, "ab"):
             pass
+        if os.path.isfile(path):
+            _cut_half_a_line(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a line."""
@@ -75,8 +79,8 @@ class RunDump:
             file.write("\n")
 
     def write_answer(self, request: Request, answer: Answer) -> None:
-        """Write a plan down; errors end the run anyway."""
-        if answer.whole is None or answer.facts is None:
+        """Write a plan down; errors end the run anyway, and the batch that warms the planner up is made up."""
+        if answer.whole is None or answer.facts is None or WARM_UP in request.key:
             return
         self._plans.append(
             {
@@ -157,10 +161,33 @@ class RecordedPlans:
                 f"{self._options.max_tokens_per_rank}: raise --max-seqlen-per-dp-cp-rank"
             )
         check_plan(plan, request.samples)
-        facts = PlanFacts(**{**record["facts"], "digest": digest(plan), "cp_histogram": plan.cp_histogram})
+        try:
+            facts = PlanFacts(**{**record["facts"], "digest": digest(plan), "cp_histogram": plan.cp_histogram})
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"{self._path} was written by another version: {request.key} says {sorted(record.get('facts', {}))} "
+                f"({error}): replay with the version that recorded it"
+            ) from error
         return Answer(
             key=request.key, lanes=tuple(encode_lanes(plan, facts)), whole=json.dumps(record["plan"]), facts=facts
         )
+
+
+def _cut_half_a_line(path: str) -> None:
+    """Remove the end of a file after its last line break: a killed run left half a line."""
+    with open(path, "rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            logger.warning("%s ended in half a line of %d bytes, which are removed", path, size - end)
+            file.truncate(end)
 
 
 def _key_of(line: bytes, where: str) -> str:

@@ -81,6 +81,7 @@ class Planner:
         self._process = PlannerProcess() if ahead and recorded is None else None
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._bug: str | None = None
         self.lost_store: str | None = None
         if self._process is not None:
             self._process.start(problem)
@@ -103,6 +104,9 @@ class Planner:
         if self._thread is None:
             with self._noting_a_lost_store():
                 self._settle(request, (self._recorded or self._plan_here)(request))
+        elif self._bug is not None:
+            with self._noting_a_lost_store():
+                self._settle(request, Answer(key=key, error=DynamicCPError(self._bug)))
 
     def fall_back(self, key: str, why: str) -> None:
         """Have the static plan published for `key`, or in a strict run the error, unless it has its plan by now.
@@ -176,7 +180,15 @@ class Planner:
 
     def _run(self, process: PlannerProcess) -> None:
         with self._noting_a_lost_store():
-            self._serve(process)
+            try:
+                self._serve(process)
+            except RuntimeError:
+                raise
+            except Exception as error:  # a bug: everybody hears of it instead of waiting
+                logger.exception("the planner's thread ended")
+                self._bug = f"rank 0's planner ended: {type(error).__name__}: {error}; its log has the traceback"
+                for request in list(self._waiting.values()):
+                    self._settle(request, Answer(key=request.key, error=DynamicCPError(self._bug)))
 
     @contextlib.contextmanager
     def _noting_a_lost_store(self) -> Iterator[None]:

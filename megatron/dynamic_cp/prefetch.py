@@ -8,11 +8,13 @@ that shared memory, page-locking and a worker's death are torch's to handle.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import queue
 import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -45,20 +47,24 @@ class Packer:
         self._queues: list[Any] = []
         self._packed: Iterator[PackedStep | DynamicCPError] | None = None
         self._num_submitted = 0
+        self._workers: set[multiprocessing.process.BaseProcess] = set()
         if num_workers > 0 and read_sample is not None:
             context = multiprocessing.get_context("fork")  # the index of the data is shared, not copied
             self._queues = [context.Queue() for _ in range(num_workers)]
-            self._packed = iter(
-                DataLoader(
-                    _Packing(self._queues, read_sample),
-                    batch_size=None,
-                    num_workers=num_workers,
-                    multiprocessing_context=context,
-                    pin_memory=pin_memory,
-                    worker_init_fn=functools.partial(_prepare_worker, os.getpid()),
-                    generator=torch.Generator(),  # else it would draw from the generator that dropout uses
+            others = set(multiprocessing.active_children())
+            with _own_child_signal():
+                self._packed = iter(
+                    DataLoader(
+                        _Packing(self._queues, read_sample),
+                        batch_size=None,
+                        num_workers=num_workers,
+                        multiprocessing_context=context,
+                        pin_memory=pin_memory,
+                        worker_init_fn=functools.partial(_prepare_worker, os.getpid()),
+                        generator=torch.Generator(),  # else it would draw from the generator that dropout uses
+                    )
                 )
-            )
+            self._workers = set(multiprocessing.active_children()) - others
 
     def submit(self, plan: LanePlan) -> None:
         """Have the next step packed; from any one thread."""
@@ -88,13 +94,16 @@ class Packer:
         return outcome
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, whatever they do; what was submitted and not taken is dropped."""
         for plans in self._queues:
             plans.put(None)
         self._packed = None  # DataLoader's iterator ends its workers when it is freed
+        for worker in self._workers:
+            if worker.is_alive():  # in the middle of a read that does not end
+                worker.kill()
         for plans in self._queues:
+            plans.cancel_join_thread()  # nobody reads the plans that are still in it
             plans.close()
-            plans.join_thread()
         self._queues = []
 
 
@@ -127,6 +136,21 @@ class _Packing(IterableDataset):
             except queue.Empty:
                 continue
         return None
+
+
+@contextlib.contextmanager
+def _own_child_signal() -> Iterator[None]:
+    """Undo what DataLoader does to SIGCHLD: it would raise in the main thread wherever that is, inside a collective or
+    the store; `take` notices a dead worker, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
 
 
 def _prepare_worker(parent: int, _: int) -> None:

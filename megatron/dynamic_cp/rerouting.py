@@ -26,10 +26,12 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Bucket
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.foreign_samples import ForeignSample
 from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep
 from megatron.dynamic_cp.sharding import shard_positions
 from megatron.dynamic_cp.token_checksum import token_checksum
+from megatron.dynamic_cp.verify import lost_rank
 
 MAX_SAMPLES_PER_DRAW = 1_000_000
 """Samples that one lane can draw for one global batch: the last six digits of a sample id count them."""
@@ -37,19 +39,20 @@ MAX_SAMPLES_PER_DRAW = 1_000_000
 COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
 
 
-class ReroutingError(RuntimeError):
-    """A collective of the data path failed: a rank died or hung; the message names the phase and the step."""
-
-
 @contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Name the phase in the error of a failed collective."""
+def in_phase(name: str) -> Iterator[None]:
+    """Name the phase in the error of a collective that fails because a rank died or hung.
+
+    Raises:
+        DynamicCPError: one did.
+    """
+    before = phase.current()
+    phase.enter(name)
     try:
         yield
     except RuntimeError as error:  # what torch.distributed raises; the errors of this package are ValueErrors
-        if isinstance(error, ReroutingError):
-            raise
-        raise ReroutingError(f"{name} failed on rank {dist.get_rank()}: {error}") from error
+        raise lost_rank(error) from error
+    phase.enter(before)
 
 
 @dataclass(slots=True)
@@ -136,7 +139,7 @@ def exchange_directory(
                 claims[lane, order] += (place, sample.seqlen << 31 | padded)
     sent = torch.from_numpy(claims.reshape(num_lanes * max_samples, 2)).to(device)
     received = sent.new_empty((max_samples, 2))
-    with phase(f"re-routing of step {step} (directory, reduce-scatter over {num_lanes} lanes)"):
+    with in_phase(f"re-routing of step {step} (directory, reduce-scatter over {num_lanes} lanes)"):
         dist.reduce_scatter_tensor(received, sent, group=group)
     return received.cpu().numpy()
 
@@ -261,7 +264,7 @@ def exchange(
     """Return the rows that arrived, int32 [n, columns] on `device`. Collective over lanes, one all-to-all."""
     sent = torch.from_numpy(leaving.words).to(device)
     received = sent.new_empty((len(arriving.targets), sent.shape[1]))
-    with phase(f"re-routing of step {step} (exchange, all-to-all over {group.size()} lanes)"):
+    with in_phase(f"re-routing of step {step} (exchange, all-to-all over {group.size()} lanes)"):
         dist.all_to_all_single(received, sent, list(arriving.rows), leaving.rows, group=group)
     stats.bytes_sent += (len(sent) - leaving.rows[group.rank()]) * sent.shape[1] * sent.itemsize
     return received
@@ -285,7 +288,7 @@ def broadcast(
     else:
         stats.bytes_broadcast += words.nbytes * (group.size() - 1)
     if words.numel():
-        with phase(f"re-routing of step {step} (broadcast to {group.size()} TP ranks)"):
+        with in_phase(f"re-routing of step {step} (broadcast to {group.size()} TP ranks)"):
             dist.broadcast(words, dist.get_global_rank(group, 0), group=group)
     return words
 

@@ -14,6 +14,7 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.lane_plan import LanePlan
 from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample
 from megatron.dynamic_cp.token_checksum import combine, token_checksum
+from megatron.dynamic_cp.verify import run_on_all_ranks
 
 
 def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, what: str, device: torch.device) -> None:
@@ -25,12 +26,16 @@ def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, wh
 
     Raises:
         DisagreementError: they do not; on all ranks.
+        DynamicCPError: a sample could not be read again; on all ranks.
     """
-    before = after = 0
-    if packed.columns is not None and packed.loss_mask is not None:
+
+    def both_sums() -> tuple[int, int]:
+        if packed.columns is None or packed.loss_mask is None:
+            return 0, 0
         values = (*packed.columns.numpy()[:2], packed.loss_mask.numpy())
-        before, after = _as_read(plan, read_sample), _as_packed(plan, packed, values)
-    sums = torch.tensor([before, after], device=device)
+        return _as_read(plan, read_sample), _as_packed(plan, packed, values)
+
+    sums = torch.tensor(run_on_all_ranks(both_sums, device), device=device)
     dist.all_reduce(sums)
     read, found = (combine(total) for total in sums.tolist())
     if read != found:

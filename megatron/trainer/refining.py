@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from dynamic_cp.observations import Observation
 from dynamic_cp.refinement import refine
 from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.bucket_times import BucketTimes
+from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.plan_dump import JsonLines, spans_path
 from megatron.dynamic_cp.verify import run_on_rank_zero
 from megatron.trainer import derive
@@ -25,12 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class Refining:
-    """Measures buckets and keeps the coefficients of the run.
+    """Measures buckets, where a dump or a refinement wants that, and keeps the coefficients of the run.
 
     Rank 0 alone computes them, so that no other CPU's arithmetic can find others.
 
     Args:
         position: of the run, with the coefficients of its checkpoint; new ones are written there.
+
+    Attributes:
+        forward_step: what the schedule calls.
     """
 
     def __init__(self, run: Run, position: Position) -> None:
@@ -43,13 +47,16 @@ class Refining:
         )
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._spans = _open_spans(run) if parallel_state.get_tensor_model_parallel_rank() == 0 else None
-        self.times = BucketTimes(
-            run.model,
-            stage=self._stage,
-            lane=run.groups.lane,
-            device=run.device,
-            keep_steps=max(1, min(4, self._every)),
-        )
+        self._times = None
+        if self._every or run.args.dynamic_cp_dump is not None:
+            self._times = BucketTimes(
+                run.model,
+                stage=self._stage,
+                lane=run.groups.lane,
+                device=run.device,
+                keep_steps=max(1, min(4, self._every)),
+            )
+        self.forward_step: Callable[..., Any] = forward_step if self._times is None else self._times.forward_step
 
     def hardware(self, iteration: int) -> Hardware:
         """Return what `iteration` is planned with."""
@@ -57,14 +64,18 @@ class Refining:
 
     def end_step(self, iteration: int) -> None:
         """Keep the times of an iteration, and refine when it is due; collective."""
+        if self._times is None:
+            return
         if self._spans is not None:
             entry = {"iteration": iteration, "stage": self._stage, "lane": self._run.groups.lane}
-            self._spans.append({**entry, "spans": self.times.spans()})
-        self.times.end_step()
+            self._spans.append({**entry, "spans": self._times.spans()})
+        self._times.end_step()
         if not self._every or iteration % self._every:
             return
-        observations = self.times.gather()
-        first = iteration + self._run.args.dynamic_cp_lookahead + 1  # those before are planned already
+        observations = self._times.gather()
+        # Those before are planned already; a run that looked further ahead before it resumed has fixed even more.
+        last_change = max((first for first, _ in self._coefficients.changes), default=0)
+        first = max(iteration + self._run.args.dynamic_cp_lookahead, last_change) + 1
         found = run_on_rank_zero(lambda: self._refined(observations, iteration, first))
         if found is not None:
             factors = Multipliers.from_dict(found)

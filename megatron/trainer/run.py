@@ -25,7 +25,7 @@ from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.plan_dump import RecordedPlans, RunDump
+from megatron.dynamic_cp.plan_dump import WARM_UP, RecordedPlans, RunDump
 from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
@@ -206,7 +206,11 @@ def set_up(args: argparse.Namespace) -> Run:
     if args.dynamic_cp_replay is not None:
         logger.info("plans are those of %s", args.dynamic_cp_replay)
     else:
-        ready_s = warm_up(run.plan_source("warm-up"), args.seq_length)
+        try:
+            ready_s = warm_up(run.plan_source(WARM_UP), args.seq_length)
+        except BaseException:
+            run.close()
+            raise
         logger.info("planner ready after %.1f s, %s search", ready_s, args.dynamic_cp_search)
     return run
 
@@ -238,7 +242,7 @@ def _planner(
             Planner(
                 problem,
                 max_seqlen=args.seq_length,
-                ahead=args.dynamic_cp_lookahead > 0,
+                ahead=True,
                 strict=args.dynamic_cp_strict,
                 recorded=recorded,
                 on_answer=dump.write_answer if dump is not None else None,

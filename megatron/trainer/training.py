@@ -154,7 +154,7 @@ def _train_step(
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    logged = run.run_schedule(data, wrapper, forward_only=False, forward_step_func=refining.times.forward_step)
+    logged = run.run_schedule(data, wrapper, forward_only=False, forward_step_func=refining.forward_step)
     sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=wants_stop(), device=run.device)
     refining.end_step(iteration)
     _check_finite("loss", sums.loss, iteration)

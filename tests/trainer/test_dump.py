@@ -88,6 +88,20 @@ def test_a_dump_tells_what_was_predicted_and_measured(dumped, tmp_path, capsys):
     assert "0 spans of the iterations" in capsys.readouterr().err
 
 
+def test_half_a_line_of_a_killed_run_is_removed_when_it_goes_on(dumped, tmp_path):
+    text = (dumped[0] / "plans.jsonl").read_text()
+    (tmp_path / "plans.jsonl").write_text(text[: len(text) // 2])
+    again = train(4, WORDS, f"--dynamic-cp-dump {tmp_path}")
+    assert losses(train(4, WORDS, f"--dynamic-cp-replay {tmp_path}")) == losses(again)
+
+
+def test_a_dump_of_another_version_is_refused(dumped, tmp_path):
+    text = (dumped[0] / "plans.jsonl").read_text()
+    (tmp_path / "plans.jsonl").write_text(text.replace('"policy"', '"politics"'))
+    ended = run_command(2, f"{WORDS} --dynamic-cp-replay {tmp_path}")
+    assert [end.code for end in ended] == [2, 2]
+
+
 def test_a_full_disk_ends_the_dump_and_not_the_run(tmp_path):
     """The files are links to a device that is always full."""
     for name in ("plans.jsonl", "iterations.jsonl"):
