@@ -20,7 +20,7 @@ from dynamic_cp.padding import rank_tokens
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.serialize import format_plan, parse_plan
 from dynamic_cp.simulator import Timeline, simulate
-from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Sample, Topology
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 TIMELINES = FOLDER / "timelines"
@@ -55,13 +55,20 @@ CASES = {
         Topology(num_lanes=2, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True),
         [20001, 5003, 5001, 4000, 17],
     ),
+    # all exchanges to choose from; groups of 8 span nodes
+    "mixed_exchanges_8_lanes": (
+        Topology(num_lanes=8, ranks_per_node=4),
+        [90000, 40000, 16000, 16000, 9000, 9000, *[1500] * 9, *[300] * 6],
+    ),
 }
+"""A name with "exchanges" is planned with all of them, others with p2p."""
 
 
 def render(name: str) -> str:
     """Return the golden text of the case `name`."""
     topology, seqlens = CASES[name]
-    options = PlanOptions(max_tokens_per_rank=16384, recompute="full")
+    exchanges: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p") if "exchanges" in name else ("p2p",)
+    options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=exchanges)
     samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens)]
     planned = plan_global_batch(samples, topology=topology, model=MODEL, hardware=HARDWARE, options=options)
     timeline = simulate(planned.plan, CostModel(MODEL, HARDWARE, topology, options))

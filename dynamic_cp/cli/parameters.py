@@ -32,7 +32,7 @@ DEFAULT_MAX_SEQLEN = 131072
 MAX_SAMPLES = 10_000_000
 """Samples of one global batch: more would take gigabytes and minutes."""
 MAX_BATCHES = 1000
-EXCHANGES = ("p2p", "all_gather", "a2a")
+EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 OVERLONG = ("truncate", "drop", "split", "error")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

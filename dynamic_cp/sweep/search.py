@@ -19,6 +19,9 @@ from dynamic_cp.sweep.space import EXCHANGES, Refused, Setting, Space, layouts_o
 _WORTH = 0.999
 """Choosing the exchange per bucket is another point only if it is faster than this factor."""
 
+_CLOSE = 1.6
+"""A layout this much slower than the fastest may still become it: what a hierarchy gains where one sample dominates."""
+
 _WORTH_BYTES = 0.99
 """A slower setting is another point only if it needs less than this share of memory."""
 
@@ -99,9 +102,10 @@ def sweep(
         report(0, len(settings) + 1, "settings")
         points = _points(run(settings, count), refused)
         front = pareto_front(points)
-        others = [replace(point.setting, cp_comm_types=EXCHANGES) for point in front]
-        free = _points(run(others, lambda: None), Counter())
-        before = {replace(point.setting, cp_comm_types=EXCHANGES): point.iteration_s for point in front}
+        before = {
+            replace(point.setting, cp_comm_types=EXCHANGES): point.iteration_s for point in _worth_another_try(points)
+        }
+        free = _points(run(list(before), lambda: None), Counter())
         faster = [point for point in free if point.iteration_s < _WORTH * before[point.setting]]
         report(len(settings) + 1, len(settings) + 1, "settings")
     if not front:
@@ -113,9 +117,23 @@ def sweep(
         )
     return Sweep(
         front=pareto_front([*points, *faster]),
-        num_evaluated=len(settings) + len(others),
+        num_evaluated=len(settings) + len(before),
         refused=dict(refused.most_common()),
     )
+
+
+def _worth_another_try(points: Sequence[Point]) -> list[Point]:
+    """Return the points that the exchange may put in front: the front, and the best limit of every close layout."""
+    chosen = {point.setting: point for point in pareto_front(points)}
+    layouts: set[object] = set()
+    for point in sorted(points, key=lambda one: one.iteration_s):
+        if point.iteration_s > _CLOSE * min(one.iteration_s for one in points):
+            break
+        layout = (point.setting.topology, point.setting.recompute)
+        if layout not in layouts:
+            layouts.add(layout)
+            chosen.setdefault(point.setting, point)
+    return list(chosen.values())
 
 
 def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:

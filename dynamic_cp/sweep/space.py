@@ -17,13 +17,13 @@ LIMIT_DIVISORS = (1, 2, 4)
 _LIMIT_STEP = 256
 """Limits are rounded down to a multiple of this, for flags that can be read."""
 
-EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather")
+EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """What `--cp-comm-type auto` of pretrain_gpt.py chooses from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values to try; powers of two and divisors of the layers where None.
+    """The values to try; powers of two and numbers of whole layers where None.
 
     Attributes:
         num_gpus: ranks of the job, a multiple of ranks_per_node or below it.
@@ -141,11 +141,11 @@ def settings_of(
 
 
 def _vp_sizes(model: ModelShape, pp_size: int) -> tuple[int, ...]:
-    """Return 1 and the powers of two that cut a stage into chunks of whole layers, at most 4."""
+    """Return the numbers up to 5 that cut a stage into chunks of whole layers."""
     if pp_size == 1 or model.num_layers % pp_size:
         return (1,)
     layers = model.num_layers // pp_size
-    return tuple(size for size in (1, 2, 4) if layers % size == 0)
+    return tuple(size for size in range(1, 6) if layers % size == 0)
 
 
 def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int) -> str | None:

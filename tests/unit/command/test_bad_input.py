@@ -65,7 +65,7 @@ ANY_JOB = [
     (["--max-tokens-per-rank", "64"], "64 per rank): raise --max-tokens-per-rank or --lanes"),
     (["--lanes", "6", "--static-cp-size", "6"], "--static-cp-size 6 is not a power of two"),
     (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
-    (["--cp-comm-type", "a2a+p2p"], "Invalid value for '--cp-comm-type'"),
+    (["--cp-comm-type", "ring"], "Invalid value for '--cp-comm-type'"),
     (["--recompute", "some"], "Invalid value for '--recompute'"),
 ]
 SEVERAL = [

@@ -284,7 +284,7 @@ def test_only_planning_loads_the_compiler(lengths):
         (["--max-tokens-per-rank", "auto", "--hardware", "h100", "--model", "llama-2-13b"], "are available (92% of"),
         (["--policy", "best"], "policy 'best' is unknown: use one of dynamic, static, balanced, megatron-dev"),
         (["--search", "slow"], "Invalid value for '--search': 'slow' is not one of"),
-        (["--cp-comm-type", "a2a+p2p"], "Invalid value for '--cp-comm-type'"),
+        (["--cp-comm-type", "ring"], "Invalid value for '--cp-comm-type'"),
         (["--lengths", "/nowhere.txt"], "cannot read /nowhere.txt"),
         (["--lanes", "2"], "sample 0 has 900 tokens"),
         (["--lanes", "0"], "num_lanes is 0"),
