@@ -14,6 +14,7 @@ there are cores to spare. `waited` is what rank 0 stood still for.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -73,14 +74,14 @@ def measure(options: argparse.Namespace) -> None:
     stream, num_samples = run.splits.train, options.samples
 
     def batches(block: int) -> Iterator[tuple[int, Any]]:
-        first = block * (options.block + 1)
-        for step in range(first, first + options.block + 1):
+        """Yield more than a block runs: its last step must look ahead like all others."""
+        for step in itertools.count(block * (options.block + 1)):
             yield step, stream.global_batch(step * num_samples, num_samples)
 
-    def time_block(wrapper: Any, block: int) -> tuple[float, list[float], list[Any]]:
+    def time_block(wrapper: Any, coming: Iterator[tuple[int, Any]]) -> tuple[float, list[float], list[Any]]:
         """Return seconds of the measured steps, rank 0's waits in them, and what was run."""
         seconds, waits, seen = 0.0, [], []
-        steps = wrapper.steps(batches(block))
+        steps = wrapper.steps(coming)
         for index in range(options.block + 1):
             dist.barrier()
             started_s = time.perf_counter()
@@ -98,8 +99,9 @@ def measure(options: argparse.Namespace) -> None:
 
     ratios, waits, replayed_s, planner_s = [], [], [], []
     for block in range(options.blocks + 1):
-        live_s, waited, plans = time_block(run.iterator_wrapper(stream, f"live-{block}"), block)
-        second_s, _, _ = time_block(replaying(run, plans, stream), block)
+        live_s, waited, plans = time_block(run.iterator_wrapper(stream, f"live-{block}"), batches(block))
+        in_memory = list(itertools.islice(batches(block), options.block + 1))
+        second_s, _, _ = time_block(replaying(run, plans, stream), iter(in_memory))
         if block == 0:
             continue  # everything is loaded now
         ratios.append(live_s / second_s - 1)

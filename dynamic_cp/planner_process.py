@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
+from dynamic_cp.global_batch import GlobalBatch
 from dynamic_cp.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.packing.static import check_static_cp_size
@@ -103,10 +104,11 @@ class Request:
         cls, key: str, samples: Sequence[Sample], *, wants_whole: bool = False, hardware: Hardware | None = None
     ) -> Request:
         """Return the request to plan `samples`."""
+        batch = GlobalBatch.of(samples)
         return cls(
             key=key,
-            sample_ids=np.array([sample.sample_id for sample in samples], dtype=np.int64),
-            seqlens=np.array([sample.seqlen for sample in samples], dtype=np.int64),
+            sample_ids=batch.sample_ids,
+            seqlens=batch.seqlens,
             wants_whole=wants_whole,
             hardware=hardware,
         )
@@ -114,8 +116,7 @@ class Request:
     @property
     def samples(self) -> tuple[Sample, ...]:
         """The global batch."""
-        pairs = zip(self.sample_ids.tolist(), self.seqlens.tolist(), strict=True)
-        return tuple(Sample(sample_id=sample_id, seqlen=seqlen) for sample_id, seqlen in pairs)
+        return tuple(GlobalBatch(self.sample_ids, self.seqlens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dynamic_cp import serialize
 from dynamic_cp.errors import DisagreementError, IllegalPlanError
+from dynamic_cp.global_batch import GlobalBatch
 from dynamic_cp.lane_plan import LanePlan, lane_plan
 from dynamic_cp.types import Sample
 from dynamic_cp.validate import check_plan
@@ -191,18 +193,19 @@ class DataIteratorWrapper:
                     f"lane {plan.lane} has another part of the plan of step {step} than the whole plan says: digest "
                     f"{serialize.digest(whole)[:15]} here, {plan.facts.digest[:15]} published"
                 )
-        seqlens = {sample.sample_id: sample.seqlen for sample in samples}
-        total = (len(seqlens), sum(seqlens.values()))
+        batch = GlobalBatch.of(samples)
+        total = (len(batch), int(batch.seqlens.sum()))
         if (plan.facts.num_samples, plan.facts.seqlen_sum) != total:
             raise DisagreementError(
                 f"the plan of step {step} holds {plan.facts.num_samples} samples of {plan.facts.seqlen_sum} tokens, "
                 f"this rank's global batch {total[0]} of {total[1]}: all ranks must read the same data",
             )
-        for bucket in plan.buckets:
-            for sample in bucket.samples:
-                if seqlens.get(sample.sample_id) != sample.seqlen:
-                    raise IllegalPlanError(
-                        f"the plan of step {step} has sample {sample.sample_id} with {sample.seqlen} tokens, this "
-                        f"rank's global batch says {seqlens.get(sample.sample_id)}: all ranks must read the same data",
-                        sample_id=sample.sample_id,
-                    )
+        mine = GlobalBatch.of([sample for bucket in plan.buckets for sample in bucket.samples])
+        known = batch.seqlens_of(mine.sample_ids)
+        for place in np.flatnonzero(known != mine.seqlens)[:1].tolist():
+            sample = mine[place]
+            raise IllegalPlanError(
+                f"the plan of step {step} has sample {sample.sample_id} with {sample.seqlen} tokens, this rank's "
+                f"global batch says {known[place]}: all ranks must read the same data",
+                sample_id=sample.sample_id,
+            )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.types import Sample
+from dynamic_cp.global_batch import GlobalBatch
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.flops import training_flops
@@ -122,9 +122,7 @@ def _train(
     return interrupted
 
 
-def _batches(
-    stream: SampleStream, position: Position, args: argparse.Namespace
-) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+def _batches(stream: SampleStream, position: Position, args: argparse.Namespace) -> Iterator[tuple[int, GlobalBatch]]:
     """Yield (iteration, samples) of every iteration after `position`, which may move on meanwhile."""
     consumed_samples = position.consumed_samples
     for iteration in range(position.iteration + 1, args.train_iters + 1):

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.types import Sample
+from dynamic_cp.global_batch import GlobalBatch
 from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.source import count
@@ -52,7 +52,7 @@ class SampleStream:
         """Samples that exist: one epoch, when there are no blend weights."""
         return sum(pool.num_samples for pool in self._pools)
 
-    def global_batch(self, consumed_samples: int, num_samples: int) -> tuple[Sample, ...]:
+    def global_batch(self, consumed_samples: int, num_samples: int) -> GlobalBatch:
         """Return the samples at positions consumed_samples .. + num_samples - 1; sample_id is the position.
 
         Reads no data.
@@ -63,10 +63,7 @@ class SampleStream:
         for pool in np.unique(pools):
             chosen = pools == pool
             seqlens[chosen] = self._pools[pool].seqlens(draws[chosen])
-        return tuple(
-            Sample(sample_id=position, seqlen=seqlen)
-            for position, seqlen in zip(positions.tolist(), seqlens.tolist(), strict=True)
-        )
+        return GlobalBatch(positions, seqlens)
 
     def read(self, sample_id: int) -> SampleTokens:
         """Return the tokens of the sample at position `sample_id`; touches only its part of its document.

@@ -1,0 +1,65 @@
+"""The samples of a global batch as two arrays: thousands of `Sample` objects take milliseconds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.types import Sample
+
+
+class GlobalBatch(Sequence[Sample]):
+    """A sequence of samples that makes them when they are asked for.
+
+    Args:
+        sample_ids, seqlens: int64 [num_samples].
+    """
+
+    def __init__(self, sample_ids: NDArray[np.int64], seqlens: NDArray[np.int64]) -> None:
+        self.sample_ids = sample_ids
+        self.seqlens = seqlens
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> GlobalBatch:
+        """Return `samples` as arrays; as they are if they are that already."""
+        if isinstance(samples, GlobalBatch):
+            return samples
+        return cls(
+            np.array([sample.sample_id for sample in samples], dtype=np.int64),
+            np.array([sample.seqlen for sample in samples], dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.seqlens)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> GlobalBatch: ...
+    def __getitem__(self, index: int | slice) -> Sample | GlobalBatch:
+        if isinstance(index, slice):
+            return GlobalBatch(self.sample_ids[index], self.seqlens[index])
+        return Sample(sample_id=int(self.sample_ids[index]), seqlen=int(self.seqlens[index]))
+
+    def __iter__(self) -> Any:
+        pairs = zip(self.sample_ids.tolist(), self.seqlens.tolist(), strict=True)
+        return (Sample(sample_id=sample_id, seqlen=seqlen) for sample_id, seqlen in pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Sequence)
+            and len(self) == len(other)
+            and all(a == b for a, b in zip(self, other, strict=True))
+        )
+
+    def seqlens_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of samples by their ids, 0 for an id that is not there; int64 of the same shape."""
+        if not len(self):
+            return np.zeros_like(sample_ids)
+        order = np.argsort(self.sample_ids, kind="stable")
+        places = np.minimum(np.searchsorted(self.sample_ids, sample_ids, sorter=order), len(order) - 1)
+        found = order[places]
+        return np.where(self.sample_ids[found] == sample_ids, self.seqlens[found], 0)
