@@ -26,7 +26,7 @@ from tests.distributed.trainee import Trainee
 
 SAMPLES = BATCHES["long_tail"]
 LAYOUTS = {
-    "two_lanes": Layout(2),
+    "two_lanes": Layout(2, exchange="a2a"),
     "pp2": Layout(1, pp=2),
     "pp2_vpp2": Layout(1, pp=2, vpp=2),
     "tp2_sp_full_recompute": Layout(
@@ -111,7 +111,8 @@ def time_steps(layout: Layout, plan: Plan, num_steps: int, forward_step: Callabl
 
 def facts(one: Observation) -> tuple[Any, ...]:
     """Return what an observation is of."""
-    return one.stage, one.chunk, one.first_lane, one.cp_size, one.tokens, one.tokens_squared
+    exchange = one.cp_comm_type, one.inner_cp_size
+    return one.stage, one.chunk, one.first_lane, one.cp_size, exchange, one.tokens, one.tokens_squared
 
 
 def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) -> list[tuple[Any, ...]]:
@@ -123,7 +124,8 @@ def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) 
                 (s.seqlen for s in bucket.samples), bucket.cp_size, plan.topology.rank_token_multiple
             )
             squares = sum(seqlen**2 for seqlen in seqlens)
-            expected.append((stage, chunk, bucket.first_lane, bucket.cp_size, sum(seqlens), squares))
+            exchange = bucket.cp_comm_type, bucket.inner_cp_size
+            expected.append((stage, chunk, bucket.first_lane, bucket.cp_size, exchange, sum(seqlens), squares))
     return expected
 
 
@@ -270,7 +272,7 @@ def test_only_the_latest_steps_are_kept_and_ranks_must_agree() -> None:
 
 def test_least_ignores_passes_that_did_not_end() -> None:
     def row(micro_batch: int, forward_s: float, backward_s: float) -> list[float]:
-        return [0, micro_batch, 0, 0, 0, 2, 0, 64, 4096, forward_s, backward_s]
+        return [0, micro_batch, 0, 0, 0, 2, 0, 1, 64, 4096, forward_s, backward_s]
 
     nan = float("nan")
     rows = np.array([row(1, 3, 4), row(0, 5, nan), row(1, 2, 6), row(0, nan, nan)])
@@ -341,7 +343,7 @@ def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]
     """Return times of a model that does nearly nothing, and what runs one micro-batch of 32 sequences through it."""
 
     class Params:
-        local_cp_size, cp_comm_type, padded_seqlens = 1, "p2p", tuple(range(1, 33))
+        local_cp_size, cp_comm_type, inner_cp_size, padded_seqlens = 1, "p2p", 1, tuple(range(1, 33))
 
     model = torch.nn.Linear(4, 4)
     x = torch.randn(4, 4)
