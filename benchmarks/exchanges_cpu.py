@@ -113,7 +113,7 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
 def _measure_case(
     exchange: Any, inner: int, groups: Any, args: argparse.Namespace, is_emulated: bool, crossing: Crossing
 ) -> Outcome:
-    from megatron.dynamic_cp.attention.torch_thd import _EXCHANGES
+    from megatron.dynamic_cp.attention.thd import EXCHANGES
     from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
     inner_group, outer_group = groups.levels(0, NUM_RANKS, inner) if exchange == "a2a+p2p" else (None, None)
@@ -139,7 +139,7 @@ def _measure_case(
         )
         dist.barrier()
         started = time.perf_counter()
-        out = _EXCHANGES[exchange].apply(*inputs, params, args.dim**-0.5)
+        out = EXCHANGES[exchange].apply(*inputs, params, args.dim**-0.5)
         torch.autograd.grad(out, inputs, grad)
         dist.barrier()
         times.append(time.perf_counter() - started)
