@@ -191,8 +191,11 @@ def use_blocks() -> None:
     merge.tile_forward, merge.tile_backward = tiles._forward_blocks, tiles._backward_blocks
 
 
-def test_ring_of_portable_tiles_equals_the_whole_sequence() -> None:
-    case = Case(2, (4, 5 * 64 + 4))
+@pytest.mark.parametrize(
+    "case", [Case(2, (4, 5 * 64 + 4)), Case(4, (8, 5 * 64 + 8), "a2a+p2p")], ids=["p2p", "a2a+p2p"]
+)
+def test_portable_tiles_equal_the_whole_sequence(case: Case) -> None:
+    """What a CUDA device computes."""
     actual, _ = whole_result(case, use_blocks)
     for tensor, expected in zip(actual, whole_reference(case), strict=True):
         assert_close(tensor, expected, 5e-6)
