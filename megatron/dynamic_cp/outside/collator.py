@@ -1,0 +1,87 @@
+"""A data collator that turns the samples of a global batch into what this lane computes of them.
+
+    loader = DataLoader(dataset, batch_size=global_batch_size, collate_fn=PlannedCollator(problem, lanes.lane))
+    for step in lanes.agreed(loader): ...
+
+Every lane's loader must yield the same global batches: use a sampler with a fixed seed that does not split by rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import Sample
+from megatron.dynamic_cp.micro_batches import pack_step
+from megatron.dynamic_cp.outside.lanes import LaneStep, plan_for_lane
+
+IGNORED = -100
+"""Label of a token without a loss, as in torch and transformers."""
+
+
+class _Values(NamedTuple):
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+class PlannedCollator:
+    """Plans, packs, pads and shards a list of samples. No collective: it may run in a DataLoader's workers.
+
+    Args:
+        problem: as given to `Lanes.build`.
+        lane: of this rank.
+    """
+
+    def __init__(self, problem: Problem, lane: int) -> None:
+        self.problem, self.lane = problem, lane
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> LaneStep:
+        """Return this lane's part of a global batch.
+
+        Args:
+            features: one mapping a sample with "input_ids" [S] and, if some tokens have no loss, "labels" [S] that are
+                -100 there. Labels are not shifted yet, as transformers wants them: labels[i] is that of input_ids[i].
+                Shifting happens here, before sharding: afterwards a token's successor may be on another lane.
+
+        Raises:
+            DataError: labels of another length, or samples that are padded.
+            InfeasibleSampleError: a sample that no CP size can hold.
+        """
+        values = [_values(index, feature) for index, feature in enumerate(features)]
+        samples = [Sample(sample_id=index, seqlen=len(one.tokens)) for index, one in enumerate(values)]
+        plan = plan_for_lane(self.problem, samples, self.lane)
+        digest = hashlib.sha256(plan.facts.digest.encode())
+        for one in values:
+            digest.update(one.tokens)
+            digest.update(one.labels)
+        return LaneStep(plan=plan, packed=pack_step(plan, values.__getitem__), digest=digest.hexdigest())
+
+
+def _values(index: int, feature: Mapping[str, Any]) -> _Values:
+    tokens = np.asarray(feature["input_ids"], dtype=np.int64)
+    labels = np.asarray(feature.get("labels", tokens), dtype=np.int64)
+    if tokens.ndim != 1 or labels.shape != tokens.shape:
+        raise DataError(
+            f"sample {index} has input_ids of shape {tokens.shape} and labels of shape {labels.shape}: both must be "
+            "one-dimensional and equally long",
+            sample=index,
+        )
+    real = int(np.asarray(feature.get("attention_mask", np.ones(len(tokens)))).sum())
+    if real != len(tokens):
+        raise DataError(
+            f"sample {index} has {len(tokens)} tokens, {real} of them are not padding: give samples without padding "
+            "(tokenizer(..., padding=False)); the plan pads as little as its CP sizes need",
+            sample=index,
+            num_tokens=len(tokens),
+            num_real_tokens=real,
+        )
+    shifted = np.append(labels[1:], IGNORED)
+    mask = shifted != IGNORED
+    return _Values(tokens, np.where(mask, shifted, 0), mask.astype(np.float32))

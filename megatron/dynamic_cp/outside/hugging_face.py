@@ -1,0 +1,188 @@
+"""Planned micro-batches for a transformers causal LM, and for accelerate.
+
+    use_dynamic_cp(model)                                     # its attention becomes ours
+    lanes = lanes_of(accelerator, problem_of(model.config, num_lanes, options))
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the loader: each rank gets whole global batches
+    for step in lanes.agreed(DataLoader(..., collate_fn=PlannedCollator(lanes.problem, lanes.lane))):
+        result = train_step(lanes, model, step, causal_lm_loss, backward=accelerator.backward)
+
+accelerate's rules for context parallelism hold here, too: labels are shifted before sharding (`PlannedCollator`), and
+losses are weighted by tokens over all ranks (`train_step`). Its `cp_size` is another thing: torch's context_parallel,
+one fixed degree for all, for unpacked sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.hugging_face import model_shape
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import PlanOptions, Topology
+from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
+from megatron.dynamic_cp.outside.collator import IGNORED
+from megatron.dynamic_cp.outside.lanes import Lanes
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ATTENTION = "dynamic_cp"
+"""Name of our attention among those of transformers."""
+
+_OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias")
+_ROPE_BY_BATCH = ("dynamic", "longrope")
+
+
+def problem_of(
+    config: PretrainedConfig, num_lanes: int, options: PlanOptions, *, hardware: str = "h100", ranks_per_node: int = 8
+) -> Problem:
+    """Return the planning problem of a transformers model on `num_lanes` ranks.
+
+    Args:
+        hardware: a bundled name or the path of a hardware file.
+
+    Raises:
+        UnsupportedFeatureError: a model_type whose shape is not known (see `dynamic_cp.hugging_face`).
+    """
+    return Problem(
+        topology=Topology(num_lanes=num_lanes, ranks_per_node=ranks_per_node),
+        model=model_shape("the model's config", config.to_dict()),
+        hardware=load_hardware(hardware),
+        options=options,
+    )
+
+
+def use_dynamic_cp(model: PreTrainedModel) -> None:
+    """Make a causal LM attend with ours, for packed micro-batches only; before it is wrapped.
+
+    Raises:
+        UnsupportedFeatureError: attention dropout, layers that are not full attention, RoPE that depends on the
+            longest position of a batch, or a model that does not take its attention from transformers' interface.
+    """
+    from transformers import AttentionInterface
+
+    config = model.config
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise UnsupportedFeatureError(
+            f"the model has attention_dropout {dropout}, our attention only 0: set config.attention_dropout = 0.0",
+            attention_dropout=dropout,
+        )
+    layers = set(getattr(config, "layer_types", None) or ())
+    if others := layers - {"full_attention"}:
+        raise UnsupportedFeatureError(
+            f"the model has layers of type {', '.join(sorted(others))}, our attention does full_attention only: use "
+            "another model",
+            layer_types=sorted(layers),
+        )
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in _ROPE_BY_BATCH:
+        raise UnsupportedFeatureError(
+            f"the model has RoPE of type {rope_type!r}, whose angles depend on the longest position of a batch, and a "
+            "lane holds a part of it only: use default, linear, llama3 or yarn",
+            rope_type=rope_type,
+        )
+    AttentionInterface.register(ATTENTION, attention_forward)
+    model.set_attn_implementation(ATTENTION)
+    if config._attn_implementation != ATTENTION:
+        raise UnsupportedFeatureError(
+            f"{type(model).__name__} keeps its attention {config._attn_implementation!r}, {ATTENTION!r} is needed: it "
+            "does not take attention from transformers' AttentionInterface; use another model"
+        )
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    is_causal: bool | None = None,
+    packed_seq_params: DynamicPackedSeqParams | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: returns ([1, T, heads, dim], no weights).
+
+    Args:
+        query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim].
+        packed_seq_params: of the micro-batch; transformers hands on what `model(...)` was called with.
+
+    Raises:
+        InvalidInputError: the model was called without packed_seq_params.
+        UnsupportedFeatureError: see `scaled_dot_product_attention`; or a window, sinks, a cap or a bias.
+    """
+    if packed_seq_params is None:
+        raise InvalidInputError(
+            f"{ATTENTION!r} attention got 0 packed_seq_params, 1 is needed: call the model with model_inputs(batch) of "
+            "a planned micro-batch, or set_attn_implementation('sdpa') for anything else, such as generate()"
+        )
+    for name in _OTHER_ATTENTION:
+        if others.get(name) is not None:
+            raise UnsupportedFeatureError(f"attention with {name} is not supported for packed micro-batches: use None")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        causal,
+        scaling,
+        packed_seq_params=packed_seq_params,
+    )
+    return out.transpose(1, 2), None
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a causal LM for a micro-batch: labels are shifted already, -100 for padding."""
+    labels = torch.where(batch["loss_mask"] > 0, batch["labels"], IGNORED)
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "labels": labels,
+        "shift_labels": labels,
+        "packed_seq_params": batch["packed_seq_params"],
+        "use_cache": False,
+    }
+
+
+def causal_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`."""
+    return model(**model_inputs(batch), num_items_in_batch=1).loss
+
+
+def lanes_of(accelerator: Accelerator, problem: Problem, *, timeout_s: float = 600.0) -> Lanes:
+    """Return the lanes of an accelerate job: all its processes. Collective.
+
+    Raises:
+        UnsupportedFeatureError: parallelism that takes ranks from the plan, or gradient accumulation, which the plan's
+            micro-batches are.
+    """
+    config = accelerator.parallelism_config
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(config, name, 1) or 1
+        if size > 1:
+            raise UnsupportedFeatureError(
+                f"ParallelismConfig({name}={size}) on {accelerator.num_processes} processes cannot be combined with "
+                f"planned micro-batches: accelerate would shard a batch at the one degree {size}, without masking "
+                f"documents; leave {name} at 1, a plan chooses the CP size of each micro-batch among all processes",
+                name=name,
+                size=size,
+            )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise UnsupportedFeatureError(
+            f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, 1 is needed: a step already "
+            "has the micro-batches of its plan; raise the global batch size instead",
+            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+        )
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,), mesh_dim_names=("lanes",))
+    return Lanes.build(mesh, problem, timeout_s=timeout_s)

@@ -1,0 +1,180 @@
+"""The lanes of a torch job: every rank of a DeviceMesh is one, whatever CP sizes its micro-batches get.
+
+A mesh of (dp, cp) is flattened: a plan cuts it into CP groups anew for each micro-batch, and gradients are reduced over
+all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.heads import inner_sizes
+from dynamic_cp.lane_plan import LanePlan, PlanFacts, lane_plan
+from dynamic_cp.links import lanes_in_one_node
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import Sample
+from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.verify import agree, check_same_digest, run_on_all_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LaneStep:
+    """What one lane trains on in one step.
+
+    Attributes:
+        plan: this lane's part of the plan.
+        packed: its shards, micro-batch after micro-batch.
+        digest: of the plan, and of the tokens where all lanes have read them all; equal on all lanes.
+    """
+
+    plan: LanePlan
+    packed: PackedStep
+    digest: str
+
+    def pin_memory(self) -> LaneStep:
+        """Return the step in page-locked memory (called by DataLoader)."""
+        return replace(self, packed=self.packed.pin_memory())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lanes:
+    """All ranks of a job as lanes, with the CP groups that plans may use.
+
+    Attributes:
+        mesh: one-dimensional, over all lanes: what DistributedDataParallel or `fully_shard` reduce gradients over.
+        groups: CP groups of this rank.
+        problem: what is planned for.
+        device: of this rank's tensors.
+    """
+
+    mesh: DeviceMesh
+    groups: DynamicCPGroups
+    problem: Problem
+    device: torch.device
+
+    @classmethod
+    def build(cls, mesh: DeviceMesh, problem: Problem, *, timeout_s: float = 600.0) -> Lanes:
+        """Build and warm the CP groups. Collective: all ranks of the job call it, with equal arguments.
+
+        Args:
+            mesh: holds every rank of the job once; of any shape, such as (dp, cp), with names if it has more than one
+                dimension.
+            problem: its topology has as many lanes as the mesh has ranks, and no TP or PP.
+            timeout_s: of every exchange between lanes.
+
+        Raises:
+            InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out.
+        """
+        _check_mesh(mesh, problem)
+        flat = mesh if mesh.ndim == 1 else mesh._flatten("dynamic_cp_lanes")
+        device = torch.device(flat.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
+        largest = options.max_cp_size or topology.max_cp_size
+        two_level = "a2a+p2p" in options.cp_comm_types
+        groups = DynamicCPGroups.build(
+            topology,
+            timeout_s=timeout_s,
+            min_cp_size=options.min_cp_size,
+            max_cp_size=options.max_cp_size,
+            exchanges=options.cp_comm_types,
+            inner_sizes=inner_sizes("a2a+p2p", largest, (heads, 1), lanes_in_one_node(topology)) if two_level else (),
+            query_heads=heads,
+            device=device,
+            lane_ranks=flat.mesh.flatten().tolist(),
+        )
+        return cls(mesh=flat, groups=groups, problem=problem, device=device)
+
+    @property
+    def lane(self) -> int:
+        """This rank's lane."""
+        return self.groups.lane
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of the job."""
+        return self.groups.num_lanes
+
+    def plan(self, samples: Sequence[Sample]) -> LanePlan:
+        """Return this lane's part of the plan of a global batch. Collective.
+
+        Every rank plans the whole batch, which takes milliseconds, and compares digests. `megatron.dynamic_cp.planning`
+        has a source that plans ahead in a process of its own; its `LanePlan` goes to `pack`, too.
+
+        Raises:
+            DynamicCPError: there is no plan (the same error on every rank), or ranks planned different batches.
+        """
+        return agree(
+            lambda: plan_for_lane(self.problem, samples, self.lane),
+            lambda plan: plan.facts.digest,
+            what="the plan of a global batch",
+            device=self.device,
+        )
+
+    def pack(self, plan: LanePlan, read_sample: ReadSample) -> LaneStep:
+        """Read, pad and shard what this lane computes. Collective: a sample that cannot be read is an error on all.
+
+        Args:
+            read_sample: sample_id -> its tokens, labels (labels[i] follows tokens[i]) and loss mask, all of the length
+                that was planned; called for the samples of this lane only.
+        """
+        packed = run_on_all_ranks(lambda: pack_step(plan, read_sample), self.device)
+        return LaneStep(plan=plan, packed=packed, digest=plan.facts.digest)
+
+    def step(self, samples: Sequence[Sample], read_sample: ReadSample) -> LaneStep:
+        """Return `plan` and `pack` in one."""
+        return self.pack(self.plan(samples), read_sample)
+
+    def agreed(self, steps: Iterable[LaneStep]) -> Iterator[LaneStep]:
+        """Yield the steps of a DataLoader, each after all lanes have it and hold the same batch. Collective.
+
+        Raises:
+            DisagreementError: lanes hold different batches, or one has no more.
+            DynamicCPError: what a lane's collator raised; on all lanes.
+        """
+        iterator = iter(steps)
+        while True:
+            step = run_on_all_ranks(lambda: next(iterator, None), self.device)
+            check_same_digest("0" if step is None else step.digest, "the global batch of a step", self.device)
+            if step is None:
+                return
+            yield step
+
+
+def plan_for_lane(problem: Problem, samples: Sequence[Sample], lane: int) -> LanePlan:
+    """Return the part of `lane` in the plan of a global batch; a pure function."""
+    planned = problem.plan(samples)
+    return lane_plan(planned.plan, lane, PlanFacts.of(planned))
+
+
+def _check_mesh(mesh: DeviceMesh, problem: Problem) -> None:
+    topology = problem.topology
+    if topology.tp_size * topology.pp_size != 1:
+        raise InvalidInputError(
+            f"the topology has tp_size {topology.tp_size} and pp_size {topology.pp_size}, loops outside Megatron have "
+            "1 and 1: give Topology(num_lanes=...) alone",
+            tp_size=topology.tp_size,
+            pp_size=topology.pp_size,
+        )
+    if mesh.size() != dist.get_world_size():
+        raise InvalidInputError(
+            f"the mesh has {mesh.size()} ranks, the job {dist.get_world_size()}: every rank must be a lane; give the "
+            "mesh of all ranks",
+            mesh_ranks=mesh.size(),
+            world_size=dist.get_world_size(),
+        )
+    if mesh.size() != topology.num_lanes:
+        raise InvalidInputError(
+            f"the mesh has {mesh.size()} ranks, the topology {topology.num_lanes} lanes: plan with "
+            f"Topology(num_lanes={mesh.size()})",
+            mesh_ranks=mesh.size(),
+            num_lanes=topology.num_lanes,
+        )
