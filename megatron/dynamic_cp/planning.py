@@ -73,7 +73,7 @@ class PlanSource:
         self._listener: Callable[[int, LanePlan], None] | None = None
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._arrived = threading.Condition()
-        self._outcomes: dict[int, LanePlan | DynamicCPError] = {}
+        self._outcomes: dict[int, LanePlan | DynamicCPError | RuntimeError] = {}
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -135,7 +135,8 @@ class PlanSource:
         while True:
             with self._arrived:
                 if self._arrived.wait_for(lambda: step in self._outcomes, timeout=_LOOK_UP_S):
-                    return self._outcomes.pop(step)
+                    outcome = self._outcomes.pop(step)
+                    return lost_store(outcome) if isinstance(outcome, RuntimeError) else outcome
             waited_s = time.monotonic() - started_s
             try:
                 if self._planner is None:
@@ -158,14 +159,13 @@ class PlanSource:
     def _fetch_all(self) -> None:
         store: dist.Store | None = None
         while (step := self._steps.get()) != _STOP:
+            outcome: LanePlan | DynamicCPError | RuntimeError | None
             try:
                 if store is None:
                     job_store().check([self._prefix])  # fails at once where clone() would try again for minutes
                     store = job_store().clone()  # its own connection: the main thread's must be free
                 outcome = self._fetch(store, step)
-            except RuntimeError as error:  # what a store raises
-                outcome = lost_store(error)
-            except DynamicCPError as error:
+            except (DynamicCPError, RuntimeError) as error:  # RuntimeError: what a store raises
                 outcome = error
             except Exception as error:  # a bug: without an outcome the main thread would wait for the timeout
                 traceback.print_exc()

@@ -91,14 +91,14 @@ def test_a_planner_that_raises_in_the_warm_up_does_not_end_the_run(tmp_path, und
 
 def test_a_planner_that_hangs_is_replaced_after_the_timeout(tmp_path, undisturbed):
     sabotage = partial(faulty, fault="hang", iterations=(3,), folder=str(tmp_path))
-    ended = run_job(tmp_path, "--dynamic-cp-plan-timeout 2", sabotage=sabotage)
-    check_static(ended, undisturbed, {3}, "no plan after 2 s (--dynamic-cp-plan-timeout 2)")
+    ended = run_job(tmp_path, "--dynamic-cp-plan-timeout 4", sabotage=sabotage)
+    check_static(ended, undisturbed, {3}, "no plan after 4 s (--dynamic-cp-plan-timeout 4)")
     assert ended[0].output.count("a new one takes its place") == 1
 
 
 def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
     """SIGSTOP to the real process in the middle of the run: the kernel, not our code, keeps it from answering."""
-    words = command_line(WORDS, "--train-iters 400 --exit-interval 50 --dynamic-cp-plan-timeout 2")
+    words = command_line(WORDS, "--train-iters 400 --exit-interval 50 --dynamic-cp-plan-timeout 4")
     with Job(tmp_path, words) as job:
         job.wait_for(0, r"iteration +3/")
         stopped = job.planner()
@@ -108,7 +108,7 @@ def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_pat
         ended = job.wait(LIMIT_S)
     assert [end.code for end in ended] == [0, 0], ended
     for end in ended:
-        assert len(re.findall(r"step (?!0 )\d+ runs the static plan: no plan after 2 s", end.output)) == 1, end.output
+        assert len(re.findall(r"step (?!0 )\d+ runs the static plan: no plan after 4 s", end.output)) == 1, end.output
     assert sorted(figures(ended[0])) == list(range(1, 51)), "it went on, and was planned again by a new process"
 
 
