@@ -42,7 +42,7 @@ docs: $(READY)
 	$(BIN)/python -m tools.flags_page
 	$(BIN)/python -m tools.make_drawings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "open runs/site/index.html"
+	@echo "open runs/site/index.html (its search needs a server: python -m http.server -d runs/site)"
 
 clean:
 	rm -rf dynamic_cp/__pycache__/kernels-* $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

@@ -161,8 +161,8 @@ def files_page() -> str:
     parts = [
         "# Where things are\n\n" + _MADE,
         "`dynamic_cp/` describes, prices, packs, simulates and chooses: numpy only, no torch, no megatron. "
-        "`megatron/dynamic_cp/` executes on megatron-core; `megatron/trainer/` is a small trainer. `megatron/` is a namespace "
-        "that megatron-core shares: it has no `__init__.py` here.\n",
+        "`megatron/dynamic_cp/` executes on megatron-core; `megatron/trainer/` is a small trainer. `megatron/` is a "
+        "namespace that megatron-core shares: it has no `__init__.py` here.\n",
     ]
     for top in ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "benchmarks", "examples", "tools"):
         folders = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
@@ -183,7 +183,7 @@ def _first_line(path: Path) -> str:
 
 def _code(text: str) -> str:
     """Return `text` as code in a cell; a bar in backticks ends the cell on GitHub and shows its escape in mkdocs."""
-    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+    return f'<code class="choices">{text.replace("|", "&#124;<wbr>")}</code>' if "|" in text else f"`{text}`"
 
 
 def _cell(text: str) -> str:

@@ -119,10 +119,8 @@ def one_cp_size(theme: Theme) -> str:
         canvas.bucket(x, 30, width, 4 * lane, 4, name)
         x += width
     end = x
-    canvas.text(
-        left, 162, "The short ones are cut in four as well: 3/4 of their keys and values travel,", theme.muted, 13
-    )
-    canvas.text(left, 180, "each lane attends in small pieces, and no group runs beside another.", theme.muted, 13)
+    canvas.text(left, 162, "The short ones are cut in four as well: 3/4 of their keys and values", theme.muted, 13)
+    canvas.text(left, 180, "travel, attention works on small pieces, no group runs beside another.", theme.muted, 13)
     canvas.text(0, 224, "A CP size for every bucket", bold=True)
     top = 236
     _lane_names(canvas, top, lane, 4)
@@ -136,7 +134,9 @@ def one_cp_size(theme: Theme) -> str:
     canvas.line(end, 24, end, 368, dashed=True)
     canvas.line(x + 224, top - 8, x + 224, 368, dashed=True)
     canvas.arrow(end - 2, 362, x + 226, 362)
-    canvas.text(left, 384, "time →   colour: CP size 1, 2, 4 (darker is larger)", theme.muted, 13)
+    canvas.text(left, 384, "time →", theme.muted, 13)
+    for index, cp_size in enumerate((1, 2, 4)):
+        canvas.bucket(left + 80 + 76 * index, 371, 66, 18, cp_size, f"CP {cp_size}", 12)
     return canvas.svg()
 
 
