@@ -16,7 +16,7 @@ Deterministic: counts of candidates and iterations, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, product
+from itertools import islice, product, zip_longest
 from math import ceil
 from typing import NamedTuple
 
@@ -112,6 +112,10 @@ class _Start(NamedTuple):
     floors: Floats
 
 
+_Profile = tuple[_Candidate, "_BlockPacker"]
+"""A candidate and the packer of its blocks."""
+
+
 def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: Effort) -> list[Packed]:
     """Return packings for a pipeline, the fastest first; none when no target places all samples.
 
@@ -130,23 +134,52 @@ def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: 
         candidates = sorted(packer.candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
         profiles = [packer.profile(one, effort.num_profile_iterations) for one in candidates]
         refined.append([(one, packer) for one in sorted(profiles, key=lambda one: one.makespan_ns)])
-    # Of every width the best profile, then the best of other numbers of rows: profiles flatter those with many rows.
-    first = [profiles[0] for profiles in refined if profiles]
-    rest = sorted((one for profiles in refined for one in profiles[1:]), key=lambda one: one[0].makespan_ns)
-    rows_seen = {one.num_rows for one, _ in first}
-    others: list[tuple[_Candidate, _BlockPacker]] = []
-    again: list[tuple[_Candidate, _BlockPacker]] = []
-    for one, packer in rest:
-        is_new = one.num_rows not in rows_seen and len(others) < effort.num_other_rows
-        (others if is_new else again).append((one, packer))
-        rows_seen.add(one.num_rows)
-    packed = ((packer.pack(one), packer) for one, packer in [*first, *others, *again])
+    if durations.num_exchanges.max() > 1:
+        queue = _width_by_width(refined)
+    else:
+        queue = _best_profiles(refined, effort)
+    packed = ((packer.pack(one), packer) for one, packer in queue)
     found = ((start, packer) for start, packer in packed if start is not None)
-    num_packed = effort.num_packed + 2 * (len(first) - 1)
+    num_packed = effort.num_packed + 2 * (sum(map(bool, refined)) - 1)
     started = sorted(islice(found, num_packed), key=lambda one: one[0].packed.makespan_ns)
     results = [start.packed for start, _ in started]
     results += [packer.learn(start) for start, packer in started[: effort.num_learned]]
     return sorted(results, key=lambda one: one.makespan_ns)
+
+
+def _best_profiles(refined: Sequence[Sequence[_Profile]], effort: Effort) -> list[_Profile]:
+    """Return all profiles: of every width the best one, then the best ones of other numbers of rows, then the others.
+
+    Profiles flatter those with many rows.
+    """
+    first = [profiles[0] for profiles in refined if profiles]
+    rest = sorted((one for profiles in refined for one in profiles[1:]), key=lambda one: one[0].makespan_ns)
+    rows_seen = {one.num_rows for one, _ in first}
+    others: list[_Profile] = []
+    again: list[_Profile] = []
+    for one, packer in rest:
+        is_new = one.num_rows not in rows_seen and len(others) < effort.num_other_rows
+        (others if is_new else again).append((one, packer))
+        rows_seen.add(one.num_rows)
+    return [*first, *others, *again]
+
+
+def _width_by_width(refined: Sequence[Sequence[_Profile]]) -> list[_Profile]:
+    """Return all profiles: one of every width in turn, within a width new numbers of rows first.
+
+    Profiles flatter wide blocks, too: they know no lane that waits for another. Where exchanges can be chosen,
+    long samples let blocks be wide while most others would rather have narrow ones.
+    """
+    queues = []
+    for profiles in refined:
+        rows_seen: set[int] = set()
+        new: list[_Profile] = []
+        again: list[_Profile] = []
+        for one, packer in profiles:
+            (again if one.num_rows in rows_seen else new).append((one, packer))
+            rows_seen.add(one.num_rows)
+        queues.append([*new, *again])
+    return [one for turn in zip_longest(*queues) for one in turn if one is not None]
 
 
 def _widths(longest_ns: Floats) -> list[int]:
