@@ -144,6 +144,8 @@ def check_not_run(words: list[str]) -> None:
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert words[1] in targets
+    elif words[0] == "torchrun" and words[-1].startswith("examples/"):
+        assert ROOT / words[-1] in EXAMPLES
     elif words[0] == "torchrun":
         num_ranks = int(words[words.index("--nproc-per-node") + 1])
         args = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=num_ranks)
@@ -154,13 +156,35 @@ def check_not_run(words: list[str]) -> None:
         assert words[0] in ("python3", ".venv/bin/pip", "pip", "."), words
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path.stem == "own_iterator" else [], id=path.stem)
+        for path in EXAMPLES
+    ],
+)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    launcher = []
+    if "torchrun" in ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 4
+    if launcher:
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+        assert len(losses) == 10
+        assert losses[-1] < 0.8 * losses[0]
+        assert re.search(r"CP sizes .*\b1\b.*\b2\b", done.stdout)
     written = [path.name for path in tmp_path.iterdir()]
     assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
+
+
+def test_excerpt_is_of_the_example() -> None:
+    (excerpt,) = [block for block in blocks_of(DOCS / "how-to" / "own-iterator.md") if block.language == "python"]
+    lines = {line.strip() for line in (ROOT / "examples" / "own_iterator.py").read_text(encoding="utf-8").splitlines()}
+    assert len(excerpt.text.splitlines()) >= 25
+    assert {line.strip() for line in excerpt.text.splitlines()} <= lines
 
 
 def test_examples_are_there() -> None:
