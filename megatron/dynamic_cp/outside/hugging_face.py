@@ -66,7 +66,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
         UnsupportedFeatureError: attention dropout, layers that are not full attention, RoPE that depends on the
             longest position of a batch, or a model that does not take its attention from transformers' interface.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
     if dropout := getattr(config, "attention_dropout", 0.0):
@@ -89,6 +89,8 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             rope_type=rope_type,
         )
     AttentionInterface.register(ATTENTION, attention_forward)
+    # Without an entry of its own transformers would drop a caller's attention_mask without a word.
+    AttentionMaskInterface.register(ATTENTION, no_mask)
     model.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise UnsupportedFeatureError(
@@ -140,6 +142,19 @@ def attention_forward(
         packed_seq_params=packed_seq_params,
     )
     return out.transpose(1, 2), None
+
+
+def no_mask(*_sizes: Any, attention_mask: Tensor | None = None, **_others: Any) -> None:
+    """Make no mask, as transformers calls it: boundaries of documents travel in packed_seq_params.
+
+    Raises:
+        UnsupportedFeatureError: the model was called with an attention_mask.
+    """
+    if attention_mask is not None:
+        raise UnsupportedFeatureError(
+            f"the model was called with an attention_mask of shape {tuple(attention_mask.shape)}, packed micro-batches "
+            "have none: leave it out; padding has no loss and documents do not see each other"
+        )
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:

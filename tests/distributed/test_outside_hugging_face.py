@@ -1,0 +1,241 @@
+"""transformers models under accelerate train from plans what they train alone, sample by sample, by their own code."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from dynamic_cp.errors import DisagreementError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import PlanOptions
+from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp.outside import PlannedCollator, train_step
+from megatron.dynamic_cp.outside.hugging_face import (
+    attention_forward,
+    causal_lm_loss,
+    lanes_of,
+    model_inputs,
+    problem_of,
+    use_dynamic_cp,
+)
+from tests.distributed.harness import run_ranks
+
+MISSING = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install -e '.[hf]'")
+
+TOLERANCE = 5e-6
+NUM_STEPS, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 3, 12, 128
+FAMILIES = ("Llama", "Qwen3")
+
+
+def run(world_size, function, *args):
+    """Ranks without the shims that Megatron needs on CPU; transformers is imported once, before they fork."""
+    import accelerate  # noqa: F401
+    import transformers
+
+    for family in FAMILIES:
+        getattr(transformers, f"{family}ForCausalLM")
+    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
+    return run_ranks(world_size, function, *args, shims_without=shims, timeout_s=120)
+
+
+def new_model(family, **config):
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": family == "Qwen3",
+    }
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**{**sizes, **config})
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def samples():
+    """As a tokenizer gives them: one of 450 tokens in each global batch, one of 1, prompts without a loss."""
+    random = np.random.default_rng(2)
+    rows = []
+    for index in range(NUM_STEPS * GLOBAL_BATCH_SIZE):
+        length = {0: 450, 5: 1}.get(index % GLOBAL_BATCH_SIZE) or int(random.integers(2, 140))
+        tokens = random.integers(0, VOCAB_SIZE, length).tolist()
+        prompt = int(random.integers(0, length))
+        labels = {"labels": [-100] * prompt + tokens[prompt:]} if index % 2 else {}
+        rows.append({"input_ids": tokens, **labels})
+    return rows
+
+
+def train_alone(family):
+    """Losses and gradients of each step: the model's own attention, shift and loss, one unpacked sample at a time."""
+    model = new_model(family)
+    assert model.config._attn_implementation == "sdpa"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rows, steps = samples(), []
+    for index in range(NUM_STEPS):
+        batch = rows[index * GLOBAL_BATCH_SIZE : (index + 1) * GLOBAL_BATCH_SIZE]
+        labels = [row.get("labels", row["input_ids"]) for row in batch]
+        num_tokens = sum(label != -100 for one in labels for label in one[1:])
+        loss = 0.0
+        for row, own in zip(batch, labels, strict=True):
+            tokens = torch.tensor([row["input_ids"]])
+            part = model(input_ids=tokens, labels=torch.tensor([own]), num_items_in_batch=num_tokens).loss
+            part.backward()
+            loss += part.item()
+        steps.append((loss, num_tokens, {name: one.grad.clone() for name, one in model.named_parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def accelerator_of_rank(**options):
+    import torch.distributed as dist
+    from accelerate import Accelerator
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)  # as torchrun sets them
+    return Accelerator(cpu=True, **options)
+
+
+def train_planned(family, recompute):
+    """The same steps from plans under accelerate."""
+    accelerator = accelerator_of_rank()
+    model = new_model(family)
+    use_dynamic_cp(model)
+    if recompute:
+        model.gradient_checkpointing_enable()
+    options = PlanOptions(max_tokens_per_rank=128)
+    lanes = lanes_of(
+        accelerator, problem_of(model.config, accelerator.num_processes, options, hardware="cpu"), timeout_s=60
+    )
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    assert type(wrapped).__name__ == "DistributedDataParallel"
+    collator = PlannedCollator(lanes.problem, lanes.lane)
+    loader = DataLoader(samples(), batch_size=GLOBAL_BATCH_SIZE, collate_fn=collator)
+    steps = []
+    for step in lanes.agreed(loader):
+        result = train_step(lanes, wrapped, step, causal_lm_loss, backward=accelerator.backward)
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+        steps.append((result, gradients, step.plan.facts.cp_histogram))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize(("family", "recompute"), [("Llama", False), ("Qwen3", True)])
+def test_planned_steps_equal_the_model_alone(family, recompute):
+    reference = run(1, train_alone, family)[0]
+    for rank in run(4, train_planned, family, recompute):
+        assert len(rank) == len(reference) == NUM_STEPS
+        for (result, gradients, cp_histogram), (loss, num_tokens, expected) in zip(rank, reference, strict=True):
+            assert len(cp_histogram) > 1
+            assert cp_histogram[4] >= 1
+            assert result.num_tokens == num_tokens > 500
+            assert abs(result.loss - loss) <= TOLERANCE * loss
+            assert gradients.keys() == expected.keys()
+            for name, gradient in gradients.items():
+                error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+                assert error <= TOLERANCE, f"{name}: {error:.1e}"
+
+
+def misuse():
+    """What the errors say, on each of two ranks."""
+    accelerator = accelerator_of_rank()
+    model = new_model("Llama")
+    problem = problem_of(model.config, 2, PlanOptions(max_tokens_per_rank=512), hardware="cpu")
+    lanes = lanes_of(accelerator, problem, timeout_s=60)
+    use_dynamic_cp(model)
+    tokens = torch.ones(1, 8, dtype=torch.int64)
+    collator = PlannedCollator(lanes.problem, lanes.lane)
+    split_by_rank = accelerator.prepare(DataLoader(samples(), batch_size=GLOBAL_BATCH_SIZE, collate_fn=collator))
+
+    def processes(**changes):
+        given = {
+            "parallelism_config": None,
+            "gradient_accumulation_steps": 1,
+            "num_processes": 2,
+            "device": accelerator.device,
+        }
+        return lambda: lanes_of(SimpleNamespace(**{**given, **changes}), problem)
+
+    def with_mask(ndim):
+        step = next(iter(DataLoader(samples(), batch_size=GLOBAL_BATCH_SIZE, collate_fn=collator)))
+
+        def loss(wrapped, batch):
+            inputs = model_inputs(batch)
+            mask = torch.ones_like(inputs["input_ids"])
+            mask = mask if ndim == 2 else mask[None, None]
+            return wrapped(**inputs, attention_mask=mask, num_items_in_batch=1).loss
+
+        train_step(lanes, torch.nn.parallel.DistributedDataParallel(model), step, loss)
+
+    q = torch.zeros(1, 4, 8, 16)
+    calls = {
+        "cp_size": (UnsupportedFeatureError, processes(parallelism_config=SimpleNamespace(cp_size=2))),
+        "sp_size": (UnsupportedFeatureError, processes(parallelism_config=SimpleNamespace(cp_size=1, sp_size=2))),
+        "accumulation": (UnsupportedFeatureError, processes(gradient_accumulation_steps=4)),
+        "not_planned": (InvalidInputError, lambda: model(input_ids=tokens)),
+        "mask": (UnsupportedFeatureError, lambda: with_mask(2)),
+        "mask_of_4_dims": (UnsupportedFeatureError, lambda: with_mask(4)),
+        "window": (
+            UnsupportedFeatureError,
+            lambda: attention_forward(model, q, q, q, None, packed_seq_params=object(), sliding_window=4),
+        ),
+        "dropout": (UnsupportedFeatureError, lambda: use_dynamic_cp(new_model("Llama", attention_dropout=0.1))),
+        "rope": (
+            UnsupportedFeatureError,
+            lambda: use_dynamic_cp(
+                new_model("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+            ),
+        ),
+        "window_layers": (
+            UnsupportedFeatureError,
+            lambda: use_dynamic_cp(new_model("Qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+        ),
+        "loader_split_by_rank": (DisagreementError, lambda: next(lanes.agreed(split_by_rank))),
+    }
+    messages = {}
+    for name, (error, call) in calls.items():
+        try:
+            call()
+            messages[name] = "no error"
+        except error as caught:
+            messages[name] = str(caught)
+    return messages
+
+
+SAYS = {
+    "cp_size": ("cp_size=2", "2 processes", "leave cp_size at 1"),
+    "sp_size": ("sp_size=2", "leave sp_size at 1"),
+    "accumulation": ("is 4, 1 is needed", "global batch size"),
+    "not_planned": ("0 packed_seq_params", "model_inputs(batch)"),
+    "mask": ("attention_mask of shape (1, ", "leave it out"),
+    "mask_of_4_dims": ("with a mask",),
+    "window": ("sliding_window", "use None"),
+    "dropout": ("attention_dropout 0.1", "only 0"),
+    "rope": ("'dynamic'", "llama3"),
+    "window_layers": ("sliding_attention", "full_attention only"),
+    "loader_split_by_rank": ("ranks disagree on the global batch of a step",),
+}
+
+
+def test_misuse_is_one_clear_error_on_every_rank():
+    for messages in run(2, misuse):
+        assert messages.keys() == SAYS.keys()
+        for name, parts in SAYS.items():
+            assert all(part in messages[name] for part in parts), f"{name}: {messages[name]}"
