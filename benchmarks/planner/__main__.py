@@ -19,12 +19,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner import compared, first_use, frozen_bench, growth, h100, published
+from benchmarks.planner import compared, exchanges, first_use, frozen_bench, growth, h100, published
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("frozen", "h100", "published", "growth", "compared")
+SECTIONS = ("frozen", "h100", "exchanges", "published", "growth", "compared")
 QUICK_CASES = ("real_webprose_ccfit_pp1_n64_128k.seed0", "real_webprose_ccfit_pp4_n32_32k.seed0")
+QUICK_EXCHANGES = ("real_webprose_pp8_n32_128k.seed0",)
 QUICK_H100 = (h100.Setting("webprose_ccfit", h100.GQA, 4, 1, 8, 32768, 8192, samples=64),)
 QUICK_COMPARED = (compared.Setting("lognormal-cc", "llama-3-8b", 1, 4, 24, 8192, 4096, with_milp=True),)
 
@@ -65,6 +66,14 @@ def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) ->
         settings = QUICK_H100 if quick else [setting for setting in h100.SETTINGS if wanted(setting.name)]
         rows = h100.measure(settings, cold=not quick)
         figures, tables = {"cases": rows}, {"h100": h100.markdown(rows)}
+    elif section == "exchanges":
+        found = exchanges.measure(QUICK_EXCHANGES.__contains__ if quick else wanted, is_quick=quick)
+        figures = dict(found)
+        tables = {
+            "exchanges-frozen": exchanges.cases_markdown(found["cases"]),
+            "exchanges-nic": exchanges.nic_markdown(found["nic"]),
+            "exchanges-chosen": exchanges.chosen_markdown(found["chosen"]),
+        }
     elif section == "published":
         rows = (
             published.measure((8,), 64, ("lognormal-github", "webprose_ccfit"), (0,)) if quick else published.measure()

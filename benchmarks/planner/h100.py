@@ -12,7 +12,7 @@ from dynamic_cp.bounds import lower_bound
 from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.simulator import simulate
-from dynamic_cp.types import CpCommType, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, CpCommType, PlanOptions, Topology
 from dynamic_cp.workloads import draw_lengths
 
 
@@ -49,7 +49,7 @@ SETTINGS = (
     Setting("lognormal-github", MHA, 4, 1, 32, 128 * K, 16 * K),
     Setting("lognormal-github", MHA, 8, 1, 32, 128 * K, 16 * K),
     Setting("lognormal-github", MHA, 8, 5, 32, 128 * K, 16 * K),
-    Setting("lognormal-github", MHA, 8, 5, 32, 128 * K, 16 * K, exchanges=("p2p", "a2a", "all_gather")),
+    Setting("lognormal-github", MHA, 8, 5, 32, 128 * K, 16 * K, exchanges=CP_COMM_TYPES),
     Setting("lognormal-github", MHA, 8, 1, 32, 512 * K, 32 * K),
     Setting("lognormal-github", MHA, 8, 1, 4096, 128 * K, 16 * K, samples=32768),
     Setting("lognormal-cc", GQA, 1, 1, 64, 32 * K, 8 * K),

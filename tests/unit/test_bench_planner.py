@@ -36,6 +36,14 @@ def test_quick_run(tmp_path):
     assert row["busy"] + row["pipeline_bubble"] + row["cp_wait"] + row["dp_wait"] == pytest.approx(1)
     assert row["pipeline_bubble"] > 0
 
+    rows = found["exchanges"]["cases"]
+    assert [row["heads"] for row in rows] == ["MHA", "GQA"]
+    for row in rows:
+        assert row["all_bound_s"] <= min(row["all_s"], row["all_thorough_s"]) <= row["ring_s"]
+    (row,) = found["exchanges"]["chosen"]
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert row["all_s"] < row["ring_s"]
+
     rows = found["published"]["cases"]
     assert len(rows) == 2
     for row in rows:
