@@ -263,3 +263,24 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
     assert "plan_global_batch" in api
     assert "fastest legal plan" in api
+
+
+def test_messages_of_the_faq_are_the_programs() -> None:
+    """Fragments of quoted messages (there is an ellipsis where they vary) stand in the sources."""
+    sources = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("dynamic_cp", "megatron")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    )
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # a message goes on in the next line
+    page = (DOCS / "faq.md").read_text(encoding="utf-8").replace("\n  ", " ")
+    quoted = re.findall(r"`([^`\n]*…[^`\n]*)`|(?<!\*)\*(?!\*)([^*\n]*…[^*\n]*)\*", page)
+    fragments = {
+        fragment.strip(" ,;:.")
+        for pair in quoted
+        for fragment in re.split(r"…|\bN\b|\bM\b|\d[\d.]*(?: GB)?|tokens: checksum", "".join(pair))
+        if len(fragment.strip()) >= 8
+    }
+    assert len(fragments) >= 15
+    missing = sorted(fragment for fragment in fragments if fragment not in sources)
+    assert not missing, missing
