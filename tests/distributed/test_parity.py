@@ -137,10 +137,11 @@ def test_head_exchange_equals_single_process(name: str, reference_of) -> None:
     assert_bytes_as_planned(comparisons, layout, plan)
 
 
-def test_mixed_exchanges_on_four_lanes_equal_single_process(reference_of) -> None:
+@pytest.mark.parametrize("batch", ["long_tail", pytest.param("tiny", marks=pytest.mark.slow)])
+def test_mixed_exchanges_on_four_lanes_equal_single_process(batch: str, reference_of) -> None:
     """The step with every exchange that `make check` runs."""
-    layout, samples = Layout(4, exchange="mixed"), BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
+    layout, samples = Layout(4, exchange="mixed"), BATCHES[batch]
+    expected = reference_of(layout.variant, batch)
     plan = plan_of_exchanges(samples, layout)
     comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)
