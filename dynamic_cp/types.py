@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from dynamic_cp.errors import InvalidInputError
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
-CP_COMM_TYPES: tuple[str, ...] = get_args(CpCommType)
+CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 CHOOSES_INNER_SIZE = ("a2a+p2p",)
 """Exchanges that do not imply `Bucket.inner_cp_size`."""
 
@@ -221,6 +221,18 @@ class ModelShape:
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.kv_channels
+
+    def why_no_split(self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int) -> str | None:
+        """Return why TP, PP and VPP cannot split the model evenly over ranks, None where they can."""
+        if tp_size > ranks_per_node:
+            return "TP beyond a node"
+        if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
+            return "TP does not divide heads, KV heads or the MLP"
+        if self.num_layers % (pp_size * vp_size):
+            return "PP x VPP does not divide the layers"
+        if vp_size > 1 and pp_size == 1:
+            return "VPP without a pipeline"
+        return None
 
     @property
     def kv_size(self) -> int:

@@ -182,6 +182,12 @@ def _show_notes(comparison: Comparison, out: Console) -> None:
         for one in comparison.policies
         if not one.fits_memory
     ]
+    notes += [
+        f"{one.policy}: CP sizes up to {one.max_cp_size}, as larger groups take memory from tokens (when training: "
+        f"--max-dynamic-cp-size {one.max_cp_size})"
+        for one in comparison.policies
+        if one.max_cp_size is not None
+    ]
     interval = ", with a paired 95 % t interval over batches" if len(comparison.batches) > 1 else ""
     notes.append(f"gain: by dynamic CP{interval}; all modelled")
     out.print()

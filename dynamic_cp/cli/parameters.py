@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 from dynamic_cp import catalog
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import (
+    CP_COMM_TYPES,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
     CpCommType,
@@ -32,7 +33,6 @@ DEFAULT_MAX_SEQLEN = 131072
 MAX_SAMPLES = 10_000_000
 """Samples of one global batch: more would take gigabytes and minutes."""
 MAX_BATCHES = 1000
-EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 OVERLONG = ("truncate", "drop", "split", "error")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -225,7 +225,7 @@ planner_options = _section(
     SEARCH,
     _option(
         "--cp-comm-type",
-        type=click.Choice(("auto", *EXCHANGES)),
+        type=click.Choice(("auto", *CP_COMM_TYPES)),
         default="p2p",
         show_default=True,
         help="Exchange inside a CP group; auto: the fastest for every bucket.",
@@ -356,14 +356,8 @@ class JobInput:
 
     @cached_property
     def model_shape(self) -> ModelShape:
-        """The model; a model chunk needs a layer."""
-        model, num_chunks = catalog.load_model(self.model), self.pp * self.vpp
-        if num_chunks > model.num_layers:
-            raise InvalidInputError(
-                f"--pp {self.pp} times --vpp {self.vpp} is {num_chunks} model chunks, the model has "
-                f"{model.num_layers} layers: a chunk needs at least one, lower --pp or --vpp"
-            )
-        return model
+        """The model."""
+        return catalog.load_model(self.model)
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -401,7 +395,7 @@ class JobInput:
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
             cp_comm_types=cast(
-                "tuple[CpCommType, ...]", EXCHANGES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
+                "tuple[CpCommType, ...]", CP_COMM_TYPES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
             ),
             recompute=cast(Recompute, self.recompute),
             search=cast(SearchEffort, self.search),
@@ -410,3 +404,13 @@ class JobInput:
     def check(self) -> None:
         """Find what is wrong with the options before any work; DynamicCPError says what."""
         _ = self.topology, self.model_shape, self.hardware_values, self.options
+        model = self.model_shape
+        reason = model.why_no_split(
+            tp_size=self.tp, pp_size=self.pp, vp_size=self.vpp, ranks_per_node=self.ranks_per_node
+        )
+        if reason:
+            raise InvalidInputError(
+                f"--tp {self.tp} --pp {self.pp} --vpp {self.vpp}: {reason} (the model has {model.num_layers} layers, "
+                f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
+                f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change --tp, --pp or --vpp"
+            )

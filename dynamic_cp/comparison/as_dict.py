@@ -4,7 +4,8 @@
      "speedup": {"static": {...}, ...}, "verdict": {...}}
 
 Every figure has its unit in its name; fractions are of iteration_s, but padding_fraction, which is of all tokens that
-are computed. null stands for what is unknown. All but plan_s is the same on every run.
+are computed. A mean of ratios is the ratio of the sums over the batches. null stands for what is unknown. All but
+plan_s is the same on every run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.comparison.speedup import CONFIDENCE
-from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
+from dynamic_cp.comparison.values import DENOMINATORS, BatchOutcome, Comparison, PolicyOutcome, mean_of
 from dynamic_cp.comparison.verdict import verdict_of
 from dynamic_cp.serialize import digest
 
@@ -66,10 +67,11 @@ def _policy(outcome: PolicyOutcome) -> dict[str, Any]:
     return {
         "max_tokens_per_rank": outcome.max_tokens_per_rank,
         "static_cp_size": outcome.static_cp_size,
+        "max_cp_size": outcome.max_cp_size,
         "available_bytes": outcome.available_bytes,
         "fits_memory": outcome.fits_memory,
         "batches": batches,
-        "mean": _mean(batches),
+        "mean": _mean(outcome, batches),
         "stdev": {name: outcome.stdev(name) for name in _SPREAD},
     }
 
@@ -107,18 +109,19 @@ def _batch(outcome: BatchOutcome) -> dict[str, Any]:
     }
 
 
-def _mean(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means of all numbers; None where one is unknown."""
+def _mean(outcome: PolicyOutcome, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means of all numbers, of ratios those of the sums; None where one is unknown."""
     means: dict[str, Any] = {}
     for name, first in batches[0].items():
         values = [batch[name] for batch in batches]
         if name == "parts_s":
             unknown = any(value is None for value in values)
-            means[name] = None if unknown else {key: _average([value[key] for value in values]) for key in first}
+            means[name] = None if unknown else {key: mean_of([value[key] for value in values], None) for key in first}
         elif name not in ("cp_histogram", "digest", "reason"):
-            means[name] = None if any(value is None for value in values) else _average(values)
+            means[name] = mean_of(values, _denominators(name, outcome))
     return means
 
 
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _denominators(name: str, outcome: PolicyOutcome) -> list[float] | None:
+    by = DENOMINATORS.get(name) or ("iteration_s" if name.endswith("_fraction") else None)
+    return None if by is None else [getattr(one, by) for one in outcome.batches]

@@ -2,7 +2,8 @@
 
 A static policy has one CP size for all global batches, as a training run has: the given one, else the fastest of those
 that hold the longest sample. The next-fit policy also has the fastest of a few limits of tokens: the given one or less.
-With a token limit that follows from memory every policy gets its own: smaller groups need smaller buffers.
+With a token limit that follows from memory every policy gets its own: smaller groups need smaller buffers. The dynamic
+policy, too, has the fastest of its largest CP sizes then: communicators of groups that it does not need cost memory.
 """
 
 from __future__ import annotations
@@ -100,9 +101,14 @@ def compare_policies(
             outcomes.append(outcome_of_peer(name, peers[name], job, base))
         elif name in STATIC_POLICIES:
             outcomes.append(_fastest_static(name, job))
+        elif name == "dynamic":
+            outcomes.append(_fastest_dynamic(job, base))
         else:
             outcomes.append(_outcome(name, job, base))
     report.next("done")
+    ours = next((one for one in outcomes if one.policy == "dynamic"), None)
+    if ours is not None:
+        base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.max_cp_size)
     return Comparison(
         model_name=model_name,
         hardware_name=hardware_name or hardware.name,
@@ -125,6 +131,22 @@ class _Steps:
         if self._progress is not None:
             self._progress(self._done, self._total, what)
         self._done += 1
+
+
+def _fastest_dynamic(job: Job, base: PlanOptions) -> PolicyOutcome:
+    """Return the outcome with the fastest of the largest CP sizes that leave memory for more tokens per rank."""
+    candidates = [base]
+    if job.limit_from_memory:
+        for cp_size in reversed(allowed_cp_sizes(job.topology, base)[:-1]):
+            try:
+                options = job.options_of("dynamic", None, max_cp_size=cp_size)
+            except MemoryLimitError:
+                break  # too small for the longest sample, and so are those below
+            if options.max_tokens_per_rank > candidates[-1].max_tokens_per_rank:
+                candidates.append(options)
+    if len(candidates) == 1:
+        return _outcome("dynamic", job, base)
+    return _outcome("dynamic", job, min(candidates, key=lambda options: _fits_and_seconds("dynamic", job, options)))
 
 
 def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
@@ -155,7 +177,7 @@ def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
 def _fits_and_seconds(policy: str, job: Job, options: PlanOptions) -> tuple[bool, float]:
     """Return (whether memory does not hold it, seconds of all batches): the least is the best."""
     plans = [_planned(policy, job, options, batch) for batch in job.batches]
-    memory = job.memory(options, options.static_cp_size)
+    memory = job.memory(options, options.static_cp_size if policy in STATIC_POLICIES else None)
     too_much = job.hardware.hbm_bytes > 0 and any(
         stage.total_bytes > memory.available_bytes for planned in plans for stage in memory.peak(planned.plan)
     )
@@ -187,6 +209,7 @@ def _outcome(policy: str, job: Job, options: PlanOptions) -> PolicyOutcome:
         batches=tuple(batches),
         max_tokens_per_rank=options.max_tokens_per_rank,
         static_cp_size=static_cp_size,
+        max_cp_size=options.max_cp_size if policy == "dynamic" else None,
         available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
     )
 

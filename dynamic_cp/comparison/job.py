@@ -32,9 +32,13 @@ class Job(NamedTuple):
         """Tokens of the longest sample of all batches."""
         return max(sample.seqlen for batch in self.batches for sample in batch)
 
-    def options_of(self, policy: str, static_cp_size: int | None) -> PlanOptions:
+    def options_of(self, policy: str, static_cp_size: int | None, max_cp_size: int | None = None) -> PlanOptions:
         """Return the options with the limit that memory sets `policy`, if it is to."""
-        options = replace(self.options, static_cp_size=static_cp_size or self.options.static_cp_size)
+        options = replace(
+            self.options,
+            static_cp_size=static_cp_size or self.options.static_cp_size,
+            max_cp_size=max_cp_size or self.options.max_cp_size,
+        )
         if self.limit_from_memory:
             limit = self.memory(options, static_cp_size).max_tokens_per_rank(self.max_seqlen)
             options = replace(options, max_tokens_per_rank=limit)

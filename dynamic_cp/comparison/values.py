@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from dynamic_cp.comparison.parts import TimeParts, mean_parts
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
@@ -49,6 +52,34 @@ class BatchOutcome:
         """makespan_s / lower_bound_s, at least 1."""
         return self.makespan_s / self.lower_bound_s
 
+    @property
+    def num_computed_tokens(self) -> float:
+        """Tokens with padding."""
+        return self.num_tokens / (1 - (self.padding_fraction or 0.0))
+
+
+DENOMINATORS: Mapping[str, str] = {
+    "tokens_per_s_per_gpu": "iteration_s",
+    "tflops_per_gpu": "iteration_s",
+    "time_over_bound": "lower_bound_s",
+    "padding_fraction": "num_computed_tokens",
+}
+"""Figure that is a ratio -> what its denominator grows with, so that its mean over batches is a ratio of sums."""
+
+
+def mean_of(values: Sequence[float | None], denominators: Sequence[float] | None) -> float | None:
+    """Return the mean over batches of a figure; None where one is unknown.
+
+    With `denominators` the figure is a ratio and the mean that of the sums, such as all tokens / all seconds: then all
+    figures of a row agree with each other.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    if denominators is None:
+        return statistics.fmean(known)
+    return math.fsum(map(mul, known, denominators)) / math.fsum(denominators)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutcome:
@@ -57,6 +88,7 @@ class PolicyOutcome:
     Attributes:
         max_tokens_per_rank: its limit of tokens (with an automatic limit, that of its own CP sizes).
         static_cp_size: CP size of a static policy; None = it has none.
+        max_cp_size: largest CP size that the dynamic policy may use; None = the largest of the topology.
         available_bytes: memory of a rank that may be planned with; None = unknown.
     """
 
@@ -65,18 +97,20 @@ class PolicyOutcome:
     max_tokens_per_rank: int
     static_cp_size: int | None
     available_bytes: float | None
+    max_cp_size: int | None = None
 
     def mean(self, name: str) -> float | None:
-        """Return the mean over the batches of a figure of `BatchOutcome`; None where it is unknown."""
-        values = [getattr(one, name) for one in self.batches]
-        return None if None in values else sum(values) / len(values)
+        """Return the mean over the batches of a figure of `BatchOutcome`, as `mean_of`; None where it is unknown."""
+        return mean_of([getattr(one, name) for one in self.batches], self._weights(name))
 
     def stdev(self, name: str) -> float | None:
         """Return the standard deviation over the batches of a figure; None where it is unknown or of one batch."""
-        mean = self.mean(name)
-        if mean is None or len(self.batches) == 1:
-            return None
-        return math.sqrt(sum((getattr(one, name) - mean) ** 2 for one in self.batches) / (len(self.batches) - 1))
+        values = [getattr(one, name) for one in self.batches]
+        return None if None in values or len(values) == 1 else statistics.stdev(values)
+
+    def _weights(self, name: str) -> list[float] | None:
+        denominator = DENOMINATORS.get(name)
+        return None if denominator is None else [getattr(one, denominator) for one in self.batches]
 
     @property
     def iteration_s(self) -> float:
@@ -107,7 +141,8 @@ class Comparison:
 
     Attributes:
         model_name, hardware_name: what the user called them.
-        options: as given; max_tokens_per_rank is that of the dynamic policy where it followed from memory.
+        options: as given; max_tokens_per_rank and max_cp_size are those of the dynamic policy where they followed from
+            memory.
         batches: the global batches, in order.
         policies: in the order in which they were asked for.
     """

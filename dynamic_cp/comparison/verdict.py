@@ -59,18 +59,54 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
     speedups = {one.baseline: one for one in comparison.speedups}
     speedup = speedups[baseline.policy]
     low, high = speedup.low or speedup.ratio, speedup.high or speedup.ratio
+    if not ours.fits_memory:
+        return Verdict(
+            pays="no",
+            baseline=baseline.policy,
+            headline=f"the dynamic plan does not fit: {_lacking(ours)}",
+            reason=_why_it_does_not_fit(baseline),
+            saved_s=_saved(ours, baseline),
+        )
     pays: Pays = "yes" if low >= MIN_GAIN else "no" if high < MIN_GAIN else "unclear"
     saved_s = _saved(ours, baseline)
-    headline = _headline(pays, speedup, baseline, [one for name, one in speedups.items() if name != baseline.policy])
-    if not ours.fits_memory:
-        headline += f"; but its plan needs {_gb(ours.peak_bytes)} of {_gb(ours.available_bytes)}: lower the token limit"
+    if baseline.fits_memory:
+        others_that_fit = [
+            one for name, one in speedups.items() if name != baseline.policy and comparison.policy(name).fits_memory
+        ]
+        headline = _headline(pays, speedup, baseline, others_that_fit)
+    else:
+        kind = "static policy" if baseline.policy in _STATIC_POLICIES else "other policy"
+        return Verdict(
+            pays="yes",
+            baseline=baseline.policy,
+            headline=f"only dynamic CP fits in memory: no {kind} does ({described(baseline)}: {_lacking(baseline)})",
+            reason=_moved_tokens(ours, baseline),
+            saved_s=saved_s,
+        )
     if pays == "yes":
         reason = _why_it_pays(ours, baseline, saved_s)
     else:
-        reason = _why_it_does_not(comparison, ours, baseline, saved_s)
+        reason = _why_it_does_not(comparison, ours, baseline, saved_s, speedup)
         if pays == "unclear":
             reason += f" {len(comparison.batches)} global batches differ too much to tell: compare more of them."
     return Verdict(pays=pays, baseline=baseline.policy, headline=headline, reason=reason, saved_s=saved_s)
+
+
+def _lacking(one: PolicyOutcome) -> str:
+    """Return what memory lacks, such as `139.8 of 70.8 GB at limit 65536`."""
+    return (
+        f"{(one.peak_bytes or 0) / 1e9:.1f} of {(one.available_bytes or 0) / 1e9:.1f} GB "
+        f"at limit {one.max_tokens_per_rank}"
+    )
+
+
+def _why_it_does_not_fit(baseline: PolicyOutcome) -> str:
+    remedy = "Lower the limit of tokens per rank, recompute more, or use more TP or PP ranks."
+    name = described(baseline)
+    if baseline.fits_memory:
+        return f"{name[0].upper()}{name[1:]} fits, with {(baseline.peak_bytes or 0) / 1e9:.1f} GB. {remedy}"
+    kind = "static policy" if baseline.policy in _STATIC_POLICIES else "other policy"
+    return f"No {kind} fits either: {name} needs {_lacking(baseline)}. {remedy}"
 
 
 def described(policy: PolicyOutcome) -> str:
@@ -131,7 +167,11 @@ def _why_it_pays(ours: PolicyOutcome, baseline: PolicyOutcome, saved_s: tuple[tu
 
 
 def _why_it_does_not(
-    comparison: Comparison, ours: PolicyOutcome, baseline: PolicyOutcome, saved_s: tuple[tuple[str, float], ...]
+    comparison: Comparison,
+    ours: PolicyOutcome,
+    baseline: PolicyOutcome,
+    saved_s: tuple[tuple[str, float], ...],
+    speedup: Speedup,
 ) -> str:
     assert baseline.parts is not None
     parts, iteration_s = dict(baseline.parts), baseline.iteration_s
@@ -161,8 +201,11 @@ def _why_it_does_not(
             f"{described(baseline)} for {baseline.max_tokens_per_rank}."
         )
     over_bound = max(one.time_over_bound for one in ours.batches)
-    if over_bound < MIN_GAIN:
-        sentences.append(f"No better plan is there to be found: it is within {over_bound - 1:.1%} of the lower bound.")
+    if over_bound < MIN_GAIN and speedup.ratio >= 1:
+        sentences.append(
+            f"No better plan with {ours.max_tokens_per_rank} tokens per rank is there to be found: it is within "
+            f"{over_bound - 1:.1%} of the lower bound."
+        )
     return " ".join(sentences)
 
 
@@ -184,6 +227,11 @@ def _moved_tokens(ours: PolicyOutcome, baseline: PolicyOutcome) -> str:
         return f"Dynamic CP, too, runs all tokens at CP {baseline.static_cp_size}."
     moves = [f"{share:.0%} at a {word} one" for share, word in ((smaller, "smaller"), (larger, "larger")) if share > 0]
     most = f" ({shares[main]:.0%} at CP {main})" if main != baseline.static_cp_size else ""
+    if same < 0.005:
+        where = " and ".join(word for share, word in ((smaller, "smaller"), (larger, "larger")) if share >= 0.005)
+        of_them = f"CP {main}" if shares[main] > 0.995 else f"{where} sizes, {shares[main]:.0%} of them at CP {main}"
+        name = baseline.policy.capitalize()
+        return f"{name} runs all tokens at CP {baseline.static_cp_size}, dynamic CP runs them at {of_them}."
     return (
         f"It runs {same:.0%} of the tokens at CP {baseline.static_cp_size}, as {baseline.policy} does, "
         f"{_joined(moves)}{most}."
@@ -206,7 +254,3 @@ def _change(name: str, ours: PolicyOutcome, theirs: PolicyOutcome) -> str:
 
 def _joined(words: list[str]) -> str:
     return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _gb(value: float | None) -> str:
-    return "unknown memory" if value is None else f"{value / 1e9:.1f} GB"

@@ -61,7 +61,7 @@ def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, 
         facts=" · ".join(facts),
         command=command,
         inputs=inputs,
-        verdict=_spoken(verdict, comparison),
+        verdict=_spoken(verdict),
         num_batches=_counted(len(comparison.batches), "global batch", "global batches"),
         labels=LABELS,
         rows=[_row(one, comparison) for one in comparison.policies],
@@ -102,11 +102,11 @@ class _Bar(NamedTuple):
     fits: bool = True
 
 
-def _spoken(verdict: Verdict | None, comparison: Comparison) -> dict[str, str] | None:
+def _spoken(verdict: Verdict | None) -> dict[str, str] | None:
     if verdict is None:
         return None
     return {
-        "state": verdict.pays if comparison.policy("dynamic").fits_memory else "no",
+        "state": verdict.pays,
         "headline": verdict.headline[0].upper() + verdict.headline[1:],
         "reason": verdict.reason,
     }
@@ -145,6 +145,11 @@ def _notes(comparison: Comparison) -> list[str]:
     else:
         named = ", ".join(f"{name} {limit}" for name, limit in limits.items())
         notes.append(f"Limit of padded tokens of a rank in a micro-batch: {named}.")
+    notes += [
+        f"{one.policy}: CP sizes up to {one.max_cp_size}, as larger groups take memory from tokens."
+        for one in comparison.policies
+        if one.max_cp_size is not None
+    ]
     notes += [
         f"{one.policy}: {note}"
         for one in comparison.policies
@@ -276,11 +281,14 @@ def _gb(value_bytes: float) -> str:
 
 
 def _bounds(comparison: Comparison) -> dict[str, Any]:
-    first = comparison.policies[0]
     over = [(described(one), one.mean("time_over_bound") or 1.0) for one in comparison.policies]
     largest = max(*(ratio - 1 for _, ratio in over), 1e-9)
+    # A bound holds for plans with the same limit, so policies with limits of their own have bounds of their own.
+    bounds = {one.max_tokens_per_rank: one.mean("lower_bound_s") or 0.0 for one in reversed(comparison.policies)}
     return {
-        "bound": format_s(first.mean("lower_bound_s") or 0.0),
+        "bound": " and ".join(
+            f"{format_s(seconds)} with {limit} tokens per rank" for limit, seconds in reversed(bounds.items())
+        ),
         "bounds": [_Bar(name, f"{100 * (ratio - 1) / largest:.2f}", f"+{ratio - 1:.1%}") for name, ratio in over],
     }
 

@@ -52,6 +52,9 @@ def options_of(setting: Setting, job: SweepJob) -> PlanOptions:
     """Return the planner's options for a setting."""
     return PlanOptions(
         max_tokens_per_rank=setting.max_tokens_per_rank,
+        static_cp_size=setting.static_cp_size,
+        min_cp_size=setting.static_cp_size or 1,
+        max_cp_size=setting.static_cp_size,
         recompute=setting.recompute,
         cp_comm_types=setting.cp_comm_types,
         search=job.search,

@@ -57,6 +57,8 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> tuple[str, ..
 
 def _dynamic_cp(setting: Setting, hardware_name: str, policy: str, search: str) -> tuple[str, ...]:
     flags = ["--dynamic-cp"] if policy == "dynamic" else ["--static-cp-policy balanced"] if policy == "balanced" else []
+    if setting.static_cp_size is not None:
+        flags.append(f"--context-parallel-size {setting.static_cp_size}")
     flags += [
         f"--max-seqlen-per-dp-cp-rank {setting.max_tokens_per_rank}",
         f"--cp-comm-type {'auto' if len(setting.cp_comm_types) > 1 else setting.cp_comm_types[0]}",

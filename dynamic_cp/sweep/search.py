@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.sweep.evaluate import Point, SweepJob, evaluate
-from dynamic_cp.sweep.space import EXCHANGES, Refused, Setting, Space, layouts_of, settings_of
+from dynamic_cp.sweep.space import Refused, Setting, Space, layouts_of, settings_of
+from dynamic_cp.types import CP_COMM_TYPES
 
 _WORTH = 0.999
 """Choosing the exchange per bucket is another point only if it is faster than this factor."""
@@ -85,6 +86,7 @@ def sweep(
             max_seqlen=max_seqlen,
             distributed_optimizer=job.distributed_optimizer,
             limits=limits,
+            policy=job.policy,
         )
         if isinstance(found, Refused):
             refused[found.reason] += 1
@@ -103,7 +105,8 @@ def sweep(
         points = _points(run(settings, count), refused)
         front = pareto_front(points)
         before = {
-            replace(point.setting, cp_comm_types=EXCHANGES): point.iteration_s for point in _worth_another_try(points)
+            replace(point.setting, cp_comm_types=CP_COMM_TYPES): point.iteration_s
+            for point in _worth_another_try(points)
         }
         free = _points(run(list(before), lambda: None), Counter())
         faster = [point for point in free if point.iteration_s < _WORTH * before[point.setting]]

@@ -17,9 +17,6 @@ LIMIT_DIVISORS = (1, 2, 4)
 _LIMIT_STEP = 256
 """Limits are rounded down to a multiple of this, for flags that can be read."""
 
-EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""What `--cp-comm-type auto` of pretrain_gpt.py chooses from."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -62,12 +59,13 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point of the space."""
+    """One point of the space; static_cp_size: of all groups, None = dynamic."""
 
     topology: Topology
     recompute: Recompute
     max_tokens_per_rank: int
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    static_cp_size: int | None = None
 
 
 class Refused(NamedTuple):
@@ -108,6 +106,7 @@ def settings_of(
     max_seqlen: int,
     distributed_optimizer: bool,
     limits: Sequence[int] | None = None,
+    policy: str = "dynamic",
 ) -> tuple[Setting, ...] | Refused:
     """Return the settings of a layout that memory and the longest sample allow, the largest limit first.
 
@@ -117,8 +116,36 @@ def settings_of(
         max_seqlen: longest sample, tokens.
         distributed_optimizer: the optimizer state is sharded over the lanes.
         limits: limits of tokens per rank to try; None = as much as memory holds and parts of it.
+        policy: a static one has every CP size that divides the lanes, each with the memory of groups of that size.
     """
-    options = PlanOptions(max_tokens_per_rank=1, recompute=recompute)
+    if policy == "dynamic":
+        return _settings_at(topology, recompute, None, model, hardware, max_seqlen, distributed_optimizer, limits)
+    found: list[Setting] = []
+    refused: list[Refused] = []
+    for cp_size in (1 << k for k in range(topology.max_cp_size.bit_length())):
+        if topology.num_lanes % cp_size == 0:
+            one = _settings_at(topology, recompute, cp_size, model, hardware, max_seqlen, distributed_optimizer, limits)
+            if isinstance(one, Refused):
+                refused.append(one)
+            else:
+                found += one
+    return tuple(found) or refused[-1]
+
+
+def _settings_at(
+    topology: Topology,
+    recompute: Recompute,
+    static_cp_size: int | None,
+    model: ModelShape,
+    hardware: Hardware,
+    max_seqlen: int,
+    distributed_optimizer: bool,
+    limits: Sequence[int] | None,
+) -> tuple[Setting, ...] | Refused:
+    """Return the settings with one static CP size, or (None) with all sizes."""
+    options = PlanOptions(
+        max_tokens_per_rank=1, recompute=recompute, min_cp_size=static_cp_size or 1, max_cp_size=static_cp_size
+    )
     memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=distributed_optimizer)
     if max(stage.total_bytes for stage in memory.peak_at(0)) > memory.available_bytes:
         return Refused("weights and optimizer do not fit in memory")
@@ -128,7 +155,7 @@ def settings_of(
         return Refused("the longest sample does not fit in memory")
     step = round_up(_LIMIT_STEP, 2 * topology.rank_token_multiple)
     rounded = most // step * step if most >= 4 * step else most
-    least = -(-max_seqlen // topology.max_cp_size)
+    least = -(-max_seqlen // (static_cp_size or topology.max_cp_size))
     tried = [rounded // divisor for divisor in LIMIT_DIVISORS] if limits is None else sorted(limits, reverse=True)
     if rounded < least <= most:
         tried = [most]
@@ -136,7 +163,8 @@ def settings_of(
     if not kept:
         return Refused("no token limit fits both memory and the longest sample")
     return tuple(
-        Setting(topology=topology, recompute=recompute, max_tokens_per_rank=limit) for limit in dict.fromkeys(kept)
+        Setting(topology=topology, recompute=recompute, max_tokens_per_rank=limit, static_cp_size=static_cp_size)
+        for limit in dict.fromkeys(kept)
     )
 
 
@@ -151,12 +179,4 @@ def _vp_sizes(model: ModelShape, pp_size: int) -> tuple[int, ...]:
 def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int) -> str | None:
     if space.num_gpus % (tp_size * pp_size):
         return "TP x PP does not divide the GPUs"
-    if tp_size > space.ranks_per_node:
-        return "TP beyond a node"
-    if any(number % tp_size for number in (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size)):
-        return "TP does not divide heads, KV heads or the MLP"
-    if model.num_layers % (pp_size * vp_size):
-        return "PP x VPP does not divide the layers"
-    if vp_size > 1 and pp_size == 1:
-        return "VPP without a pipeline"
-    return None
+    return model.why_no_split(tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=space.ranks_per_node)

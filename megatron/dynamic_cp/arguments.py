@@ -12,11 +12,11 @@ from typing import Any
 
 from dynamic_cp import catalog
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import SEARCH_EFFORTS, CpCommType
+from dynamic_cp.types import CP_COMM_TYPES, SEARCH_EFFORTS, CpCommType
 
 VERIFY_MODES = ("digest", "full", "off")
 # The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
-EXCHANGES: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
+EXCHANGES: tuple[CpCommType, ...] = CP_COMM_TYPES
 STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
 
 

@@ -12,11 +12,12 @@ import pytest
 from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
 from dynamic_cp.sweep.evaluate import options_of
 from dynamic_cp.sweep.flags import launcher
-from dynamic_cp.sweep.space import EXCHANGES, Refused, settings_of
-from dynamic_cp.types import Topology
+from dynamic_cp.sweep.space import Refused, settings_of
+from dynamic_cp.types import CP_COMM_TYPES, Topology
 from tests.unit.planner.support import samples_of
 
 MODEL = load_model("llama-3-8b")
@@ -54,6 +55,38 @@ def test_what_it_finds_fits_in_memory(found):
         assert point.peak_bytes <= memory.available_bytes
         assert point.setting.max_tokens_per_rank <= memory.max_tokens_per_rank(9000)
         assert point == evaluate(point.setting, JOB)
+
+
+@pytest.mark.parametrize("policy", ["static", "balanced"])
+def test_a_static_policy_has_one_cp_size_in_all_batches(policy):
+    """Short batches, too, run at the CP size that the longest needs: a run has one."""
+    job = replace(JOB, batches=(samples_of([200] * 16), samples_of([9000, 3000])), policy=policy)
+    few = replace(SPACE, tp_sizes=(2,), pp_sizes=(1,), recompute=("full",))
+    result = sweep(few, job, max_seqlen=9000)
+    assert result.num_evaluated > 3
+    for point in result.front:
+        cp_size = point.setting.static_cp_size
+        options = options_of(point.setting, job)
+        assert (options.static_cp_size, options.min_cp_size, options.max_cp_size) == (cp_size, cp_size, cp_size)
+        for batch in job.batches:
+            plan = plan_global_batch(
+                batch, topology=point.setting.topology, model=MODEL, hardware=HARDWARE, options=options, policy=policy
+            ).plan
+            assert set(plan.cp_histogram) == {cp_size} == {point.largest_cp_size}
+    found = settings_of(
+        Topology(num_lanes=8),
+        "full",
+        model=MODEL,
+        hardware=replace(HARDWARE, hbm_bytes=4 * HARDWARE.hbm_bytes),
+        max_seqlen=9000,
+        distributed_optimizer=True,
+        policy=policy,
+    )
+    most = {}
+    for setting in found:
+        most.setdefault(setting.static_cp_size, setting.max_tokens_per_rank)
+    assert list(most) == [1, 2, 4, 8]
+    assert most[1] > most[8]  # communicators of large groups only where they are used
 
 
 def test_processes_change_nothing(found):
@@ -110,14 +143,12 @@ def test_the_front_keeps_what_saves_memory():
     ids=str,
 )
 def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatch):
-    from megatron.dynamic_cp.arguments import EXCHANGES as TRAINED_EXCHANGES
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.derive import model_shape, plan_options
     from megatron.trainer.derive import topology as topology_of
 
-    assert EXCHANGES == TRAINED_EXCHANGES
     model = load_model(model_name)
-    setting = Setting(topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=EXCHANGES)
+    setting = Setting(topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES)
     groups = launch_flags(
         setting, model=model, hardware_name="h100", max_seqlen=9000, global_batch_size=18, search="thorough"
     )
@@ -128,7 +159,7 @@ def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatc
     assert topology_of(args) == topology
     options = plan_options(args)
     assert options.max_tokens_per_rank == 8192
-    assert options.cp_comm_types == EXCHANGES
+    assert options.cp_comm_types == CP_COMM_TYPES
     assert (options.recompute, options.search, options.bytes_per_element) == (recompute, "thorough", 2)
     assert args.dynamic_cp
     assert (args.seq_length, args.global_batch_size, args.use_distributed_optimizer) == (9000, 18, True)
@@ -144,6 +175,10 @@ def test_flags_of_static_policies():
             setting, model=MODEL, hardware_name="a b.json", max_seqlen=9, global_batch_size=1, policy=policy
         )[1]
 
+    fixed = replace(setting, static_cp_size=4)
+    for policy in ("static", "balanced"):
+        flags = launch_flags(fixed, model=MODEL, hardware_name="h100", max_seqlen=9, global_batch_size=1, policy=policy)
+        assert "--context-parallel-size 4" in flags[1]
     assert words("dynamic")[0] == "--dynamic-cp"
     assert words("balanced")[0] == "--static-cp-policy balanced"
     assert words("static")[-1] == "--dynamic-cp-hardware 'a b.json'"

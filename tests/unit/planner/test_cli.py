@@ -11,13 +11,12 @@ import pytest
 from dynamic_cp import cli
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.cli.parameters import EXCHANGES
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.search import POLICIES
 from dynamic_cp.serialize import digest, loads, parse_plan, plan_from_dict
 from dynamic_cp.simulator import simulate
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
 from dynamic_cp.validate import check_plan
 from dynamic_cp.workloads import draw_lengths
 
@@ -135,7 +134,7 @@ def test_auto_is_what_memory_holds(capsys):
         load_model("llama-3-8b"),
         load_hardware("h100"),
         topology,
-        PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=EXCHANGES),
+        PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=CP_COMM_TYPES),
     )
     plan = plan_from_dict(report["plan"])
     assert report["max_tokens_per_rank"] == plan.max_tokens_per_rank
