@@ -11,6 +11,7 @@ Structure matters most: plans made by tokens squared alone take 1.2 to
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -154,6 +155,17 @@ class CostModel:
         """Return the fastest exchange of the options and its inner size; ("p2p", 1) for cp_size 1."""
         row = self._best_row(cp_size, first_lane, tokens, tokens_squared)
         return self.exchanges[row], self.inner_cp_sizes[row]
+
+    def with_only(self, cp_comm_type: CpCommType) -> CostModel:
+        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size."""
+        first, end = self.table.first_option.copy(), self.table.end_option.copy()
+        for place in np.ndindex(first.shape):
+            rows = [row for row in range(first[place], end[place]) if self.exchanges[row] == cp_comm_type]
+            if rows:
+                first[place], end[place] = rows[0], rows[-1] + 1
+        other = copy(self)
+        other.table = self.table._replace(first_option=first, end_option=end)
+        return other
 
     def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:
         """Return the row of the table that a bucket pays; None where the options do not have its exchange.

@@ -183,6 +183,7 @@ class _Search:
             for effort in EFFORTS[self.cost_model.options.search]:
                 for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
                     yield Candidate(packed.makespan_ns, packed.name, packed.packing)
+            yield from self._by_the_ring(fewest)
         found = []
         for num_rows in counts:
             quota_ns = share_ns + num_rows * empty_ns
@@ -193,6 +194,15 @@ class _Search:
             found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
         for _, packing in found:
             yield from self._orders(f"nested m={packing.num_rows}", packing, only_pyramid=True)
+
+    def _by_the_ring(self, fewest: int) -> Iterator[Candidate]:
+        """Yield what a thorough search with other exchanges has of a fast one with the ring, so it is never slower."""
+        options = self.cost_model.options
+        if options.search == "fast" or len(options.cp_comm_types) == 1 or "p2p" not in options.cp_comm_types:
+            return
+        for effort in EFFORTS["fast"]:
+            for packed in pack_blocks(self.seqlens, self.cost_model.with_only("p2p"), fewest, effort):
+                yield self._judged(f"{packed.name} as ring", packed.packing)
 
     def _megatron_dev(self) -> Iterator[Candidate]:
         topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
