@@ -98,12 +98,13 @@ def documents_of(step: int) -> list[Sample]:
 
 
 def problem_for(num_lanes: int, *exchanges: str) -> Problem:
-    """Return what is planned for: at most 256 tokens on a rank, so that the longest document needs 4 ranks."""
+    """Return what is planned for: so few tokens on a rank that the longest document needs the largest CP size."""
+    topology = Topology(num_lanes=num_lanes)
     return Problem(
-        topology=Topology(num_lanes=num_lanes),
+        topology=topology,
         model=MODEL,
         hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges or ("p2p",)),
+        options=PlanOptions(max_tokens_per_rank=1024 // topology.max_cp_size, cp_comm_types=exchanges or ("p2p",)),
     )
 
 
