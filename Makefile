@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
+# Tests on two processes: those with several ranks wait as much as they compute. Empty: one after the other.
+PARALLEL ?= -n 2 --dist loadfile
 
 .PHONY: train test check lint bench bench-planner docs clean
 
@@ -20,7 +22,7 @@ train: $(READY)
 	PYTHON=$(BIN)/python sh examples/train_cpu.sh
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -28,7 +30,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow" -q
+	$(BIN)/python -m pytest -m "not slow" -q $(PARALLEL)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dynamic_vs_static.py

@@ -20,7 +20,7 @@ REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces n
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
 HF = ["transformers==5.23.0", "accelerate==1.15.0"]  # pinned: their attention and mesh interfaces change; 26 MB in all
-TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout"]
+TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]
 
 setup(
     name="megatron-dynamic-cp",
