@@ -38,7 +38,7 @@ def made_up_samples(number: int) -> list[dict[str, list[int]]]:
     random = np.random.default_rng(0)
     samples = []
     for length in random.lognormal(3.5, 1.2, number).clip(2, 500).astype(int):
-        tokens = random.integers(0, VOCAB_SIZE, length).tolist()
+        tokens = (random.geometric(0.15, length).clip(max=VOCAB_SIZE) - 1).tolist()
         samples.append({"input_ids": tokens, "labels": [-100] * (length // 10) + tokens[length // 10 :]})
     return samples
 
@@ -52,9 +52,9 @@ def main() -> None:
     use_dynamic_cp(model)
     options = PlanOptions(max_tokens_per_rank=256)
     lanes = lanes_of(accelerator, problem_of(model.config, accelerator.num_processes, options, hardware="cpu"))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     loader = DataLoader(
-        made_up_samples(4 * GLOBAL_BATCH_SIZE),
+        made_up_samples(10 * GLOBAL_BATCH_SIZE),
         batch_size=GLOBAL_BATCH_SIZE,
         shuffle=True,
         generator=torch.Generator().manual_seed(1),  # every rank draws the same global batches
@@ -64,8 +64,8 @@ def main() -> None:
         result = train_step(lanes, model, step, causal_lm_loss, backward=accelerator.backward, label=f"step {index}")
         optimizer.step()
         optimizer.zero_grad()
-        sizes = ", ".join(f"{number} x CP {size}" for size, number in step.plan.facts.cp_histogram.items())
-        accelerator.print(f"step {index}: loss {result.loss:.4f} over {result.num_tokens} tokens; {sizes}")
+        sizes = step.plan.facts.cp_histogram
+        accelerator.print(f"step {index}: loss {result.loss:.4f}; number of packs of CP sizes {sizes}")
     accelerator.end_training()
 
 
