@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import DisagreementError, InvalidInputError, UnsupportedFeatureError
@@ -112,35 +114,44 @@ def accelerator_of_rank(**options):
     return Accelerator(cpu=True, **options)
 
 
-def train_planned(family, recompute):
-    """The same steps from plans under accelerate."""
+def whole(gradient):
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+def train_planned(family, wrapper):
+    """The same steps from plans: under accelerate, or sharded by torch and recomputed (accelerate: no FSDP on CPU)."""
     accelerator = accelerator_of_rank()
     model = new_model(family)
     use_dynamic_cp(model)
-    if recompute:
-        model.gradient_checkpointing_enable()
     options = PlanOptions(max_tokens_per_rank=128)
     lanes = lanes_of(
         accelerator, problem_of(model.config, accelerator.num_processes, options, hardware="cpu"), timeout_s=60
     )
-    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    assert type(wrapped).__name__ == "DistributedDataParallel"
+    if wrapper == "accelerate":
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        assert type(wrapped).__name__ == "DistributedDataParallel"
+    else:
+        model.gradient_checkpointing_enable()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=lanes.mesh)
+        wrapped = fully_shard(model, mesh=lanes.mesh)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
     collator = PlannedCollator(lanes.problem, lanes.lane)
     loader = DataLoader(samples(), batch_size=GLOBAL_BATCH_SIZE, collate_fn=collator)
     steps = []
     for step in lanes.agreed(loader):
         result = train_step(lanes, wrapped, step, causal_lm_loss, backward=accelerator.backward)
-        gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+        gradients = {name: whole(one.grad) for name, one in model.named_parameters()}
         steps.append((result, gradients, step.plan.facts.cp_histogram))
         optimizer.step()
         optimizer.zero_grad()
     return steps
 
 
-@pytest.mark.parametrize(("family", "recompute"), [("Llama", False), ("Qwen3", True)])
-def test_planned_steps_equal_the_model_alone(family, recompute):
+@pytest.mark.parametrize(("family", "wrapper"), [("Llama", "accelerate"), ("Qwen3", "fsdp2_recompute")])
+def test_planned_steps_equal_the_model_alone(family, wrapper):
     reference = run(1, train_alone, family)[0]
-    for rank in run(4, train_planned, family, recompute):
+    for rank in run(4, train_planned, family, wrapper):
         assert len(rank) == len(reference) == NUM_STEPS
         for (result, gradients, cp_histogram), (loss, num_tokens, expected) in zip(rank, reference, strict=True):
             assert len(cp_histogram) > 1
