@@ -50,7 +50,7 @@ def cases(draw) -> Case:
         max_tokens_per_rank=draw(st.integers(2 * topology.rank_token_multiple, 200)),
         min_cp_size=min_cp_size,
         max_cp_size=draw(st.sampled_from([None, *(size for size in sizes if size >= min_cp_size)])),
-        cp_comm_types=draw(st.sampled_from([("p2p",), ("all_gather",), ("a2a+p2p", "a2a"), CP_COMM_TYPES])),
+        cp_comm_types=draw(st.sampled_from([("p2p",), ("all_gather",), ("a2a+p2p", "p2p"), CP_COMM_TYPES])),
         bytes_per_element=4,
     )
     longest = longest_seqlen(topology, options)
