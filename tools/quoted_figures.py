@@ -77,12 +77,13 @@ def main() -> int:
     ]
     readme += [f"| {name} | {balanced} | {static} | measured |" for name, balanced, static in MEASURED]
     readme += ["", f"Modelled {date}, measured 2026-11-21."]
-    decide = ["| `dynamic-cp simulate` … | over balanced | over static | verdict |", "| --- | --- | --- | --- |"]
+    decide = ["| job | over balanced | over static | verdict |", "| --- | --- | --- | --- |"]
     decide += [
-        f"| {job.name}: `{job.words}` | {_gain(one, 'balanced')} | {_gain(one, 'static')} | {one['verdict']['pays']} |"
+        f"| {job.name} | {_gain(one, 'balanced')} | {_gain(one, 'static')} | {one['verdict']['pays']} |"
         for job, one in results
     ]
-    decide += ["", f"Run on {date}; Llama-3-8B on H100, everything predicted."]
+    decide += ["", f"Run on {date}; Llama-3-8B on H100, everything predicted. In the same order:", "", "```text"]
+    decide += [*(f"dynamic-cp simulate {job.words}" for job in JOBS), "```"]
     for path, lines in ((ROOT / "README.md", readme), (ROOT / "docs/how-to/decide.md", decide)):
         text = path.read_text(encoding="utf-8")
         before, begin, rest = text.partition(BEGIN)
