@@ -155,12 +155,16 @@ class MemoryModel:
             ]
             limit = int(min(free) // multiple) * multiple
             if limit < multiple:
-                self._refuse(f"{multiple} tokens per rank at CP size {cp_size}", self.peak_at(multiple, cp_size))
+                self._refuse(
+                    f"{multiple} tokens per rank at CP size {cp_size}", multiple, self.peak_at(multiple, cp_size)
+                )
             if max_seqlen is None or limit * cp_size >= max_seqlen:
                 return limit
         raise MemoryLimitError(
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
-            f"{largest}, memory holds {limit}: use full recomputation, more lanes, or lower --seq-length",
+            f"{largest}, memory holds {limit}: "
+            f"{'' if options.recompute == 'full' else 'use full recomputation, '}more lanes, a larger "
+            "--tensor-model-parallel-size or lower --seq-length",
             max_seqlen=max_seqlen,
             max_tokens_per_rank=limit,
         )
@@ -171,7 +175,7 @@ class MemoryModel:
         Raises:
             MemoryLimitError: with the stage, both numbers of bytes and the remedy.
         """
-        self._check("the plan", self.peak(plan))
+        self._check("the plan", plan.max_tokens_per_rank, self.peak(plan))
 
     def check_limit_fits(self, tokens_per_rank: int, cp_size: int = 1) -> None:
         """Refuse a limit of `tokens_per_rank` in groups of `cp_size` if a stage needs more than `available_bytes`.
@@ -179,25 +183,37 @@ class MemoryModel:
         Raises:
             MemoryLimitError: with the stage, both numbers of bytes and the remedy.
         """
-        self._check(f"{tokens_per_rank} tokens per rank at CP size {cp_size}", self.peak_at(tokens_per_rank, cp_size))
+        what = f"{tokens_per_rank} tokens per rank at CP size {cp_size}"
+        self._check(what, tokens_per_rank, self.peak_at(tokens_per_rank, cp_size))
 
-    def _check(self, what: str, stages: tuple[StageMemory, ...]) -> None:
+    def _check(self, what: str, limit: int, stages: tuple[StageMemory, ...]) -> None:
         if max(stage.total_bytes for stage in stages) > self.available_bytes:
-            self._refuse(what, stages)
+            self._refuse(what, limit, stages)
 
-    def _refuse(self, what: str, stages: tuple[StageMemory, ...]) -> None:
+    def _refuse(self, what: str, limit: int, stages: tuple[StageMemory, ...]) -> None:
         needed, stage = max((memory.total_bytes, -index) for index, memory in enumerate(stages))
         parts = stages[-stage]
         largest = max(parts._fields, key=lambda name: float(getattr(parts, name)))
         raise MemoryLimitError(
             f"{what} needs {needed / 1e9:.2f} GB on pipeline stage {-stage}, {self.available_bytes / 1e9:.2f} GB are "
             f"available ({SAFETY_FRACTION:.0%} of what {self._hardware.name} has); most goes to "
-            f"{largest.removesuffix('_bytes')} ({getattr(parts, largest) / 1e9:.2f} GB): lower "
-            "--max-seqlen-per-dp-cp-rank, recompute more, or use more TP or PP ranks",
+            f"{largest.removesuffix('_bytes')} ({getattr(parts, largest) / 1e9:.2f} GB): {self._remedy(limit, parts)}",
             needed_bytes=needed,
             available_bytes=self.available_bytes,
             stage=-stage,
         )
+
+    def _remedy(self, limit: int, parts: StageMemory) -> str:
+        """Return what helps and is not done already."""
+        least = 2 * self._topology.rank_token_multiple
+        state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
+        ways = []
+        if state < self.available_bytes:  # else no fewer tokens help
+            ways += ["lower --max-seqlen-per-dp-cp-rank"] * (limit > least)
+            ways += ["recompute more"] * (self._options.recompute != "full")
+        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
+        ways.append("use a larger --tensor-model-parallel-size or --pipeline-model-parallel-size")
+        return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
     def _exchange_bytes(self, tokens: int, cp_size: int, inner: int) -> float:
         """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""

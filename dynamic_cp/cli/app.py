@@ -37,6 +37,8 @@ _OWN_FLAGS = {
     "--max-dynamic-cp-size": "--lanes",
     "--context-parallel-size": "--static-cp-size",
     "--seq-length": "--max-seqlen",
+    "--tensor-model-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
 }
 """The planner's remedies name the flags of the trainer; these are the same here."""
 

@@ -230,7 +230,12 @@ planner_options = _section(
         show_default=True,
         help="Exchange inside a CP group; auto: the fastest for every bucket.",
     ),
-    _option("--static-cp-size", type=int, metavar="N", help="CP size of static and balanced. [default: see below]"),
+    _option(
+        "--static-cp-size",
+        type=int,
+        metavar="N",
+        help="CP size of static and balanced. [default: the fastest that holds the longest sample; plan: the smallest]",
+    ),
 )
 """Adds the options of the planner."""
 
@@ -278,6 +283,13 @@ class BatchInput:
             return False
         return "/" in name or Path(name).suffix != ""
 
+    @property
+    def cut_tokens(self) -> int | None:
+        """Tokens of the longest sample that may be drawn; None = as long as there are in a file."""
+        if self.max_seqlen is not None:
+            return self.max_seqlen
+        return None if self.is_file or self.global_batch_size is None else DEFAULT_MAX_SEQLEN
+
     def draw(self, default_batches: int = 1) -> tuple[tuple[Sample, ...], ...]:
         """Return the global batches: one of all of a file, or as many as asked for, drawn from it or a workload.
 
@@ -309,9 +321,7 @@ class BatchInput:
         num_batches = default_batches if self.batches is None else self.batches
         if not 1 <= num_batches <= MAX_BATCHES:
             raise InvalidInputError(f"--batches is {num_batches}, 1 to {MAX_BATCHES} can be compared: change it")
-        max_seqlen = self.max_seqlen
-        if max_seqlen is None:
-            max_seqlen = MAX_LENGTH if self.is_file else DEFAULT_MAX_SEQLEN
+        max_seqlen = MAX_LENGTH if self.cut_tokens is None else self.cut_tokens
         return tuple(
             _numbered(
                 draw_lengths(
@@ -328,8 +338,15 @@ class BatchInput:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the options for the inputs of a JSON report."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "batches"}
+        """Return the options for the inputs of a JSON report, as they took effect; None: it has none here."""
+        is_drawn = self.global_batch_size is not None
+        return {
+            "lengths": self.lengths,
+            "global_batch_size": self.global_batch_size,
+            "seed": (self.seed or 0) if is_drawn else None,
+            "max_seqlen": self.cut_tokens,
+            "overlong": (self.overlong or "truncate") if is_drawn else None,
+        }
 
 
 def _numbered(seqlens: Sequence[int]) -> tuple[Sample, ...]:

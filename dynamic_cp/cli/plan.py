@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.cli.output import STDOUT, check_writable, write_text
+from dynamic_cp.cli.console import Progress, can_draw, console, progress
+from dynamic_cp.cli.output import STDOUT, check_writable, write_json, write_text
 from dynamic_cp.cli.parameters import (
     BatchInput,
     Command,
@@ -22,9 +22,16 @@ from dynamic_cp.cli.parameters import (
     planner_options,
     taken,
 )
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 SCHEMA_VERSION = 1
+_SHOWN_LINES = 8
+"""Micro-batches that the terminal shows."""
 
 
 @click.command(
@@ -33,9 +40,9 @@ SCHEMA_VERSION = 1
     short_help="Plan one global batch and predict its time.",
     epilog="""\b
 Examples:
-  dynamic-cp plan --lengths lengths.npy --lanes 8
+  dynamic-cp plan --lengths lengths.npy --lanes 8 --tp 2
   dynamic-cp plan --lengths github --global-batch-size 512 --lanes 64 --tp 2 --recompute full --bound
-  dynamic-cp plan --lengths lengths.txt --lanes 4 --max-tokens-per-rank 8192 --output plan.json
+  dynamic-cp plan --lengths lengths.txt --lanes 4 --tp 4 --max-tokens-per-rank 8192 --output plan.json
 """,
 )
 @batch_options(several=False)
@@ -62,12 +69,21 @@ def command(policy: str, bound: bool, output: str | None, json: str | None, **gi
     check_writable(output)
     check_writable(json)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
-    job.check()
-    planned, figures = _plan(batch, job, policy, bound)
+    with progress("planning") as steps:
+        steps(0, 4, "lengths")
+        from dynamic_cp.search import POLICIES
+
+        if policy not in POLICIES:
+            near = did_you_mean(policy, POLICIES)
+            raise InvalidInputError(f"policy {policy!r} is unknown{near}: use one of {', '.join(POLICIES)}")
+        job.check()
+        planned, figures = _plan(batch, job, policy, bound, steps)
     _write(planned, figures, output, json)
 
 
-def _plan(batch: BatchInput, job: JobInput, policy: str, bound: bool) -> tuple[PlannedBatch, dict[str, Any]]:
+def _plan(
+    batch: BatchInput, job: JobInput, policy: str, bound: bool, steps: Progress
+) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.cost_model import CostModel
     from dynamic_cp.memory_model import MemoryModel
@@ -85,15 +101,18 @@ def _plan(batch: BatchInput, job: JobInput, policy: str, bound: bool) -> tuple[P
         sharded = not job.no_distributed_optimizer
         return MemoryModel(model, hardware, topology, options, distributed_optimizer=sharded)
 
+    steps(1, 4, "plan")
     if job.limit_from_memory:
         limit = memory_of(options).max_tokens_per_rank(max(sample.seqlen for sample in samples))
         options = replace(options, max_tokens_per_rank=limit)
     planned = plan_global_batch(
         samples, topology=topology, model=model, hardware=hardware, options=options, policy=policy
     )
+    steps(2, 4, "memory")
     memory = memory_of(options)
     if hardware.hbm_bytes:
         memory.check_plan_fits(planned.plan)
+    steps(3, 4, "lower bound" if bound else "figures")
     figures = {
         "policy": planned.plan.policy,
         "predicted_s": planned.predicted_s,
@@ -108,17 +127,78 @@ def _plan(batch: BatchInput, job: JobInput, policy: str, bound: bool) -> tuple[P
 
 
 def _write(planned: PlannedBatch, figures: dict[str, Any], output: str | None, json_path: str | None) -> None:
-    from dynamic_cp.serialize import dumps, format_plan, plan_to_dict
+    from dynamic_cp.serialize import dumps, plan_to_dict
 
     if output:
         write_text(output, dumps(planned.plan) + "\n")
-    report = {"schema_version": SCHEMA_VERSION, **figures, "plan": plan_to_dict(planned.plan)}
     if json_path:
-        write_text(json_path, json.dumps(report) + "\n")
+        write_json(json_path, {"schema_version": SCHEMA_VERSION, **figures, "plan": plan_to_dict(planned.plan)})
     if STDOUT not in (json_path, output):
-        click.echo(format_plan(planned.plan), nl=False)
-        for name, value in figures.items():
-            click.echo(f"{name}: {_readable(name, value)}")
+        _show(planned.plan, figures, console())
+
+
+def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
+    """Print the first micro-batches and what is expected, with units."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from dynamic_cp.cli.tables import heading
+    from dynamic_cp.serialize import format_plan
+
+    more = "…" if can_draw(out) else "..."
+    _, *lines = format_plan(plan).splitlines()
+    plural = "" if len(lines) == 1 else "es"
+    out.print(heading(f"{len(lines)} micro-batch{plural}"), Text("(sample:tokens; - is an empty place)", style="dim"))
+    out.print()
+    is_cut = len(lines) > _SHOWN_LINES
+    for line in lines[:_SHOWN_LINES]:
+        is_cut |= len(line) > out.width
+        shown = line if len(line) <= out.width else line[: out.width - len(more)] + more
+        out.print(Text(shown), no_wrap=True, overflow="ignore", crop=False)
+    if is_cut:
+        count = len(lines) - _SHOWN_LINES
+        rest = f"{count} more micro-batch{'' if count == 1 else 'es'}; " if count > 0 else ""
+        out.print(Text(f"{more} {rest}--output FILE.json or --json - has all of it", style="dim"))
+    out.print()
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(plan, figures):
+        table.add_row(Text(name, style="bold"), Text(value))
+    out.print(table)
+
+
+def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (what, its value with its unit)."""
+    from dynamic_cp.cli.tables import percent, seconds
+
+    buckets = ", ".join(f"{count} at CP {size}" for size, count in figures["cp_histogram"].items())
+    rows = [("policy", figures["policy"]), ("iteration", f"{seconds(figures['predicted_s'])}, predicted")]
+    if "lower_bound_s" in figures:
+        proven = "" if figures["bound_is_proven"] else " (not proven)"
+        text = (
+            f"{seconds(figures['lower_bound_s'])}{proven}; the plan takes {seconds(figures['makespan_s'])}, "
+            f"{figures['time_over_bound']:.3f} times that, both without the reduction of gradients"
+        )
+        rows.append(("lower bound", text))
+    mfu = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.1%}"
+    available = figures["available_bytes"]
+    of = "of unknown" if available is None else f"of {available / 1e9:.1f} GB"
+    parts = sorted(figures["peak_parts_bytes"].items(), key=lambda one: -one[1])
+    shown = ", ".join(f"{part} {number / 1e9:.1f}" for part, number in parts if number >= 5e7)
+    return [
+        *rows,
+        ("per GPU", f"{figures['tokens_per_s_per_gpu']:.0f} tokens/s, {figures['tflops_per_gpu']:.1f} TFLOP/s{mfu}"),
+        ("limit", f"{plan.max_tokens_per_rank} padded tokens per rank and micro-batch"),
+        ("buckets", buckets),
+        ("imbalance", f"{figures['imbalance']:.3f} (busiest lane / mean)"),
+        ("padding", f"{percent(figures['padding_fraction'])} of the tokens"),
+        (
+            "memory",
+            f"{figures['peak_bytes'] / 1e9:.1f} GB {of} on pipeline stage {figures['peak_stage']}"
+            + (f" ({shown})" if shown else ""),
+        ),
+        ("choice", figures["reason"]),
+        ("digest", figures["digest"]),
+    ]
 
 
 def _bound_figures(plan: Plan, cost_model: Any) -> dict[str, Any]:
@@ -176,19 +256,3 @@ def _flops_figures(
         "model_flops": true.model_flops,
         "hardware_flops": padded.hardware_flops,
     }
-
-
-def _readable(name: str, value: Any) -> str:
-    if value is None:
-        return "unknown"
-    if name == "peak_parts_bytes":
-        return ", ".join(f"{part} {number / 1e9:.2f} GB" for part, number in value.items() if number)
-    if name.endswith("_bytes"):
-        return f"{value / 1e9:.2f} GB"
-    if name == "mfu":
-        return f"{value:.1%}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict):
-        return " ".join(f"{size}x{count}" for size, count in value.items())
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

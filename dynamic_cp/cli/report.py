@@ -67,10 +67,10 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     again = _command_line(ctx)
     if run is not None:
         check_only_run(ctx, ("run", "output"))
-        from dynamic_cp.report.run import read_run
+        from dynamic_cp.report.run import read_about, read_run
         from dynamic_cp.report.run_html import write_run_report
 
-        write_run_report(output, read_run(run), command=again, inputs={"run": run})
+        write_run_report(output, read_run(run), command=again, inputs={"run": run, **read_about(run)})
     else:
         require_batch(ctx, given)
         comparison, batch = compared(policy, given)

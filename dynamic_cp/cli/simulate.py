@@ -65,7 +65,11 @@ def command(policy: str, json: str | None, **given: Any) -> None:
     if json:
         from dynamic_cp.comparison import to_dict
 
-        write_json(json, to_dict(comparison, batch.as_dict()))
+        settings = {
+            "distributed_optimizer": not given["no_distributed_optimizer"],
+            "max_tokens_per_rank": given["max_tokens_per_rank"],
+        }
+        write_json(json, to_dict(comparison, {**batch.as_dict(), **settings}))
     if json != STDOUT:
         from dynamic_cp.cli.comparison_tables import show
 
@@ -74,13 +78,13 @@ def command(policy: str, json: str | None, **given: Any) -> None:
 
 def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
+    from dynamic_cp.comparison import compare_policies, compared_policies
+
+    names = compared_policies([name.strip() for name in policy.split(",") if name.strip()])
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()
     with progress("comparing") as steps:
         steps(0, 1, "lengths")
-        from dynamic_cp.comparison import compare_policies, compared_policies
-
-        names = compared_policies([name.strip() for name in policy.split(",") if name.strip()])
         comparison = compare_policies(
             batch.draw(DEFAULT_BATCHES),
             topology=job.topology,

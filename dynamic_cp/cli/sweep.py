@@ -119,7 +119,11 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             recompute=tuple(word.strip() for word in given["recompute"].split(",")),
         )
         batches = batch.draw(DEFAULT_BATCHES)
-        longest = batch.max_seqlen or max(sample.seqlen for one in batches for sample in one)
+        longest = (
+            batch.cut_tokens
+            if batch.cut_tokens is not None
+            else max(sample.seqlen for one in batches for sample in one)
+        )
         job = SweepJob(
             batches=batches,
             model=model,
@@ -138,7 +142,17 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
         )
     flags = _flags(found.fastest, job, given, longest)
     if json:
-        inputs = {**batch.as_dict(), "batches": len(batches), "gpus": gpus, "model": given["model"]}
+        inputs = {
+            **batch.as_dict(),
+            "batches": len(batches),
+            "gpus": gpus,
+            "ranks_per_node": space.ranks_per_node,
+            "distributed_optimizer": job.distributed_optimizer,
+            "search": job.search,
+            "recompute": space.recompute,
+            **{name: given[name] for name in ("tp", "pp", "vpp", "max_tokens_per_rank")},
+            "model": given["model"],
+        }
         write_json(json, _as_dict(found, {**inputs, "hardware": given["hardware"], "policy": job.policy}, flags))
     if json != STDOUT:
         _show(found, job, given, gpus, flags, console())
@@ -247,6 +261,12 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
     if not job.model.causal_attention:
         out.print(Text("pretrain_gpt.py trains causal models only: this one is for planning", style="dim"))
         return
-    out.print(heading("Recommended"), Text("(add your data, --lr and --train-iters)", style="dim"))
+    note = (
+        "(add your data and tokenizer, --lr and --train-iters, and what costs nothing but belongs to the model: "
+        "--rotary-base, --qk-layernorm or --add-qkv-bias, as its config says"
+    )
+    has_nodes = any("$HEAD_NODE" in line for line in flags)
+    out.print(heading("Recommended"))
+    out.print(Text(f"{note}{'; HEAD_NODE is the host of the first node' if has_nodes else ''})", style="dim"))
     out.print()
     click.echo(" \\\n    ".join(flags))

@@ -65,7 +65,12 @@ def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[
     spans: list[MeasuredSpan] = []
     for path in paths:
         of_iteration: dict[int, list[MeasuredSpan]] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"cannot read {path}: {reason}: is it whole, and may you read it?") from error
+        for number, line in enumerate(lines, 1):
             try:
                 iteration, read = _spans_of_line(line)
             except (ValueError, TypeError, KeyError) as error:
@@ -74,7 +79,9 @@ def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[
                 of_iteration[iteration] = read
         spans += [span for read in of_iteration.values() for span in read]
     if not spans:
-        raise DataError(f"{directory} has 0 spans of the iterations that are asked for: choose others")
+        wanted = "" if iterations is None else " of the iterations that are asked for"
+        remedy = "did the run get to an iteration?" if iterations is None else "choose others"
+        raise DataError(f"{directory} has 0 spans{wanted}: {remedy}")
     return tuple(spans)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from dynamic_cp.errors import DataError
 
 FILE_NAME = "iterations.jsonl"
+ABOUT_NAME = "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,8 @@ def read_run(directory: str | Path) -> tuple[RunRecord, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}: was the run started with --dynamic-cp-dump?") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}: was the run started with --dynamic-cp-dump?") from error
     records: dict[int, RunRecord] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -78,6 +80,37 @@ def read_run(directory: str | Path) -> tuple[RunRecord, ...]:
     if not records:
         raise DataError(f"{path} holds 0 iterations, at least 1 is needed: did the run get that far?")
     return tuple(records[iteration] for iteration in sorted(records))
+
+
+def read_about(directory: str | Path) -> dict[str, str]:
+    """Return what a run's dump says of its job, name -> value; empty where it says nothing (an older dump).
+
+    Raises:
+        DataError: the file is there and cannot be read.
+    """
+    path = Path(directory) / ABOUT_NAME
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}: remove the file") from error
+    arguments = data.get("arguments") if isinstance(data, dict) else None
+    if not isinstance(arguments, dict):
+        raise DataError(f"{path} has no arguments: what wrote it? Remove the file")
+    about = {}
+    sizes = [arguments.get(f"{name}_size") for name in ("world", "tensor_model_parallel", "pipeline_model_parallel")]
+    world_size, tp_size, pp_size = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
+    if tp_size and pp_size:
+        about["lanes"] = str(world_size // (tp_size * pp_size))
+    policy = "dynamic" if arguments.get("dynamic_cp") else arguments.get("static_cp_policy")
+    about |= {} if policy is None else {"policy": str(policy)}
+    shown = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and value is not False and value not in ([], "")
+    }
+    return about | {f"--{name.replace('_', '-')}": str(value) for name, value in sorted(shown.items())}
 
 
 def _record(where: str, line: str) -> RunRecord:

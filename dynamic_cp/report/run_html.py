@@ -16,8 +16,6 @@ from dynamic_cp.report.run import RunRecord
 from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
 
 _MAX_ROWS = 100
-_WARM_UP = 3
-"""Iterations at the start that say nothing of the others: allocators, compilers and connections warm up."""
 _CLOSE = 0.1
 _LABELS = (
     "iteration", "predicted", "measured", "measured / predicted", "loss", "micro-batches", "buckets by CP size",
@@ -41,9 +39,10 @@ def render_run_report(
     """
     if not records:
         raise InvalidInputError("0 iterations are given, a report needs at least 1: did the run get that far?")
-    steady = records[_WARM_UP:] if len(records) > 2 * _WARM_UP else records
+    steady = records[1:] or records  # the first one loads and compiles
     tokens = sum(one.tokens or 0 for one in records)
-    facts = [f"iterations {records[0].iteration} to {records[-1].iteration}"]
+    first, last = records[0].iteration, records[-1].iteration
+    facts = [f"iteration {first}" if first == last else f"iterations {first} to {last}"]
     facts += [f"{format_count(tokens)} tokens"] * (tokens > 0)
     return render(
         "run.html",
@@ -71,18 +70,18 @@ def write_run_report(
 
 
 def _summary(steady: Sequence[RunRecord], num_left_out: int) -> dict[str, str]:
-    ratios = [one.measured_over_predicted for one in steady]
-    typical = statistics.median(ratios)
-    spread = statistics.median(abs(ratio / typical - 1) for ratio in ratios)
+    # As in the summary at the end of a run.
+    typical = sum(one.measured_s for one in steady) / sum(one.predicted_s for one in steady)
+    spread = statistics.median(abs(one.measured_over_predicted / typical - 1) for one in steady)
     close = abs(typical - 1) <= _CLOSE
     if close:
         headline = f"Iterations take {typical:.2f}× the predicted time: the cost model fits this device."
     else:
         word = "longer" if typical > 1 else "shorter"
         headline = f"Iterations take {typical:.3g}× the predicted time, {word} than the cost model of this device says."
-    reason = f"Median of {len(steady)} iterations; half of them are within {spread:.1%} of it."
+    reason = f"Over {_counted(len(steady))} together; half of them are within {spread:.1%} of it."
     if num_left_out:
-        reason += f" The first {num_left_out} are left out: they warm up."
+        reason += " The first one is left out: it loads and compiles."
     if not close and spread <= _CLOSE:
         reason += " The factor is nearly the same for all, so the choice among plans suffers little."
     elif not close:
@@ -92,6 +91,10 @@ def _summary(steady: Sequence[RunRecord], num_left_out: int) -> dict[str, str]:
         share = sum(exposed) / sum(one.measured_s for one in steady if one.exposed_s is not None)
         reason += f" Training waited for the planner {share:.2%} of the time."
     return {"state": "yes" if close else "unclear", "headline": headline, "reason": reason}
+
+
+def _counted(number: int) -> str:
+    return f"{number} iteration{'' if number == 1 else 's'}"
 
 
 def _numbers(records: Sequence[RunRecord], steady: Sequence[RunRecord]) -> list[tuple[str, str]]:
@@ -144,7 +147,7 @@ def _table(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Return rows of some iterations, and which they are."""
     step = -(-len(records) // _MAX_ROWS)
     shown = records[::step]
-    note = f"{len(records)} iterations" if step == 1 else f"1 in {step} of {len(records)} iterations"
+    note = _counted(len(records)) if step == 1 else f"1 in {step} of {len(records)} iterations"
     return {"labels": _LABELS, "rows": [_row(one) for one in shown], "row_note": note}
 
 

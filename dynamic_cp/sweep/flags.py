@@ -21,8 +21,8 @@ def launch_flags(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
 
-    What is not here is the user's: data, learning rate, length of the run. A gated model is taken as Llama-like:
-    RMSNorm, RoPE and no biases.
+    What is not here is the user's: data, tokenizer, learning rate, length of the run, and what of a model has no cost
+    (--rotary-base, --qk-layernorm, --add-qkv-bias). A gated model is taken as Llama-like: RMSNorm, RoPE and no biases.
     """
     return (
         _parallelism(setting, distributed_optimizer),
@@ -38,7 +38,7 @@ def launcher(setting: Setting) -> str:
     topology = setting.topology
     per_node = min(topology.ranks_per_node, topology.world_size)
     num_nodes = topology.world_size // per_node
-    nodes = f" --nnodes {num_nodes}" if num_nodes > 1 else ""
+    nodes = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500" if num_nodes > 1 else ""
     return f"torchrun{nodes} --nproc-per-node {per_node}"
 
 

@@ -14,8 +14,7 @@ def test_text(name):
     for width in WIDTHS:
         text = render(name, width)
         assert text == (FOLDER / text_file(name, width)).read_text(encoding="utf-8"), f"{name} at {width} columns"
-        if not name.startswith("plan"):  # a plan is one line per micro-batch
-            assert max(map(len, text.splitlines())) <= (width if name != "sweep" else max(width, 100))
+        assert max(map(len, text.splitlines())) <= (width if name != "sweep" else max(width, 100))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -152,7 +153,12 @@ def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatc
     groups = launch_flags(
         setting, model=model, hardware_name="h100", max_seqlen=9000, global_batch_size=18, search="thorough"
     )
-    per_node, *nodes = [int(number) for number in re.findall(r"\d+", launcher(setting))[::-1]]
+    words = launcher(setting)
+    per_node, nodes = (
+        [int(number) for number in re.findall(rf"--{flag} (\d+)", words)] for flag in ("nproc-per-node", "nnodes")
+    )
+    assert ("--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500" in words) == (len(nodes) > 0)
+    (per_node,) = per_node
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     words = [word for group in groups for flag in group for word in shlex.split(flag)]
     args = parse_args([*words, "--lr", "1e-4", "--train-iters", "10"], world_size=per_node * (nodes or [1])[0])
@@ -182,3 +188,15 @@ def test_flags_of_static_policies():
     assert words("dynamic")[0] == "--dynamic-cp"
     assert words("balanced")[0] == "--static-cp-policy balanced"
     assert words("static")[-1] == "--dynamic-cp-hardware 'a b.json'"
+
+
+def test_the_flags_are_for_the_lengths_of_the_workload_not_of_the_draw(capsys):
+    from dynamic_cp import cli
+
+    words = (
+        "sweep --lengths sft_short --global-batch-size 8 --batches 1 --gpus 8 --tp 4 --pp 1 --recompute full --jobs 1"
+    )
+    assert cli.main([*words.split(), "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert "--seq-length 131072" in " ".join(data["recommended"]["command"])
+    assert (data["inputs"]["seed"], data["inputs"]["max_seqlen"], data["inputs"]["overlong"]) == (0, 131072, "truncate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.search import POLICIES
-from dynamic_cp.serialize import digest, loads, parse_plan, plan_from_dict
+from dynamic_cp.serialize import digest, format_plan, loads, plan_from_dict
 from dynamic_cp.simulator import simulate
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
 from dynamic_cp.validate import check_plan
@@ -34,19 +35,32 @@ def plan_arguments(lengths, *more):
     return ["plan", "--lengths", lengths, "--lanes", "4", "--max-tokens-per-rank", "256", "--hardware", "cpu", *more]
 
 
-def test_plan_prints_a_plan_and_figures(lengths, capsys):
+def test_plan_prints_the_plan_and_figures_with_units(lengths, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    report = report_of(capsys, *plan_arguments(lengths)[1:])
     assert cli.main(plan_arguments(lengths)) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    rows = [line for line in out.splitlines() if line.startswith("plan v") or line.split(" ")[0].isdigit()]
-    plan = parse_plan("\n".join(rows))
+    plan = plan_from_dict(report["plan"])
     assert sorted(sample.seqlen for sample in plan.samples) == sorted(LENGTHS)
-    figures = dict(line.split(": ", 1) for line in out.splitlines()[len(rows) :])
-    assert float(figures["predicted_s"]) > 0
-    assert int(figures["num_microbatches"]) == plan.num_microbatches
-    assert 0 <= float(figures["padding_fraction"]) < 1
-    assert figures["reason"]
-    assert figures["digest"] == digest(plan)
+    rows = [line.rstrip() for line in out.splitlines() if line.split(" ")[0].isdigit() and "|" in line]
+    assert rows == format_plan(plan).splitlines()[1:9]
+    figures = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if re.match(r"[a-zG ]+  ", line))
+    assert figures["iteration"].rstrip() == f"{report['predicted_s']:.1f} s, predicted"
+    assert figures["limit"].startswith(f"{report['max_tokens_per_rank']} padded tokens")
+    assert figures["memory"].startswith(f"{report['peak_bytes'] / 1e9:.1f} GB of unknown on pipeline stage 0")
+    assert figures["choice"].rstrip() == report["reason"]
+    assert figures["digest"].rstrip() == report["digest"] == digest(plan)
+
+
+def test_plan_cuts_a_long_grid_and_says_where_the_rest_is(lengths, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    words = [*plan_arguments(lengths), "--lanes", "2", "--global-batch-size", "100", "--max-tokens-per-rank", "2048"]
+    assert cli.main(words) == 0
+    out, _ = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 60
+    assert sum(line.split(" ")[0].isdigit() and "|" in line for line in out.splitlines()) <= 8
+    assert "--output FILE.json or --json - has all of it" in out
 
 
 def test_output_is_judged_by_check(lengths, tmp_path, capsys):
@@ -160,7 +174,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
     assert not output.exists()
     # A device whose memory is not known refuses nothing and says so.
     assert cli.main([*words, "--hardware", "cpu"]) == 0
-    assert "available_bytes: unknown" in capsys.readouterr().out
+    assert "GB of unknown on pipeline stage" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_static_limit_counts_static_groups_only(capsys):
@@ -198,17 +212,6 @@ def test_rates_are_of_true_tokens(capsys):
     assert report["mfu"] == pytest.approx(report["tflops_per_gpu"] * 1e12 / load_hardware("h100").peak_flops_per_s)
     # Full recomputation repeats one third of it, but for the head; padding adds a little.
     assert 1.25 < report["hardware_flops"] / report["model_flops"] < 1.35
-
-
-def test_text_has_the_figures_of_json(capsys):
-    words = [*GITHUB, "--max-tokens-per-rank", "auto", "--bound"]
-    report = report_of(capsys, *words)
-    assert cli.main(["plan", *words]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()
-    figures = dict(line.split(": ", 1) for line in lines if not line[0].isdigit())
-    assert list(figures) == [name for name in report if name not in ("plan", "schema_version")]
-    assert int(figures["max_tokens_per_rank"]) == report["max_tokens_per_rank"]
-    assert figures["peak_bytes"] == f"{report['peak_bytes'] / 1e9:.2f} GB"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -330,3 +333,17 @@ def test_the_installed_command_and_usage_errors(lengths):
         [*command, *plan_arguments(lengths, "--json", "-")], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(result.stdout)["predicted_s"] > 0
+
+
+def test_the_remedy_names_what_is_not_done_yet(capsys):
+    words = ["plan", *GITHUB[:4], "--lanes", "2", "--max-seqlen", "8192"]
+    remedies = {}
+    for more in ((), ("--recompute", "full"), ("--no-distributed-optimizer",), ("--max-tokens-per-rank", "65536")):
+        assert cli.main([*words, *more]) == 2
+        remedies[more] = capsys.readouterr().err
+    for more, err in remedies.items():
+        assert "a larger --tp or --pp" in err
+        # The weights alone are too much.
+        assert "recompute more" not in err
+        assert "lower" not in err
+        assert ("use the distributed optimizer" in err) == (more == ("--no-distributed-optimizer",))

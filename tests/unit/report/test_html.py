@@ -248,8 +248,12 @@ def test_a_run_that_is_as_predicted_says_so_and_one_that_is_not_too():
     close = tuple(replace(one, measured_s=one.predicted_s * 1.02) for one in RECORDS)
     text = " ".join(Page(render_run_report(close)).texts)
     assert "Iterations take 1.02× the predicted time: the cost model fits this device." in text
-    assert "Median of 27 iterations" in text
-    assert "first 3 are left out" in text
+    assert "Over 29 iterations together" in text
+    assert "The first one is left out: it loads and compiles." in text
+    slow_start = (replace(RECORDS[0], measured_s=100.0), replace(RECORDS[1], measured_s=RECORDS[1].predicted_s))
+    text = " ".join(Page(render_run_report(slow_start)).texts)
+    assert "Iterations take 1.00× the predicted time" in text
+    assert "Over 1 iteration together" in text
     twice = tuple(replace(one, measured_s=one.predicted_s * 2, exposed_s=0.02) for one in RECORDS)
     text = " ".join(Page(render_run_report(twice)).texts)
     assert "Iterations take 2× the predicted time, longer than" in text

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.report.run import FILE_NAME, RunRecord, read_run
+from dynamic_cp.report.run import FILE_NAME, RunRecord, read_about, read_run
 
 FULL = {
     "iteration": 2,
@@ -69,3 +69,18 @@ def test_a_missing_and_an_empty_file_are_named(tmp_path):
         read_run(tmp_path)
     with pytest.raises(DataError, match="holds 0 iterations"):
         read_run(written(tmp_path, ""))
+
+
+def test_what_a_dump_says_of_its_job(tmp_path):
+    assert read_about(tmp_path) == {}
+    arguments = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    more = {"dynamic_cp": True, "num_layers": 4, "load": None, "use_cpu": False}
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": {**arguments, **more}}))
+    about = read_about(tmp_path)
+    assert (about["lanes"], about["policy"], about["--num-layers"]) == ("4", "dynamic", "4")
+    assert "--load" not in about
+    assert "--use-cpu" not in about
+    for text in (b"\xff", b"{", b"[]", b"{}"):
+        (tmp_path / "run.json").write_bytes(text)
+        with pytest.raises(DataError, match=r"run\.json"):
+            read_about(tmp_path)

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.report.measured import read_spans
 from dynamic_cp.report.trace import MeasuredSpan, measured_trace_events, trace_events, write_trace
 from tests.unit.report.support import timelines
 from tests.unit.report.trace_format_check import check_events
@@ -225,3 +226,19 @@ def test_timelines_without_a_reduction_end_with_their_last_operation():
     (_, (_, timeline)) = timelines("usual")
     events = trace_events(replace(timeline, gradient_reduction_s=0.0))
     assert all(event["cat"] != "reduction" for event in events if event["ph"] == "X")
+
+
+def test_spans_that_cannot_be_read_are_an_error_of_data(tmp_path):
+    (tmp_path / "spans").mkdir()
+    path = tmp_path / "spans" / "rank0.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"cannot read .*rank0\.jsonl"):
+        read_spans(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match="Is a directory"):
+        read_spans(tmp_path)
+    path.rmdir()
+    path.write_text("")
+    with pytest.raises(DataError, match="0 spans: did the run get to an iteration"):
+        read_spans(tmp_path)
