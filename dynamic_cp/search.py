@@ -65,8 +65,9 @@ def plan_global_batch(
         samples: one global batch; their order does not matter, sample_id is the input order of the static policy.
         topology, model, hardware: what runs it.
         options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
-        policy: one of `POLICIES`. "dynamic" has the others among its candidates (the static ones at static_cp_size if
-            that is allowed and holds the longest sample, else at the smallest CP size that does) and is never slower.
+        policy: one of `POLICIES`. "dynamic" has the others among its candidates and is never slower. That is the static
+            ones at every allowed CP size that holds the longest sample; with a pipeline, "fast" search has two of these
+            sizes, the smallest one and static_cp_size.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
@@ -125,25 +126,45 @@ class _Search:
 
     def candidates(self, policy: str) -> Iterator[Candidate]:
         """Yield at least one candidate."""
-        topology, options = self.cost_model.topology, self.cost_model.options
-        best_ns = None
         if policy == "dynamic":
-            found = list(self._dynamic())
+            found = [*self._dynamic(), *self._megatron_dev()]
             yield from found
-            best_ns = min((one.makespan_ns for one in found), default=None)
-        if policy in ("dynamic", "megatron-dev"):
+            yield from self._better_static(min((one.makespan_ns for one in found), default=None))
+        elif policy == "megatron-dev":
             yield from self._megatron_dev()
-        if policy == "megatron-dev":
-            return
-        cp_size = options.static_cp_size
-        if cp_size is None or (policy == "dynamic" and not self._may_be_static(cp_size)):
-            cp_size = next(cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp))
         else:
-            check_static_cp_size(cp_size, self.longest, topology, options)
-            self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
+            yield from self._static(self._static_cp_size(), policy)
+
+    def _static_cp_size(self) -> int:
+        """Return the CP size of the static policies: the one asked for, else the smallest that may be."""
+        topology, options = self.cost_model.topology, self.cost_model.options
+        cp_size = options.static_cp_size
+        if cp_size is None:
+            return next(cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp))
+        check_static_cp_size(cp_size, self.longest, topology, options)
+        self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
+        return cp_size
+
+    def _better_static(self, best_ns: int | None) -> Iterator[Candidate]:
+        """Yield the static packings that could be faster than `best_ns`, for the dynamic policy to contain.
+
+        Of all CP sizes; with a pipeline, where a bound on compute excludes few, `fast` tries the smallest one and the
+        one that was asked for.
+        """
+        topology, options = self.cost_model.topology, self.cost_model.options
+        sizes = [cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp)]
+        if topology.pp_size > 1 and options.search == "fast":
+            sizes = [cp for cp in sizes if cp in (sizes[0], options.static_cp_size)]
+        for cp_size in sizes:
+            if best_ns is None or best_ns > self._least_static_ns(cp_size.bit_length() - 1):
+                found = [*self._static(cp_size, "dynamic")]
+                yield from found
+                best_ns = min([one.makespan_ns for one in found] + ([] if best_ns is None else [best_ns]))
+
+    def _static(self, cp_size: int, policy: str) -> Iterator[Candidate]:
+        """Yield the packings of one CP size: first-fit, balanced, or for the dynamic policy both."""
+        topology = self.cost_model.topology
         k = cp_size.bit_length() - 1
-        if best_ns is not None and best_ns <= self._least_static_ns(k):
-            return
         durations = self._static_durations(k)
         next_fit = pack_next_fit(
             self.seqlens, self.input_order, durations, k, topology.num_lanes, topology.num_microbatches_multiple

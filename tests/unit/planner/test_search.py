@@ -11,12 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.search import POLICIES, _batch_of, _Search, check_feasible, plan_global_batch
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
+from dynamic_cp.workloads import draw_lengths
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 
@@ -244,3 +246,26 @@ def test_every_process_makes_the_same_plan():
     here = [digest(plan(heavy_tailed(40, 900), Topology(num_lanes=6, pp_size=2), policy).plan) for policy in POLICIES]
     assert outputs == [here, here]
     assert len(set(here)) == len(POLICIES)
+
+
+@pytest.mark.parametrize("pp_size", [1, 4])
+def test_no_static_cp_size_is_faster_however_it_was_chosen(pp_size):
+    """Long samples that all lanes could share evenly: the best static CP size is not the smallest that holds them."""
+    model, hardware = load_model("llama-3-8b"), load_hardware("h100")
+    topology = Topology(num_lanes=16, pp_size=pp_size)
+    options = PlanOptions(max_tokens_per_rank=65536, recompute="full", search="fast" if pp_size == 1 else "thorough")
+    num_larger = 0
+    for seed in range(3):
+        drawn = draw_lengths("sft_longalign", 64, seed, 65536, min_seqlen=64, overlong="truncate")
+        job = {"topology": topology, "model": model, "hardware": hardware}
+        samples = samples_of(drawn.tolist())
+        dynamic = plan_global_batch(samples, options=options, **job)
+        times = {
+            cp_size: plan_global_batch(
+                samples, options=replace(options, static_cp_size=cp_size), policy="balanced", **job
+            ).predicted_s
+            for cp_size in (1, 2, 4, 8, 16)
+        }
+        assert dynamic.predicted_s <= min(times.values())
+        num_larger += min(times, key=times.__getitem__) > 1
+    assert num_larger, "the smallest CP size that holds the batch would have done"
