@@ -96,10 +96,11 @@ class AttentionPrices:
         self._query_bytes = layers * 2 * model.query_size / topology.tp_size * options.bytes_per_element
         self._heads = heads_of_rank(model, topology.tp_size)
         self._node_lanes = lanes_in_one_node(topology)
+        self._allowed_inner_sizes = options.inner_cp_sizes
 
     def inner_sizes(self, exchange: str, cp_size: int) -> tuple[int, ...]:
         """Return the inner sizes with which a group of `cp_size` can use `exchange`, the largest first; () if none."""
-        return inner_sizes(exchange, cp_size, self._heads, self._node_lanes)
+        return inner_sizes(exchange, cp_size, self._heads, self._node_lanes, self._allowed_inner_sizes)
 
     def a2a_rule(self) -> str:
         """Return what exchanges of heads need, with this model's numbers."""

@@ -224,7 +224,8 @@ class MemoryModel:
         return tokens * (queries + cp_size // inner * copies * self._bytes.ring_per_bucket_token)
 
     def _inner_sizes(self, exchange: str, cp_size: int) -> tuple[int, ...]:
-        return inner_sizes(exchange, cp_size, self._heads, lanes_in_one_node(self._topology))
+        node_lanes = lanes_in_one_node(self._topology)
+        return inner_sizes(exchange, cp_size, self._heads, node_lanes, self._options.inner_cp_sizes)
 
     def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
         """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""

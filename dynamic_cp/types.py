@@ -491,6 +491,7 @@ class PlanOptions:
         min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
         static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
         cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie.
+        inner_cp_sizes: inner sizes that a2a+p2p may use, powers of two above 1; None = every possible one.
         recompute: activation recomputation of the run.
         bytes_per_element: bytes of one activation (2 for bf16, 4 for fp32).
         search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
@@ -501,6 +502,7 @@ class PlanOptions:
     max_cp_size: int | None = None
     static_cp_size: int | None = None
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    inner_cp_sizes: tuple[int, ...] | None = None
     recompute: Recompute = "none"
     bytes_per_element: int = 2
     search: SearchEffort = "fast"
@@ -512,6 +514,11 @@ class PlanOptions:
             if value is not None and not is_power_of_two(value):
                 raise InvalidInputError(
                     f"{name} {value} is not a power of two: use 1, 2, 4, ...", name=name, value=value
+                )
+        for value in self.inner_cp_sizes or ():
+            if not is_power_of_two(value) or value == 1:
+                raise InvalidInputError(
+                    f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...", value=value
                 )
         if self.recompute not in RECOMPUTE_MODES:
             raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")

@@ -50,6 +50,7 @@ def plan_options(args: argparse.Namespace, max_tokens_per_rank: int | None = Non
         max_cp_size=args.max_dynamic_cp_size,
         static_cp_size=args.context_parallel_size,
         cp_comm_types=cp_comm_types(args),
+        inner_cp_sizes=args.dynamic_cp_inner_sizes,
         recompute=recompute,
         bytes_per_element=2 if args.bf16 else 4,
         search=args.dynamic_cp_search,

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.arguments import EXCHANGES
+from megatron.trainer import derive
 from megatron.trainer.arguments import parse_args
 from tests.trainer.commandline import command_line
 
@@ -82,6 +85,16 @@ def test_what_is_left_out_is_filled_in(flags, num_lanes, lanes_per_node, inner, 
     args = parsed(flags, num_lanes, lanes_per_node, monkeypatch)
     assert args.num_attention_heads in (NUM_HEADS, 3)
     assert (args.dynamic_cp_inner_sizes, args.max_dynamic_cp_size) == (inner, largest)
+
+
+def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
+    """A long sample on 8 lanes takes a2a+p2p; with which inner size is the flag's to say."""
+    for flags, sizes in (("", (2, 4)), ("--dynamic-cp-inner-sizes 2", (2,))):
+        args = parsed(f"--cp-comm-type a2a+p2p {flags}", 8, 4, monkeypatch)
+        options = derive.plan_options(args)
+        assert options.inner_cp_sizes == sizes
+        cost_model = CostModel(derive.model_shape(args, 256), load_hardware("h100"), derive.topology(args), options)
+        assert set(cost_model.inner_cp_sizes) - {1} == set(sizes)
 
 
 def test_every_exchange_is_a_choice(monkeypatch):
