@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -45,6 +46,14 @@ _OWN_FLAGS = {
 
 class LazyGroup(click.Group):
     """Imports a subcommand when it is called, so that --help starts at once."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; a reader that has seen enough is no failure (click would exit with 1)."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _drop_output()
+            return 0
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all subcommands."""
@@ -134,9 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.Abort:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) closed early; keep Python from complaining again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
     return 0
+
+
+def _drop_output() -> None:
+    """The reader (head, less) closed early: keep Python from complaining again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_what_the_terminal_can() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
 from dynamic_cp.cli.tables import heading, make_table, tokens
-from dynamic_cp.comparison import Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
+from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
 from dynamic_cp.comparison.verdict import described
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 WIDE = 110
 """Columns from which the table of figures has all of them."""
 
-PARTS: Mapping[str, tuple[str, str, str]] = {
-    "compute": ("computing", "c", "green"),
-    "launch": ("launches", "l", "dark_green"),
-    "tensor_parallel": ("TP collectives", "t", "cyan"),
-    "padding": ("padding", "p", "yellow"),
-    "exchange": ("CP exchange", "x", "red"),
-    "pipeline_bubble": ("pipeline bubble", "b", "blue"),
-    "cp_wait": ("CP wait", "w", "magenta"),
-    "dp_wait": ("DP wait", "d", "bright_magenta"),
-    "gradient_reduction": ("gradients", "g", "bright_black"),
+PARTS: Mapping[str, tuple[str, str]] = {
+    "compute": ("c", "green"),
+    "launch": ("l", "dark_green"),
+    "tensor_parallel": ("t", "cyan"),
+    "padding": ("p", "yellow"),
+    "exchange": ("x", "red"),
+    "pipeline_bubble": ("b", "blue"),
+    "cp_wait": ("w", "magenta"),
+    "dp_wait": ("d", "bright_magenta"),
+    "gradient_reduction": ("g", "bright_black"),
 }
-"""Part of an iteration -> its name, its letter in a bar without colours, its colour."""
+"""Part of an iteration -> its letter in a bar without colours, its colour."""
 
 _MARKS = {"yes": "green", "no": "yellow", "unclear": "yellow"}
 
@@ -132,10 +132,10 @@ def _parts(comparison: Comparison, out: Console) -> Table:
     known = [one for one in comparison.policies if one.parts is not None]
     table = make_table(["", "", *(described(one) for one in known)], left=2)
     glyphs = _glyphs(out)
-    for name, (label, _, colour) in PARTS.items():
+    for name, (_, colour) in PARTS.items():
         values = [1e3 * dict(one.parts)[name] for one in known if one.parts is not None]
         if any(abs(value) >= 5e-4 for value in values):
-            table.add_row(Text(glyphs[name], style=colour), label, *(f"{value:.1f}" for value in values))
+            table.add_row(Text(glyphs[name], style=colour), PART_LABELS[name], *(f"{value:.1f}" for value in values))
     table.add_row("", "iteration", *(f"{1e3 * one.iteration_s:.1f}" for one in known), style="bold")
     return table
 
@@ -143,7 +143,7 @@ def _parts(comparison: Comparison, out: Console) -> Table:
 def _glyphs(out: Console) -> dict[str, str]:
     """Return what a part is drawn with: a block where colours tell parts apart, else its letter."""
     has_colours = can_draw(out) and out.color_system is not None and not out.no_color
-    return {name: "█" if has_colours else letter for name, (_, letter, _) in PARTS.items()}
+    return {name: "█" if has_colours else letter for name, (letter, _) in PARTS.items()}
 
 
 def _show_bars(comparison: Comparison, out: Console) -> None:
@@ -161,7 +161,7 @@ def _show_bars(comparison: Comparison, out: Console) -> None:
         for name, seconds in one.parts:
             reached_s += seconds
             end = round(width * reached_s / longest_s)
-            line.append(glyphs[name] * (end - drawn), style=PARTS[name][2])
+            line.append(glyphs[name] * (end - drawn), style=PARTS[name][1])
             drawn = max(end, drawn)
         out.print(line, no_wrap=True, overflow="crop")
 

@@ -18,7 +18,13 @@ def console() -> Console:
     """Return what writes to stdout; it honours NO_COLOR, COLUMNS and pipes."""
     from rich.console import Console
 
-    return Console(highlight=False, emoji=False, markup=False)
+    class Pipeable(Console):
+        """Leaves it to the command what a closed pipe means; rich would exit with 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Pipeable(highlight=False, emoji=False, markup=False)
 
 
 def can_draw(out: Console) -> bool:

@@ -117,7 +117,7 @@ def _show(name: str, described: dict[str, Any], out: Console) -> None:
         f"{grouped(described['num_samples'])} {what}, {grouped(described['num_tokens'])} tokens, "
         f"mean {described['mean_tokens']:.0f}"
     )
-    quantiles = make_table(["percent", *(f"{one['percent']:g}" for one in described["quantiles"])])
+    quantiles = make_table(["percentile", *(f"{one['percent']:g}" for one in described["quantiles"])])
     quantiles.add_row("tokens", *(str(one["tokens"]) for one in described["quantiles"]))
     out.print()
     out.print(quantiles)

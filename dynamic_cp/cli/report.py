@@ -47,7 +47,7 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies, with commas between; also flexsp and wlb.",
+        help="Policies, with commas between; also flexsp (slow) and wlb.",
     ),
 )
 @planner_options

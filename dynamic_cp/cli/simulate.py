@@ -49,7 +49,7 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies, with commas between; also megatron-0.16.1, flexsp, wlb.",
+        help="Policies, with commas between; also megatron-0.16.1, flexsp (slow), wlb.",
     ),
 )
 @planner_options
@@ -83,6 +83,12 @@ def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput
     names = compared_policies([name.strip() for name in policy.split(",") if name.strip()])
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()
+    if "flexsp" in names:
+        click.echo(
+            "dynamic-cp: warning: policy flexsp solves a MILP per micro-batch, seconds to minutes a batch; where the "
+            "time limit ends one, its plan depends on this machine",
+            err=True,
+        )
     with progress("comparing") as steps:
         steps(0, 1, "lengths")
         comparison = compare_policies(

@@ -217,9 +217,10 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
     from dynamic_cp.cli.tables import heading, make_table, percent
 
     cross = "×" if can_draw(out) else "x"
+    plural = "batch" if len(job.batches) == 1 else "batches"
     out.print(
         heading(f"{given['model']} on {gpus} {cross} {given['hardware']}"),
-        Text(f"policy {job.policy}, {len(job.batches)} global batches of {len(job.batches[0])} samples"),
+        Text(f"policy {job.policy}, {len(job.batches)} global {plural} of {len(job.batches[0])} samples"),
     )
     out.print(f"{found.num_evaluated} settings planned; each of these is beaten by none in both time and memory:")
     out.print()

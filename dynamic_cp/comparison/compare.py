@@ -29,7 +29,7 @@ _STATIC_DIVISORS = (2, 4, 8)
 
 Batches = Sequence[Sequence[Sample]]
 Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what comes next)."""
+"""Called with (batches done of all policies, batches in all, what comes next)."""
 
 
 def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def compare_policies(
         limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
         distributed_optimizer: the optimizer state is sharded over the lanes.
         model_name, hardware_name: kept in the result.
-        progress: called before every step.
+        progress: called before every policy and after every batch.
 
     Raises:
         InvalidInputError: no batches, or an unknown policy.
@@ -93,19 +93,20 @@ def compare_policies(
         distributed_optimizer=distributed_optimizer,
     )
     base = job.options_of("dynamic", None)
-    report = _Steps(progress, len(names))
+    report = _Steps(progress, names, len(batches))
     outcomes = []
     for name in names:
-        report.next(name)
+        report.start(name)
         if name in peers:
-            outcomes.append(outcome_of_peer(name, peers[name], job, base))
-        elif name in STATIC_POLICIES:
-            outcomes.append(_fastest_static(name, job))
+            outcomes.append(outcome_of_peer(name, peers[name], job, base, report.next))
+            continue
+        options = base
+        if name in STATIC_POLICIES:
+            options = _fastest_static(name, job)
         elif name == "dynamic":
-            outcomes.append(_fastest_dynamic(job, base))
-        else:
-            outcomes.append(_outcome(name, job, base))
-    report.next("done")
+            options = _fastest_dynamic(job, base)
+        outcomes.append(_outcome(name, job, options, report.next))
+    report.start("done")
     ours = next((one for one in outcomes if one.policy == "dynamic"), None)
     if ours is not None:
         base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.max_cp_size)
@@ -124,17 +125,25 @@ def compare_policies(
 class _Steps:
     """Counts the steps of a comparison for whoever draws a bar."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+    def __init__(self, progress: Progress | None, names: Sequence[str], num_batches: int) -> None:
+        self._progress, self._total, self._done = progress, len(names) * num_batches, 0
+        self._what = ""
 
-    def next(self, what: str) -> None:
+    def start(self, what: str) -> None:
+        """Say what comes next."""
+        self._what = what
         if self._progress is not None:
             self._progress(self._done, self._total, what)
+
+    def next(self) -> None:
+        """Count a batch of it."""
         self._done += 1
+        if self._done < self._total:
+            self.start(self._what)
 
 
-def _fastest_dynamic(job: Job, base: PlanOptions) -> PolicyOutcome:
-    """Return the outcome with the fastest of the largest CP sizes that leave memory for more tokens per rank."""
+def _fastest_dynamic(job: Job, base: PlanOptions) -> PlanOptions:
+    """Return the options with the fastest of the largest CP sizes that leave memory for more tokens per rank."""
     candidates = [base]
     if job.limit_from_memory:
         for cp_size in reversed(allowed_cp_sizes(job.topology, base)[:-1]):
@@ -145,12 +154,12 @@ def _fastest_dynamic(job: Job, base: PlanOptions) -> PolicyOutcome:
             if options.max_tokens_per_rank > candidates[-1].max_tokens_per_rank:
                 candidates.append(options)
     if len(candidates) == 1:
-        return _outcome("dynamic", job, base)
-    return _outcome("dynamic", job, min(candidates, key=lambda options: _fits_and_seconds("dynamic", job, options)))
+        return base
+    return min(candidates, key=lambda options: _fits_and_seconds("dynamic", job, options))
 
 
-def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
-    """Return the outcome of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
+def _fastest_static(policy: str, job: Job) -> PlanOptions:
+    """Return the options of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
     given = job.options.static_cp_size
     sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
     candidates = []
@@ -170,8 +179,8 @@ def _fastest_static(policy: str, job: Job) -> PolicyOutcome:
     if not candidates:  # no divisor of the lanes holds the longest sample: the planner's own choice may idle lanes
         candidates = [job.options_of(policy, None)]
     if len(candidates) == 1:
-        return _outcome(policy, job, candidates[0])
-    return _outcome(policy, job, min(candidates, key=lambda options: _fits_and_seconds(policy, job, options)))
+        return candidates[0]
+    return min(candidates, key=lambda options: _fits_and_seconds(policy, job, options))
 
 
 def _fits_and_seconds(policy: str, job: Job, options: PlanOptions) -> tuple[bool, float]:
@@ -193,7 +202,7 @@ def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[i
     return [limit, *(limit // divisor for divisor in _STATIC_DIVISORS if limit // divisor >= least)]
 
 
-def _outcome(policy: str, job: Job, options: PlanOptions) -> PolicyOutcome:
+def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], None]) -> PolicyOutcome:
     static_cp_size = options.static_cp_size if policy in STATIC_POLICIES else None
     prices = job.prices(options)
     memory = job.memory(options, static_cp_size)
@@ -204,6 +213,7 @@ def _outcome(policy: str, job: Job, options: PlanOptions) -> PolicyOutcome:
         result = _planned(policy, job, options, batch)
         plan_s = time.perf_counter() - start_s
         batches.append(batch_outcome(job, result, prices, memory, plan_s))
+        count()
     return PolicyOutcome(
         policy=policy,
         batches=tuple(batches),

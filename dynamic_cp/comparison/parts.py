@@ -74,16 +74,16 @@ class TimeParts:
 
 PART_LABELS: Mapping[str, str] = {
     "compute": "computing",
-    "launch": "launches and part-filled kernels",
-    "tensor_parallel": "tensor-parallel collectives",
-    "padding": "computing padding",
-    "exchange": "exposed CP exchange",
+    "launch": "launches",
+    "tensor_parallel": "TP collectives",
+    "padding": "padding",
+    "exchange": "CP exchange",
     "pipeline_bubble": "pipeline bubble",
-    "cp_wait": "waiting inside CP groups",
-    "dp_wait": "waiting for the slowest lane",
-    "gradient_reduction": "gradient reduction",
+    "cp_wait": "CP wait",
+    "dp_wait": "DP wait",
+    "gradient_reduction": "gradients",
 }
-"""Part -> what to call it, in the order in which parts are shown."""
+"""Part -> what to call it in tables and sentences, in the order in which parts are shown."""
 
 
 def mean_parts(all_parts: tuple[TimeParts, ...]) -> TimeParts:

@@ -59,8 +59,12 @@ def outcome_of_peer(
     peer: Peer,
     job: Job,
     options: PlanOptions,
+    count: Callable[[], None],
 ) -> PolicyOutcome:
-    """Return what `peer` makes of all batches; UnsupportedFeatureError: it has no result for this job."""
+    """Return what `peer` makes of all batches; UnsupportedFeatureError: it has no result for this job.
+
+    `count` is called after every batch.
+    """
     prices = job.prices(options)
     memory = job.memory(options, None)
     batches = []
@@ -86,6 +90,7 @@ def outcome_of_peer(
                     **rates(job, batch, result.seconds, prices),
                 )
             )
+            count()
             continue
         check_plan(result.plan, batch)
         timeline = simulate(result.plan, prices.all)
@@ -96,6 +101,7 @@ def outcome_of_peer(
             reason=result.note,
         )
         batches.append(batch_outcome(job, planned, prices, memory, plan_s, result.note))
+        count()
     return PolicyOutcome(
         policy=name,
         batches=tuple(batches),

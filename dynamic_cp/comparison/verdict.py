@@ -185,7 +185,7 @@ def _why_it_does_not(
     name = described(baseline)
     sentences.append(
         f"{name[0].upper()}{name[1:]} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, "
-        "tensor parallelism and gradient reduction"
+        "TP collectives and gradients"
         + ("; the rest is mostly " if avoidable else "")
         + _joined([f"{label(name)} {seconds / iteration_s:.1%}" for name, seconds in avoidable])
         + (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -107,9 +108,15 @@ def _spoken(verdict: Verdict | None) -> dict[str, str] | None:
         return None
     return {
         "state": verdict.pays,
-        "headline": verdict.headline[0].upper() + verdict.headline[1:],
-        "reason": verdict.reason,
+        "headline": _typeset(verdict.headline[0].upper() + verdict.headline[1:]),
+        "reason": _typeset(verdict.reason),
     }
+
+
+def _typeset(text: str) -> str:
+    """Return the text of a terminal with the signs of a page: 1.3× for 1.3x, – for .. between numbers, → for ->."""
+    text = re.sub(r"(?<=\d)x\b", "×", text)
+    return re.sub(r"(?<=\d)\.\.(?=\d)", "–", text).replace(" -> ", " → ")
 
 
 def _row(one: PolicyOutcome, comparison: Comparison) -> _Row:
@@ -216,7 +223,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     pictures: list[Picture] = [
         picture(
             partial(gantt, timelines), name="gantt", title="Who computes what, and when", width_in=WIDE_IN,
-            caption=f"{end}. A bar spans the lanes of a CP group; numbers are micro-batches, grey is idle.",
+            caption=f"{end}. A bar spans the lanes of a CP group; numbers are micro-batches. Between bars a lane is idle.",
         ),
         picture(
             partial(cp_map, [(name, timeline.plan) for name, timeline in timelines]), name="cp-sizes",

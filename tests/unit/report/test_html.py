@@ -16,7 +16,7 @@ import pytest
 from dynamic_cp.comparison import verdict_of
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.report.drawing import format_s
-from dynamic_cp.report.html import render_report, write_report
+from dynamic_cp.report.html import _typeset, render_report, write_report
 from dynamic_cp.report.run_html import render_run_report, write_run_report
 from dynamic_cp.report.theme import DARK, LIGHT
 from tests.unit.report.support import comparison
@@ -169,9 +169,12 @@ def test_the_verdict_stands_first_and_the_figures_are_the_comparisons():
     verdict = verdict_of(one)
     page = Page(plain_page())
     shown = " ".join(page.texts)
-    assert verdict.headline[1:] in shown
-    assert verdict.reason in shown
-    assert shown.index(verdict.headline[1:]) < shown.index("Policies side by side")
+    headline, reason = _typeset(verdict.headline), _typeset(verdict.reason)
+    assert headline[1:] in shown
+    assert reason in shown
+    assert re.search(r"\d×", headline)
+    assert not re.search(r"\dx|\.\.\d| -> ", headline + reason)
+    assert shown.index(headline[1:]) < shown.index("Policies side by side")
     assert [title for level, title in page.headings if level == 2] == [
         "Policies side by side", "Where the time goes", "The plans", "Memory", "Distance to the lower bound",
         "Batch by batch", "Reproduce",
@@ -216,6 +219,23 @@ def test_a_policy_that_needs_too_much_memory_is_marked():
     assert "3.0 GB" in text
     assert "--at: 66.67%" in text
     assert "does not say how much memory" not in text
+
+
+def test_a_dynamic_plan_that_does_not_fit_is_no_success():
+    one = comparison()
+    policies = tuple(
+        replace(
+            policy,
+            available_bytes=2e9,
+            batches=tuple(
+                replace(batch, peak_bytes=3e9 if policy.policy == "dynamic" else 1e9) for batch in policy.batches
+            ),
+        )
+        for policy in one.policies
+    )
+    page = Page(render_report(replace(one, policies=policies), command="c", inputs={}))
+    assert "The dynamic plan does not fit: 3.0 of 2.0 GB at limit 256" in " ".join(page.texts)
+    assert ("section", "class", "verdict no") in page.attributes
 
 
 def test_a_peer_without_plans_has_a_row_and_no_picture():
