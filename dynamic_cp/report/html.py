@@ -223,7 +223,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     pictures: list[Picture] = [
         picture(
             partial(gantt, timelines), name="gantt", title="Who computes what, and when", width_in=WIDE_IN,
-            caption=f"{end}. A bar spans the lanes of a CP group; numbers are micro-batches. Between bars a lane is idle.",
+            caption=f"{end}. A bar spans the lanes of a CP group; numbers are micro-batches; gaps are idle.",
         ),
         picture(
             partial(cp_map, [(name, timeline.plan) for name, timeline in timelines]), name="cp-sizes",
