@@ -146,6 +146,22 @@ def test_the_limit_follows_from_memory_for_each_policy():
         compared(hardware=replace(hardware, hbm_bytes=1e6), limit_from_memory=True)
 
 
+def test_a_verdict_where_only_the_dynamic_plan_fits():
+    comparison = compared(policies=("dynamic", "balanced"))
+    policies = tuple(
+        replace(
+            one,
+            available_bytes=2e9,
+            batches=tuple(replace(b, peak_bytes=3e9 if one.policy == "balanced" else 1e9) for b in one.batches),
+        )
+        for one in comparison.policies
+    )
+    verdict = verdict_of(replace(comparison, policies=policies))
+    assert verdict.pays == "yes"
+    assert verdict.headline.startswith("only dynamic CP fits in memory: no static policy does (balanced CP ")
+    assert "3.0 of 2.0 GB at limit 1500" in verdict.headline
+
+
 def test_reserved_memory_is_no_reason_to_lose():
     """Communicators of large groups cost memory; dynamic CP may do without those that no sample needs."""
     hardware = replace(CURVED_HARDWARE, hbm_bytes=3e7, communicator_bytes_per_group=4e6)
