@@ -164,6 +164,7 @@ def test_auto_is_what_memory_holds(capsys):
 def test_what_does_not_fit_is_refused(tmp_path, capsys):
     output = tmp_path / "plan.json"
     words = ["plan", *GITHUB, "--max-tokens-per-rank", "131072", "--output", str(output), "--recompute", "none"]
+    words += ["--lanes", "8"]
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
