@@ -42,7 +42,8 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
         "test": TEST,
         "docs": DOCS,
-        "dev": [*TEST, *REPORT, *DOCS, "mypy", "ruff"],
+        "hf": HF,
+        "dev": [*TEST, *REPORT, *DOCS, *HF, "mypy", "ruff"],
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],

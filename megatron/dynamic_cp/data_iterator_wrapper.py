@@ -18,15 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dynamic_cp import serialize
 from dynamic_cp.errors import DisagreementError, IllegalPlanError
 from dynamic_cp.global_batch import GlobalBatch
-from dynamic_cp.lane_plan import LanePlan, lane_plan
+from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.types import Sample
-from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.planning import FixedPlan, PlanSource
+from megatron.dynamic_cp.planning import FixedPlan, PlanSource, check_whole
 from megatron.dynamic_cp.prefetch import Packer
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.token_audit import check_tokens
@@ -186,13 +184,7 @@ class DataIteratorWrapper:
     def _check(self, step: int, plan: LanePlan, samples: Sequence[Sample]) -> None:
         """Compare this lane's part with what this rank knows of the batch; in full, judge the whole plan."""
         if self._verify == "full":
-            whole = self._source.whole(step)
-            check_plan(whole, samples)
-            if serialize.digest(whole) != plan.facts.digest or lane_plan(whole, plan.lane, plan.facts) != plan:
-                raise DisagreementError(
-                    f"lane {plan.lane} has another part of the plan of step {step} than the whole plan says: digest "
-                    f"{serialize.digest(whole)[:15]} here, {plan.facts.digest[:15]} published"
-                )
+            check_whole(self._source.whole(step), plan, samples)
         batch = GlobalBatch.of(samples)
         total = (len(batch), int(batch.seqlens.sum()))
         if (plan.facts.num_samples, plan.facts.seqlen_sum) != total:

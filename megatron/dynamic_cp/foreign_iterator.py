@@ -20,15 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.lane_plan import LanePlan, lane_plan
-from dynamic_cp.serialize import digest
+from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.types import Plan, Sample
-from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp import rerouting
 from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.foreign_draw import BatchDrawer, DataIterators, DrawnBatch
 from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, for_chunk, groups_of, micro_batches, pack_step
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.planning import check_whole
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.rerouting import COLUMNS, Incoming, ReroutingStats, in_phase
 from megatron.dynamic_cp.token_checksum import combine
@@ -188,15 +187,7 @@ class ForeignIteratorWrapper:
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
             if self._verify == "full":
-                whole = self._plan_source.whole(batch.step)
-                if batch.lengths:
-                    check_plan(whole, batch.lengths)
-                if digest(whole) != plan.facts.digest or lane_plan(whole, self._groups.lane, plan.facts) != plan:
-                    raise DisagreementError(
-                        f"lane {self._groups.lane} has another part of the plan of step {batch.step} than the whole "
-                        f"plan says: digest {digest(whole)[:15]} of the whole, {plan.facts.digest[:15]} of the part; "
-                        "restart the job",
-                    )
+                check_whole(self._plan_source.whole(batch.step), plan, batch.lengths)
             return plan
 
         with in_phase(f"planning step {batch.step}"):

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from dynamic_cp import serialize
-from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.errors import DisagreementError, DynamicCPError
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, Sample, Topology
+from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp.planner import CLOSE_LIMIT_S, ERROR, WHOLE, Planner, lane_key
 from megatron.dynamic_cp.verify import agree, beat, job_store, lost_store, rank_zero_is_silent, silent_rank_zero
 
@@ -193,6 +194,26 @@ class PlanSource:
             error: DynamicCPError = pickle.loads(message[1:])
             return error
         return decode_lane(message[1:])
+
+
+def check_whole(whole: Plan, part: LanePlan, samples: Sequence[Sample]) -> None:
+    """Judge a whole plan, and compare it with the part that this lane has of it.
+
+    Args:
+        samples: the global batch; none where this rank does not know it.
+
+    Raises:
+        IllegalPlanError: the plan breaks a rule, or does not hold `samples`.
+        DisagreementError: the part is of another plan.
+    """
+    if samples:
+        check_plan(whole, samples)
+    digest = serialize.digest(whole)
+    if digest != part.facts.digest or lane_plan(whole, part.lane, part.facts) != part:
+        raise DisagreementError(
+            f"lane {part.lane} has another part than the whole plan says: digest {digest[:15]} of the whole, "
+            f"{part.facts.digest[:15]} of the part; restart the job"
+        )
 
 
 class FixedPlan:

@@ -101,6 +101,7 @@ class Packer:
         for worker in self._workers:
             if worker.is_alive():  # in the middle of a read that does not end
                 worker.kill()
+        self._workers.clear()  # each holds two file descriptors
         for plans in self._queues:
             plans.cancel_join_thread()  # nobody reads the plans that are still in it
             plans.close()

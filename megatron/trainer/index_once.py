@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp.verify import job_store, publish_outcome
+from megatron.dynamic_cp.verify import job_store, lost_store, publish_outcome
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.entries import IndexedEntry, index_entries
 from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index
@@ -101,10 +101,7 @@ def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
                 return
             progress = store.get(progress_key) if store.check([progress_key]) else b""
         except dist.DistError as error:
-            raise DynamicCPError(
-                f"the job's store does not answer rank {dist.get_rank()} any more ({error}): rank 0 has probably ended "
-                "while it indexed the data, see its log"
-            ) from error
+            raise lost_store(error) from error
         if progress != latest:
             latest, deadline_s = progress, time.monotonic() + timeout_s
         if time.monotonic() > deadline_s:

@@ -62,9 +62,9 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     kv_dtypes = set()
     shift = ring.RingShift
 
-    def recording_shift(tensor, params):
+    def recording_shift(tensor, *args, **kwargs):
         kv_dtypes.add(tensor.dtype)
-        return shift(tensor, params)
+        return shift(tensor, *args, **kwargs)
 
     ring.RingShift = recording_shift
     by_id = {sample.sample_id: sample for sample in samples}

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from dynamic_cp.catalog import load_hardware
-from dynamic_cp.planner_process import Problem
-from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.planner import Planner
@@ -25,21 +24,13 @@ from megatron.trainer import training
 from megatron.trainer.arguments import parse_args
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.reference import SampleTokens
+from tests.distributed.test_planning import PROBLEM as THREE_LANES
 from tests.trainer.commandline import command_line
 
 BATCH = 64
-PROBLEM = Problem(
+PROBLEM = replace(
+    THREE_LANES,
     topology=Topology(num_lanes=1),
-    model=ModelShape(
-        num_layers=4,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=32,
-        vocab_size=257,
-    ),
-    hardware=load_hardware("cpu"),
     options=PlanOptions(max_tokens_per_rank=8192, bytes_per_element=4),
 )
 MAX_GROWTH_MB = 4.0

@@ -44,8 +44,8 @@ def test_more_lanes_than_any_cluster_has():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--pp", "64"], r"--pp 64 times --vpp 1 is 64 model chunks, the model has 32 layers"),
-        (["--pp", "8", "--vpp", "5"], r"40 model chunks, the model has 32 layers"),
+        (["--pp", "64"], r"--pp 64 --vpp 1: PP x VPP does not divide the layers \(the model has 32 layers"),
+        (["--pp", "8", "--vpp", "5"], r"--pp 8 --vpp 5: PP x VPP does not divide the layers \(the model has 32 layers"),
         (["--lanes", "10000000000000"], r"num_lanes is 10000000000000"),
         (["--global-batch-size", "10000000000000"], r"--global-batch-size is 10000000000000, 1 to 10000000 samples"),
         (["--max-tokens-per-rank", "9223372036854775807"], r"max_tokens_per_rank is 9223372036854775807"),
