@@ -199,7 +199,9 @@ def test_flags_and_options_are_those_of_the_parsers() -> None:
 
 def test_flags_named_on_pages_exist() -> None:
     known = set(re.findall(r"--[a-z][\w-]*", flags_page.flags_page() + flags_page.command_page()))
-    others = {"--nproc-per-node", "--help", "--version", "--index-url", "--light", "--instances", "--processes"}
+    for script in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        known |= set(re.findall(r'"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
+    others = {"--nproc-per-node", "--help", "--version", "--index-url"}
     named = 0
     for page in PAGES:
         if page.name in ("planner.md", "LOG.md"):  # commands of other tools
