@@ -184,7 +184,7 @@ class DataIteratorWrapper:
     def _check(self, step: int, plan: LanePlan, samples: Sequence[Sample]) -> None:
         """Compare this lane's part with what this rank knows of the batch; in full, judge the whole plan."""
         if self._verify == "full":
-            check_whole(self._source.whole(step), plan, samples)
+            check_whole(step, self._source.whole(step), plan, samples)
         batch = GlobalBatch.of(samples)
         total = (len(batch), int(batch.seqlens.sum()))
         if (plan.facts.num_samples, plan.facts.seqlen_sum) != total:

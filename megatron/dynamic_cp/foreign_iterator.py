@@ -187,7 +187,7 @@ class ForeignIteratorWrapper:
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
             if self._verify == "full":
-                check_whole(self._plan_source.whole(batch.step), plan, batch.lengths)
+                check_whole(batch.step, self._plan_source.whole(batch.step), plan, batch.lengths)
             return plan
 
         with in_phase(f"planning step {batch.step}"):

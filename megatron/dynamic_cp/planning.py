@@ -196,8 +196,8 @@ class PlanSource:
         return decode_lane(message[1:])
 
 
-def check_whole(whole: Plan, part: LanePlan, samples: Sequence[Sample]) -> None:
-    """Judge a whole plan, and compare it with the part that this lane has of it.
+def check_whole(step: int, whole: Plan, part: LanePlan, samples: Sequence[Sample]) -> None:
+    """Judge the whole plan of `step`, and compare it with the part that this lane has of it.
 
     Args:
         samples: the global batch; none where this rank does not know it.
@@ -211,8 +211,8 @@ def check_whole(whole: Plan, part: LanePlan, samples: Sequence[Sample]) -> None:
     digest = serialize.digest(whole)
     if digest != part.facts.digest or lane_plan(whole, part.lane, part.facts) != part:
         raise DisagreementError(
-            f"lane {part.lane} has another part than the whole plan says: digest {digest[:15]} of the whole, "
-            f"{part.facts.digest[:15]} of the part; restart the job"
+            f"lane {part.lane} has another part of the plan of step {step} than the whole plan says: digest "
+            f"{digest[:15]} of the whole, {part.facts.digest[:15]} of the part; restart the job"
         )
 
 
