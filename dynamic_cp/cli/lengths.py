@@ -10,9 +10,8 @@ import click
 from dynamic_cp.cli.console import can_draw, console
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
-    DEFAULT_MAX_SEQLEN,
+    CUT_OPTIONS,
     LENGTHS,
-    OVERLONG,
     BatchInput,
     Command,
     json_option,
@@ -51,17 +50,7 @@ Examples:
         help=f"Samples to draw. [default: all of a file, {DEFAULT_SAMPLES} of a workload]",
     ),
     one_option("--seed", type=int, metavar="N", help="Of the draw. [default: 0]"),
-    one_option(
-        "--max-seqlen",
-        type=int,
-        metavar="TOKENS",
-        help=f"Longest sample to draw. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
-    ),
-    one_option(
-        "--overlong",
-        type=click.Choice(OVERLONG),
-        help="What becomes of drawn documents longer than --max-seqlen. [default: truncate]",
-    ),
+    *CUT_OPTIONS,
 )
 @json_option
 def command(lengths: tuple[str, ...], samples: int | None, json: str | None, **given: Any) -> None:

@@ -123,6 +123,22 @@ def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, An
     return names, settings
 
 
+CUT_OPTIONS = (
+    _option(
+        "--max-seqlen",
+        type=int,
+        metavar="TOKENS",
+        help=f"Longest sample to draw. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
+    ),
+    _option(
+        "--overlong",
+        type=click.Choice(OVERLONG),
+        help="What becomes of drawn documents longer than --max-seqlen. [default: truncate]",
+    ),
+)
+"""How what is drawn is cut."""
+
+
 def batch_options(*, several: bool, default_batches: int = 1, required: bool = True) -> Callable[[_Command], _Command]:
     """Add the options that say which global batches there are."""
     options = [
@@ -142,17 +158,7 @@ def batch_options(*, several: bool, default_batches: int = 1, required: bool = T
         )
     options += [
         _option("--seed", type=int, metavar="N", help="Of the first batch; the next ones count on. [default: 0]"),
-        _option(
-            "--max-seqlen",
-            type=int,
-            metavar="TOKENS",
-            help=f"Longest sample to draw. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
-        ),
-        _option(
-            "--overlong",
-            type=click.Choice(OVERLONG),
-            help="What becomes of drawn documents longer than --max-seqlen. [default: truncate]",
-        ),
+        *CUT_OPTIONS,
     ]
     return _section("Global batch", *options)
 

@@ -25,11 +25,19 @@ from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp import rerouting
 from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.foreign_draw import BatchDrawer, DataIterators, DrawnBatch
-from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, for_chunk, groups_of, micro_batches, pack_step
+from megatron.dynamic_cp.micro_batches import (
+    COLUMNS,
+    ChunkNeeds,
+    PackedStep,
+    for_chunk,
+    groups_of,
+    micro_batches,
+    pack_step,
+)
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.planning import check_whole
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.rerouting import COLUMNS, Incoming, ReroutingStats, in_phase
+from megatron.dynamic_cp.rerouting import Incoming, ReroutingStats, in_phase
 from megatron.dynamic_cp.token_checksum import combine
 from megatron.dynamic_cp.verify import agree, collective_device, run_on_all_ranks
 

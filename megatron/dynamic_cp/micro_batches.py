@@ -41,6 +41,9 @@ class _Values(NamedTuple):
     loss_mask: NDArray[np.float32]
 
 
+COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
+"""What a micro-batch holds of every token; the first three are the rows of `PackedStep.columns`."""
+
 _EMPTY_PLACE = _Values(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 ReadSample = Callable[[int], SampleTokens]
@@ -117,7 +120,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
     """
     packed, positions = [], []
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
     for bucket in plan.buckets:
         seqlens = padded_seqlens(
             (sample.seqlen for sample in bucket.samples), bucket.cp_size, plan.facts.rank_token_multiple
@@ -142,12 +145,9 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
         buckets=tuple(packed),
         positions=torch.from_numpy(np.concatenate(positions)),
         cu_seqlens=torch.from_numpy(np.concatenate([boundaries(bucket.padded_seqlens) for bucket in packed])),
-        columns=torch.from_numpy(np.stack([joined[name] for name in _COLUMNS[:3]])) if joined else None,
+        columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
     )
-
-
-_COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
 
 
 def read_shard(bucket: Bucket, shards: Sequence[NDArray[np.int64]], read_sample: ReadSample) -> dict[str, NDArray[Any]]:
@@ -156,7 +156,7 @@ def read_shard(bucket: Bucket, shards: Sequence[NDArray[np.int64]], read_sample:
     Args:
         shards: for each sequence of the pack the positions that this rank holds.
     """
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
     read = [_read(sample, read_sample) for sample in bucket.samples] or [_EMPTY_PLACE]
     for values, shard in zip(read, shards, strict=True):
         for name in ("tokens", "labels", "loss_mask"):

@@ -28,15 +28,13 @@ from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Bucket
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.foreign_samples import ForeignSample
-from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep
+from megatron.dynamic_cp.micro_batches import COLUMNS, ChunkNeeds, PackedStep
 from megatron.dynamic_cp.sharding import shard_positions
 from megatron.dynamic_cp.token_checksum import token_checksum
 from megatron.dynamic_cp.verify import lost_rank
 
 MAX_SAMPLES_PER_DRAW = 1_000_000
 """Samples that one lane can draw for one global batch: the last six digits of a sample id count them."""
-
-COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.lane_plan import LanePlan
-from dynamic_cp.planner_process import Problem
-from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.foreign_iterator import chunks_of
 from megatron.dynamic_cp.planner import Planner
@@ -33,6 +32,7 @@ from tests.distributed.foreign import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, TOLERANCE, Layout, build_chunks, reference_name
+from tests.distributed.test_planning import PROBLEM as THREE_LANES
 
 NUM_BATCHES = 50
 
@@ -253,18 +253,9 @@ def test_only_tp_rank_0_of_stages_that_read_holds_samples(layout: Layout, drawin
     assert all((held > 0) == draws for draws, held in ranks)
 
 
-PROBLEM = Problem(
+PROBLEM = replace(
+    THREE_LANES,
     topology=Topology(num_lanes=2, tp_size=2),
-    model=ModelShape(
-        num_layers=4,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=32,
-        vocab_size=256,
-    ),
-    hardware=load_hardware("cpu"),
     options=PlanOptions(max_tokens_per_rank=300, bytes_per_element=4),
 )
 
