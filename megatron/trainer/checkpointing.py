@@ -114,7 +114,10 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         logger.info("no checkpoint in %s: starting afresh", load_dir)
         return Position()
     folder, run = found
-    _check_identity(trainable.identity, run["identity"], folder, ("model",) if finetune else ())
+    if finetune:
+        _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
+    else:
+        _check_identity(trainable.identity, run["identity"], folder)
     state = _sharded_model(trainable)
     same_layout = run["layout"] == trainable.layout
     request = None
@@ -179,11 +182,9 @@ def _find(load_dir: str, required: bool) -> tuple[Path, dict[str, Any]] | None:
     return folder, checkpoint_files.verify(folder)
 
 
-def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, only: tuple[str, ...] = ()) -> None:
+def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
     """Check each named part; both dicts are part -> {name: value}."""
     for part, values in own.items():
-        if only and part not in only:
-            continue
         for name, value in values.items():
             saved_value = saved.get(part, {}).get(name)
             if saved_value != value:
@@ -192,6 +193,20 @@ def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Pa
                     + ("use the same model" if part == "model" else "use the same, or --finetune to start anew"),
                     name=name,
                 )
+
+
+def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
+    """Check the model of a checkpoint whose weights begin a new run: how far positions reach may change, if no weight
+    depends on it, because training goes on to longer samples that way.
+    """
+    free = ["rotary_base"]
+    if own["position_embedding_type"] != "learned_absolute":
+        free.append("max_position_embeddings")
+    for name in free:
+        if saved.get(name) != own[name]:
+            logger.info("--finetune: %s was %s, it is %s now", name, saved.get(name), own[name])
+    kept = {name: value for name, value in own.items() if name not in free}
+    _check_identity({"model": kept}, {"model": saved}, folder)
 
 
 def _sharded_model(trainable: Trainable) -> dict[str, Any]:

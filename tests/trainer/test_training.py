@@ -17,7 +17,14 @@ from megatron.trainer import exits, run
 from megatron.trainer.log import StepRecord
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
-from tests.trainer.training_ranks import Ended, _command_on_one_rank, _train_one_rank, losses, train
+from tests.trainer.training_ranks import (
+    Ended,
+    _command_on_one_rank,
+    _train_one_rank,
+    losses,
+    run_command,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +171,23 @@ def test_finetuning_starts_anew_from_the_weights(tmp_path, uninterrupted):
     tuned = train(4, DYNAMIC, "--finetune --seed 8 --load", str(tmp_path))
     assert sorted(tuned) == list(range(1, 9))
     assert losses(tuned)[0] < expected[0]
+
+
+def test_finetuning_may_change_how_far_positions_reach_and_no_weight(tmp_path, capfd):
+    two = DYNAMIC.replace("48", "64")
+    train(2, two, "--train-iters 1 --lr-warmup-iters 0 --save", str(tmp_path))
+    longer = DYNAMIC.replace("48", "128") + " --train-iters 1 --lr-warmup-iters 0 --seq-length 256"
+    longer += f" --rotary-base 500000 --load {tmp_path}"
+    assert list(train(2, longer, "--finetune")) == [1]
+    said = capfd.readouterr().out
+    assert "--finetune: rotary_base was 10000, it is 500000 now" in said
+    assert "--finetune: max_position_embeddings was 128, it is 256 now" in said
+    ended = run_command(2, longer, "--finetune --ffn-hidden-size 128")
+    assert [one.code for one in ended] == [2, 2]
+    assert "ffn_hidden_size = 96, this run has 128: use the same model" in ended[0].stderr
+    ended = run_command(2, longer)
+    assert [one.code for one in ended] == [2, 2]
+    assert "rotary_base = 10000, this run has 500000" in ended[0].stderr
 
 
 def test_samples_that_fill_no_batch_are_left_out_visibly(monkeypatch, capfd):
