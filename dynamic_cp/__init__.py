@@ -29,6 +29,8 @@ _AT_FIRST_USE = {
     "load_model": "dynamic_cp.catalog",
     "lower_bound": "dynamic_cp.bounds",
     "plan_global_batch": "dynamic_cp.search",
+    "PlanArrays": "dynamic_cp.plan_arrays",
+    "plan_lengths": "dynamic_cp.plan_arrays",
     "simulate": "dynamic_cp.simulator",
 }
 

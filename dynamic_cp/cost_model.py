@@ -222,8 +222,8 @@ class CostModel:
         if not sizes or (inner_cp_size is not None and inner_cp_size not in sizes):
             inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
             raise UnsupportedFeatureError(
-                f"--cp-comm-type {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
-                f"{self._attention.a2a_rule()}; use p2p or auto",
+                f"cp_comm_types {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
+                f"{self._attention.a2a_rule()}; allow p2p (--cp-comm-type p2p or auto)",
                 cp_comm_types=exchanges,
                 cp_size=cp_size,
             )

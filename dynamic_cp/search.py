@@ -318,8 +318,8 @@ def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -
         what = f"sample {longest.sample_id} has" if longest.sample_id >= 0 else "the longest allowed sample has"
         raise InfeasibleSampleError(
             f"{what} {longest.seqlen} tokens, the largest allowed group of {cp_size} lanes holds {capacity} "
-            f"({options.max_tokens_per_rank} per rank): raise --max-seqlen-per-dp-cp-rank or --max-dynamic-cp-size, "
-            "or lower --seq-length",
+            f"({options.max_tokens_per_rank} per rank): raise max_tokens_per_rank "
+            "(--max-seqlen-per-dp-cp-rank) or max_cp_size (--max-dynamic-cp-size), or shorten samples (--seq-length)",
             sample_id=longest.sample_id,
             seqlen=longest.seqlen,
             capacity_tokens=capacity,
@@ -333,7 +333,7 @@ def _check_exchanges(longest: Sample, cost_model: CostModel) -> None:
         exchanges = " ".join(cost_model.options.cp_comm_types)
         raise UnsupportedFeatureError(
             f"sample {longest.sample_id} has {longest.seqlen} tokens, the largest group that "
-            f"--cp-comm-type {exchanges} can serve holds {held}: use p2p or auto",
+            f"cp_comm_types {exchanges} can serve holds {held}: allow p2p (--cp-comm-type p2p or auto)",
             sample_id=longest.sample_id,
             seqlen=longest.seqlen,
             capacity_tokens=held,

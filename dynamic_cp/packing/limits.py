@@ -15,14 +15,14 @@ def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...
     if largest > topology.max_cp_size:
         raise InvalidInputError(
             f"max_cp_size is {largest}, the largest group of {topology.num_lanes} lanes has {topology.max_cp_size}: "
-            f"set --max-dynamic-cp-size to at most {topology.max_cp_size}",
+            f"give at most {topology.max_cp_size} (--max-dynamic-cp-size)",
             max_cp_size=largest,
             num_lanes=topology.num_lanes,
         )
     if options.min_cp_size > largest:
         raise InvalidInputError(
             f"min_cp_size is {options.min_cp_size}, the largest allowed CP size is {largest}: "
-            "lower --min-dynamic-cp-size or raise --max-dynamic-cp-size",
+            "lower min_cp_size (--min-dynamic-cp-size) or raise max_cp_size (--max-dynamic-cp-size)",
             min_cp_size=options.min_cp_size,
             max_cp_size=largest,
         )

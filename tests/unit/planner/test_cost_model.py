@@ -286,7 +286,7 @@ def test_a2a_needs_whole_heads():
     assert tiny_cost_model(lanes, cp_comm_types=("a2a", "p2p")).table.capacities.tolist() == [256, 512, 1024, 2048]
     split = tiny_cost_model(Topology(num_lanes=4, tp_size=2), cp_comm_types=("a2a",))
     assert split.table.capacities.tolist() == [256, 512, 0]
-    with pytest.raises(UnsupportedFeatureError, match=r"group of 8 lanes.*are 4 query heads, 2 KV.*; use p2p or auto"):
+    with pytest.raises(UnsupportedFeatureError, match=r"group of 8 lanes.*are 4 query heads, 2 KV.*; allow p2p"):
         tiny_cost_model(lanes, cp_comm_types=("a2a",), min_cp_size=8)
     with pytest.raises(UnsupportedFeatureError, match="group of 8 lanes"):
         tiny_cost_model(lanes).cost(8, 0, 64, 64, "a2a")

@@ -148,7 +148,7 @@ def test_a_group_that_no_exchange_can_serve_is_no_choice():
 @pytest.mark.parametrize("policy", ["static", "balanced"])
 @pytest.mark.parametrize("given", [{"static_cp_size": 8}, {}])
 def test_a_static_size_that_no_exchange_can_serve_is_refused(policy, given):
-    with pytest.raises(UnsupportedFeatureError, match=r"--cp-comm-type a2a"):
+    with pytest.raises(UnsupportedFeatureError, match=r"cp_comm_types a2a"):
         plan(samples_of([600, 20]), Topology(num_lanes=8), policy, **A2A_ONLY, **given)
 
 
