@@ -319,7 +319,7 @@ def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -
         raise InfeasibleSampleError(
             f"{what} {longest.seqlen} tokens, the largest allowed group of {cp_size} lanes holds {capacity} "
             f"({options.max_tokens_per_rank} per rank): raise max_tokens_per_rank "
-            "(--max-seqlen-per-dp-cp-rank) or max_cp_size (--max-dynamic-cp-size), or shorten samples (--seq-length)",
+            "(--max-seqlen-per-dp-cp-rank) or max_cp_size (--max-dynamic-cp-size), or lower seqlen (--seq-length)",
             sample_id=longest.sample_id,
             seqlen=longest.seqlen,
             capacity_tokens=capacity,

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +42,7 @@ _OWN_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
 }
-"""The planner's remedies name the flags of the trainer; these are the same here."""
+"""The planner's remedies name its arguments and the flags of the trainer; these are the same here."""
 
 
 class LazyGroup(click.Group):
@@ -160,6 +161,7 @@ def _print_what_the_terminal_can() -> None:
 
 
 def _with_own_flags(message: str) -> str:
+    message = re.sub(r"\b[a-z_]+ \((--[a-z-]+)\)", r"\1", message)  # "argument (--flag)"
     for flag, own in _OWN_FLAGS.items():
         message = message.replace(flag, own)
     return " ".join(message.split("\n"))
