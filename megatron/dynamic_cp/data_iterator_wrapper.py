@@ -23,6 +23,7 @@ from dynamic_cp.global_batch import GlobalBatch
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
+from megatron.dynamic_cp.nvtx import span
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.planning import FixedPlan, PlanSource, check_whole
 from megatron.dynamic_cp.prefetch import Packer
@@ -135,9 +136,11 @@ class DataIteratorWrapper:
 
         def prepare() -> tuple[LanePlan, PackedStep, list[dict[str, Any]]]:
             started_s = time.perf_counter()
-            plan = self._source.take(step)
+            with span("waiting for the plan"):
+                plan = self._source.take(step)
             taken_s = time.perf_counter()
-            packed = self._packer.take()
+            with span("waiting for packed samples"):
+                packed = self._packer.take()
             self.waits = Waits(plan_s=taken_s - started_s, pack_s=time.perf_counter() - taken_s)
             self._check(step, plan, samples)
             self.rank_tokens = tuple(bucket.rank_tokens for bucket in packed.buckets)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.dynamic_cp.nvtx import bucket_span, span
+
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
@@ -35,11 +37,7 @@ def forward_step(
 ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
     """Run the next micro-batch through `model`; megatron-core calls the returned function on the last stage."""
     batch = next(data_iterator)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
-        labels=batch["labels"],
-        packed_seq_params=batch["packed_seq_params"],
-    )
+    params = batch["packed_seq_params"]
+    with span("%s", params.label), bucket_span("forward", params):
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
     return output, partial(sum_of_losses, batch["loss_mask"])

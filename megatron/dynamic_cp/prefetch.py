@@ -27,6 +27,7 @@ from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.planner_process import die_with_parent
 from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step
+from megatron.dynamic_cp.nvtx import span
 
 _LOOK_UP_S = 0.5
 
@@ -81,7 +82,8 @@ class Packer:
             DynamicCPError: a sample could not be read, or a worker died.
         """
         if self._packed is None:
-            packed = pack_step(self._plans.popleft(), self._read_sample)
+            with span("packing"):
+                packed = pack_step(self._plans.popleft(), self._read_sample)
             return packed.pin_memory() if self._pin_memory else packed
         try:
             outcome = next(self._packed)

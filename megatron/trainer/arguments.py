@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data_arguments(parser)
     _add_checkpoint_arguments(parser)
     _add_logging_arguments(parser)
+    _add_profiling_arguments(parser)
     add_dynamic_cp_arguments(parser)
     return parser
 
@@ -214,3 +215,21 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-interval", type=int, default=1, help="iterations that one log line averages")
     group.add_argument("--tensorboard-dir", metavar="DIR")
+    group.add_argument("--wandb-project", metavar="NAME", help="log to this project of Weights & Biases, too")
+    group.add_argument("--wandb-exp-name", metavar="NAME", help="the run's name there")
+    group.add_argument("--wandb-entity", metavar="NAME", help="whose project it is; default: the logged-in user's")
+    group.add_argument("--wandb-save-dir", metavar="DIR", help="where wandb keeps its files; default: wandb in --save")
+
+
+def _add_profiling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("profiling")
+    _switch(group, "--profile", help="record some iterations: NVTX ranges and the CUDA profiler's range, for nsys")
+    group.add_argument("--profile-step-start", type=int, default=10, metavar="N", help="record after this iteration")
+    group.add_argument("--profile-step-end", type=int, default=12, metavar="N", help="... up to this one")
+    group.add_argument(
+        "--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK", help="ranks that record; default: 0"
+    )
+    _switch(group, "--use-pytorch-profiler", help="with --profile: write a trace of torch.profiler instead")
+    group.add_argument("--profile-dir", metavar="DIR", help="where the traces go; default: --tensorboard-dir")
+    _switch(group, "--pytorch-profiler-collect-shapes", help="shapes of operands in the trace")
+    _switch(group, "--pytorch-profiler-collect-callstack", help="Python call stacks in the trace")

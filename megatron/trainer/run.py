@@ -143,6 +143,8 @@ def set_up(args: argparse.Namespace) -> Run:
         run_on_rank_zero(
             lambda: checkpoint_files.probe_writable(args.tensorboard_dir, "--tensorboard-dir", InvalidInputError)
         )
+    if args.use_pytorch_profiler and args.profile_dir is not None:
+        run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.profile_dir, "--profile-dir", InvalidInputError))
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
     hardware = run_on_rank_zero(lambda: _hardware(args, hardware_name))
     data_config, vocab_size, splits = _data(args, device)

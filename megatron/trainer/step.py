@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.loss import forward_step
+from megatron.dynamic_cp.nvtx import span
 from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 
 
@@ -89,6 +90,7 @@ def sum_over_job(
     if logged and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums[:2] = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
     sums[2], sums[3] = float(exchanged_bytes), float(stop)
-    dist.all_reduce(sums)
-    loss_sum, num_tokens, total_bytes, num_stops = sums.tolist()
+    with span("sums over the job"):
+        dist.all_reduce(sums)
+        loss_sum, num_tokens, total_bytes, num_stops = sums.tolist()
     return JobSums(loss_sum=loss_sum, num_tokens=int(num_tokens), exchanged_bytes=int(total_bytes), stop=num_stops > 0)

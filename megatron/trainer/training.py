@@ -20,6 +20,7 @@ from dynamic_cp.global_batch import GlobalBatch
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.flops import training_flops
+from megatron.dynamic_cp.nvtx import span
 from megatron.dynamic_cp.verify import stop_waiting_after
 from megatron.trainer import checkpointing
 from megatron.trainer.checkpointing import Position
@@ -27,6 +28,7 @@ from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.evaluation import Evaluation
 from megatron.trainer.exits import ExitSignals, exit_signals
 from megatron.trainer.log import Interval, StepRecord, dump_entry, iteration_line
+from megatron.trainer.profiling import Profiling
 from megatron.trainer.refining import Refining
 from megatron.trainer.run import Run, set_up
 from megatron.trainer.step import sum_over_job
@@ -58,8 +60,12 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
     with contextlib.closing(run):
         refining = Refining(run, position)
         wrapper = run.iterator_wrapper(run.splits.train, "train", refining.hardware)
-        with exit_signals() as signals, contextlib.closing(wrapper):
-            interrupted = _train(run, wrapper, refining, position, validation, signals, started, on_step)
+        with (
+            exit_signals() as signals,
+            contextlib.closing(wrapper),
+            contextlib.closing(Profiling(args, run.device)) as profiling,
+        ):
+            interrupted = _train(run, wrapper, refining, profiling, position, validation, signals, started, on_step)
         if not interrupted:
             validation.log(position.iteration)
             Evaluation.of(run, "test").log(position.iteration)
@@ -69,6 +75,7 @@ def _train(
     run: Run,
     wrapper: DataIteratorWrapper,
     refining: Refining,
+    profiling: Profiling,
     position: Position,
     validation: Evaluation,
     signals: ExitSignals,
@@ -85,9 +92,12 @@ def _train(
     steps = wrapper.steps(_batches(run.splits.train, position, args))
     while position.iteration < args.train_iters:
         phase.enter(f"iteration {position.iteration + 1}, plan and samples")
-        record, stop = _train_step(
-            run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started)
-        )
+        profiling.begin(position.iteration + 1)
+        with span("iteration %d", position.iteration + 1):
+            record, stop = _train_step(
+                run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started)
+            )
+        profiling.end(position.iteration + 1)
         if stop:
             # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
             stop_waiting_after(math.inf)
@@ -158,7 +168,8 @@ def _train_step(
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
     phase.enter(f"iteration {iteration}, the optimizer's step")
-    _, grad_norm, _ = run.optimizer.step()
+    with span("optimizer"):
+        _, grad_norm, _ = run.optimizer.step()
     _check_finite("gradient norm", float(grad_norm), iteration)
     run.scheduler.step(increment=len(samples))
     facts, waits = wrapper.plan.facts, wrapper.waits

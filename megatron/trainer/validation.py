@@ -31,7 +31,8 @@ def complete_and_check(args: argparse.Namespace) -> None:
     _not_negative(
         args,
         "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples exit_duration_in_mins num_workers dynamic_cp_lookahead dynamic_cp_refine",
+        "lr_wsd_decay_samples exit_duration_in_mins num_workers dynamic_cp_lookahead dynamic_cp_refine "
+        "profile_step_start",
     )
     _fraction(args, "hidden_dropout adam_beta1 adam_beta2")
     if args.micro_batch_size != 1:
@@ -42,11 +43,11 @@ def complete_and_check(args: argparse.Namespace) -> None:
         )
     _complete_model(args)
     _check_model_parallel(args)
-    _complete_lanes(args)
+    complete_lanes(args)
     _complete_schedule(args)
     _complete_recompute(args)
-    if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
-        raise InvalidInputError("--tensorboard-dir needs the package tensorboard: install it or drop the flag")
+    _check_logging(args)
+    _check_profiling(args)
 
 
 def _positive(args: argparse.Namespace, names: str) -> None:
@@ -184,7 +185,7 @@ def _check_model_parallel(args: argparse.Namespace) -> None:
     _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
 
 
-def _complete_lanes(args: argparse.Namespace) -> None:
+def complete_lanes(args: argparse.Namespace) -> None:
     """The lanes, their token limit and CP sizes; finds a --seq-length that no group can hold."""
     args.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     topology = derive.topology(args)
@@ -312,6 +313,43 @@ def _complete_recompute(args: argparse.Namespace) -> None:
         raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise InvalidInputError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+
+def _check_logging(args: argparse.Namespace) -> None:
+    if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
+        raise InvalidInputError("--tensorboard-dir needs the package tensorboard: install it or drop the flag")
+    if not args.wandb_project:  # an empty name is Megatron-LM's "off"
+        return
+    if find_spec("wandb") is None:
+        raise InvalidInputError("--wandb-project needs the package wandb: install it or drop the flag")
+    if not args.wandb_exp_name:
+        raise InvalidInputError(f"--wandb-project {args.wandb_project} needs --wandb-exp-name, the run's name: give it")
+    if args.wandb_save_dir is None:
+        if args.save is None:
+            raise InvalidInputError("--wandb-project without --save needs --wandb-save-dir: give one of the two")
+        args.wandb_save_dir = os.path.join(args.save, "wandb")
+
+
+def _check_profiling(args: argparse.Namespace) -> None:
+    if args.use_pytorch_profiler and not args.profile:
+        raise InvalidInputError("--use-pytorch-profiler says how to profile: add --profile or drop it")
+    if not args.profile:
+        return
+    if args.profile_step_end <= args.profile_step_start:
+        raise InvalidInputError(
+            f"--profile-step-end {args.profile_step_end} is not above --profile-step-start {args.profile_step_start}: "
+            "no iteration would be recorded, raise it",
+            profile_step_start=args.profile_step_start,
+            profile_step_end=args.profile_step_end,
+        )
+    for rank in args.profile_ranks:
+        if not 0 <= rank < args.world_size:
+            raise InvalidInputError(
+                f"--profile-ranks has {rank}, the job has ranks 0 to {args.world_size - 1}: name some of them",
+                rank=rank,
+            )
+    if args.use_pytorch_profiler and args.profile_dir is None and args.tensorboard_dir is None:
+        raise InvalidInputError("--use-pytorch-profiler has no folder to write to: give --profile-dir")
 
 
 def _check_auto_knows_recomputation(args: argparse.Namespace) -> None:

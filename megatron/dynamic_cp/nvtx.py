@@ -1,0 +1,98 @@
+"""Named spans of the code, for a profiler: NVTX ranges in Nsight Systems, or ranges in a trace of torch.profiler.
+
+    with span("ring step %d of %d", step, size):
+        ...
+
+Off, which is the default, a span costs a function call (some 0.2 us) and formats nothing. `record_with` switches them
+on for this process, threads of the autograd engine included.
+
+| span | around |
+|---|---|
+| `iteration 12` | all of it but logging, evaluation and saving |
+| `waiting for the plan`, `waiting for packed samples` | what `waited for it` of the log line adds up |
+| `packing` | reading, padding and sharding inside the step (`--num-workers 0`) |
+| `step 12, micro-batch 0, lanes 0..3` | the forward pass of one micro-batch on one model chunk |
+| `forward, cp 4 p2p, 512 tokens` | the same, named by its bucket: CP size, exchange, padded tokens of this rank |
+| `ring step 1 of 4` | one block of keys and values; `..., backward` in the backward pass |
+| `exchanging heads`, `gathering keys and values`, `scattering their gradients` | collectives of the other exchanges |
+| `attention backward, cp 4 p2p, 512 tokens` | the backward pass of one layer's attention |
+| `backward pass` | of one micro-batch on one model chunk |
+| `sums over the job` | the all-reduce of the loss; the host waits for the device here |
+| `optimizer` | its step, clipping and gathering included |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+Open = Callable[[str], AbstractContextManager[Any]]
+
+
+class Bucket(Protocol):
+    """What a span says of a bucket; `DynamicPackedSeqParams` has it."""
+
+    @property
+    def local_cp_size(self) -> int | None:
+        """Lanes of its group."""
+
+    @property
+    def cp_comm_type(self) -> str:
+        """How they exchange keys and values."""
+
+    @property
+    def padded_seqlens(self) -> tuple[int, ...]:
+        """Padded lengths of its sequences over the whole group."""
+
+
+class _Off:
+    """A context manager that does nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_OFF = _Off()
+_open: Open | None = None
+
+
+def record_with(opener: Open | None) -> None:
+    """Open every span with `opener(label)` from now on; None: record none.
+
+    `torch.cuda.nvtx.range` makes NVTX ranges, `torch.profiler.record_function` ranges of torch.profiler.
+    """
+    global _open
+    _open = opener
+
+
+def is_recording() -> bool:
+    """Return whether spans are recorded."""
+    return _open is not None
+
+
+def span(label: str, *values: object) -> AbstractContextManager[Any]:
+    """Return a context manager that records its body as `label % values`."""
+    if _open is None:
+        return _OFF
+    return _open(label % values if values else label)
+
+
+def bucket_span(what: str, bucket: Bucket) -> AbstractContextManager[Any]:
+    """Return the span of `what` (such as "forward") of a bucket, with its CP size, exchange and tokens per rank."""
+    if _open is None:
+        return _OFF
+    cp_size = bucket.local_cp_size or 1
+    num_tokens = sum(bucket.padded_seqlens) // cp_size
+    return _open(f"{what}, cp {cp_size} {bucket.cp_comm_type}, {num_tokens} tokens")
+
+
+NVTX: Open = torch.cuda.nvtx.range
+PYTORCH: Open = torch.profiler.record_function

@@ -1,0 +1,126 @@
+"""`--profile`: the iterations after --profile-step-start, up to --profile-step-end, recorded on --profile-ranks.
+
+    nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop ... --profile
+
+marks the CUDA profiler's range and names what runs by NVTX ranges; with `--use-pytorch-profiler` torch.profiler writes
+a trace instead, on CPU ranks, too. The names are those of `megatron.dynamic_cp.nvtx`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp import nvtx
+
+logger = logging.getLogger(__name__)
+
+
+class Profiling:
+    """Starts and stops the profiler between iterations; does nothing without --profile and on other ranks."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        """Raises InvalidInputError, the same on every rank: NVTX ranges on a CPU, which nothing could record."""
+        if args.profile and not args.use_pytorch_profiler and device.type == "cpu":
+            raise InvalidInputError("--profile on CPU ranks has no CUDA profiler to mark: add --use-pytorch-profiler")
+        self._first, self._last = args.profile_step_start + 1, args.profile_step_end
+        self._folder = args.profile_dir or args.tensorboard_dir
+        self._record_shapes = args.pytorch_profiler_collect_shapes
+        self._with_stack = args.pytorch_profiler_collect_callstack
+        self._uses_pytorch = args.use_pytorch_profiler
+        self._wanted = args.profile and dist.get_rank() in args.profile_ranks
+        self._recording: contextlib.ExitStack | None = None
+        self._iteration = 0
+
+    def begin(self, iteration: int) -> None:
+        """Say that `iteration` comes next; of those to profile the first may lie before where a run resumes."""
+        if self._wanted and self._first <= iteration <= self._last and self._recording is None:
+            self._wanted = False
+            self._recording = contextlib.ExitStack()
+            profiler = self._pytorch(iteration) if self._uses_pytorch else _cuda()
+            self._recording.enter_context(profiler)
+            self._recording.enter_context(_spans(nvtx.PYTORCH if self._uses_pytorch else nvtx.NVTX))
+        self._iteration = iteration
+
+    def end(self, iteration: int) -> None:
+        """Say that `iteration` is over."""
+        if iteration >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Stop and write the trace, where something is recorded."""
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            recording.close()
+
+    @contextlib.contextmanager
+    def _pytorch(self, first: int) -> Iterator[None]:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(
+            activities=activities, record_shapes=self._record_shapes, with_stack=self._with_stack
+        )
+        profiler.start()
+        try:
+            yield
+        finally:
+            profiler.stop()
+            path = trace_path(self._folder, dist.get_rank(), first, self._iteration)
+            _export(profiler, path)
+
+
+def trace_path(folder: str, rank: int, first: int, last: int) -> Path:
+    """Return the file of a rank's iterations `first` to `last`; TensorBoard's profiler plugin looks for such names."""
+    return Path(folder) / f"rank{rank:05d}_iterations_{first}-{last}.pt.trace.json"
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    """Write a trace. This rank alone would see an error, and its peers train on: it warns."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        path.stat()  # torch says nothing when it could not write
+    except OSError as error:
+        logger.warning("the profile of rank %d cannot be written: %s", dist.get_rank(), error)
+    else:
+        logger.info("wrote the profile %s", path)
+
+
+@contextlib.contextmanager
+def _cuda() -> Iterator[None]:
+    """Mark the range that `nsys profile --capture-range=cudaProfilerApi` captures."""
+    torch.cuda.profiler.start()
+    try:
+        yield
+    finally:
+        torch.cuda.profiler.stop()
+
+
+@contextlib.contextmanager
+def _spans(opener: nvtx.Open) -> Iterator[None]:
+    """Record spans with `opener`, and megatron-core's backward passes as spans of their own."""
+    backward_step = schedules.backward_step
+
+    @functools.wraps(backward_step)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with nvtx.span("backward pass"):
+            return backward_step(*args, **kwargs)
+
+    schedules.backward_step = recorded
+    nvtx.record_with(opener)
+    try:
+        yield
+    finally:
+        nvtx.record_with(None)
+        schedules.backward_step = backward_step
