@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
+from pathlib import Path
 from typing import Any
+
+from dynamic_cp.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +133,21 @@ def validation_line(split: str, iteration: int, loss: float) -> str:
 
 
 class Scalars:
-    """TensorBoard scalars under Megatron-LM's names; silent without a folder."""
+    """Scalars under Megatron-LM's names, to TensorBoard and to Weights & Biases; silent without either.
 
-    def __init__(self, folder: str | None) -> None:
+    Args:
+        folder: of TensorBoard's event files.
+        wandb: what wandb.init gets; its environment variables (WANDB_MODE=offline and others) hold as always.
+
+    Raises:
+        InvalidInputError: wandb refuses: nobody is logged in, no network, a folder that cannot be written.
+    """
+
+    def __init__(self, folder: str | None = None, wandb: Mapping[str, Any] | None = None) -> None:
         self._writer: Any = None
+        self._wandb_run: Any = None
+        if wandb is not None:
+            self._wandb_run = _start_wandb(wandb)
         if folder is not None:
             from torch.utils.tensorboard import SummaryWriter  # here: it takes a second to import
 
@@ -141,34 +155,54 @@ class Scalars:
 
     def write(self, interval: Interval, iteration: int) -> None:
         """Write the figures of a log line."""
-        if self._writer is None:
-            return
         last = interval.records[-1]
-        scalars = {
-            "lm loss": interval.mean("loss"),
-            "grad-norm": last.grad_norm,
-            "learning-rate": last.learning_rate,
-            "batch-size": last.num_samples,
-            "iteration-time": interval.mean("elapsed_s"),
-            "throughput": interval.tflops_per_s_per_rank,
-            "dynamic-cp/num-microbatches": last.num_microbatches,
-            "dynamic-cp/tokens-per-second": interval.tokens_per_s,
-            "dynamic-cp/padding": interval.mean("padding_fraction"),
-            "dynamic-cp/predicted-time": interval.mean("predicted_s"),
-            "dynamic-cp/planner-time": interval.mean("planner_s"),
-            "dynamic-cp/wait-time": interval.mean("wait_s"),
-            "dynamic-cp/imbalance": interval.mean("imbalance"),
-            "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
-        }
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, iteration)
+        self._write(
+            {
+                "lm loss": interval.mean("loss"),
+                "grad-norm": last.grad_norm,
+                "learning-rate": last.learning_rate,
+                "batch-size": last.num_samples,
+                "iteration-time": interval.mean("elapsed_s"),
+                "throughput": interval.tflops_per_s_per_rank,
+                "dynamic-cp/num-microbatches": last.num_microbatches,
+                "dynamic-cp/tokens-per-second": interval.tokens_per_s,
+                "dynamic-cp/padding": interval.mean("padding_fraction"),
+                "dynamic-cp/predicted-time": interval.mean("predicted_s"),
+                "dynamic-cp/planner-time": interval.mean("planner_s"),
+                "dynamic-cp/wait-time": interval.mean("wait_s"),
+                "dynamic-cp/imbalance": interval.mean("imbalance"),
+                "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
+            },
+            iteration,
+        )
 
     def write_validation(self, split: str, loss: float, iteration: int) -> None:
         """Write the loss of an evaluation."""
+        self._write({f"lm loss {split}": loss}, iteration)
+
+    def _write(self, scalars: Mapping[str, float], iteration: int) -> None:
         if self._writer is not None:
-            self._writer.add_scalar(f"lm loss {split}", loss, iteration)
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, iteration)
+        if self._wandb_run is not None:
+            self._wandb_run.log(dict(scalars), step=iteration)
 
     def close(self) -> None:
         """Flush what was written."""
         if self._writer is not None:
             self._writer.close()
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+
+
+def _start_wandb(options: Mapping[str, Any]) -> Any:
+    import wandb  # here: most runs do not have it
+
+    try:
+        Path(options["dir"]).mkdir(parents=True, exist_ok=True)
+        return wandb.init(**options)
+    except (wandb.Error, OSError) as error:
+        raise InvalidInputError(
+            f"--wandb-project {options['project']}: wandb does not start ({type(error).__name__}: {error}): log "
+            "in with `wandb login`, or set WANDB_MODE=offline"
+        ) from error

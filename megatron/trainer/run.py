@@ -11,7 +11,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -200,7 +199,7 @@ def set_up(args: argparse.Namespace) -> Run:
             has_dropout=args.hidden_dropout > 0,
             gathers_params=args.overlap_param_gather,
         ),
-        scalars=Scalars(args.tensorboard_dir if dist.get_rank() == 0 else None),
+        scalars=_scalars(args),
     )
     _log_choices(run, hardware_name)
     if is_auto:
@@ -256,6 +255,26 @@ def _planner(
     return planner[0] if planner else None
 
 
+def _scalars(args: argparse.Namespace) -> Scalars:
+    """Return what rank 0 writes figures to, a silent one on the other ranks; collective, because it may fail there."""
+    scalars = [Scalars()]
+
+    def start() -> None:
+        options = None
+        if args.wandb_project:
+            options = {
+                "project": args.wandb_project,
+                "name": args.wandb_exp_name,
+                "entity": args.wandb_entity,
+                "dir": args.wandb_save_dir,
+                "config": dict(vars(args)),
+            }
+        scalars[0] = Scalars(args.tensorboard_dir, options)
+
+    run_on_rank_zero(start)
+    return scalars[0]
+
+
 def _dump_and_replay(args: argparse.Namespace, topology: Topology) -> tuple[RunDump | None, RecordedPlans | None]:
     """Return what rank 0 writes plans to and takes them from; collective, because either may fail there.
 
@@ -306,6 +325,9 @@ def data_config(args: argparse.Namespace) -> DataConfig:
         seed=args.seed,
         mock=args.mock_data,
         tokenizer=args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        sft=args.sft,
+        chat_template=args.chat_template,
         vocab_size=args.vocab_size,
         eod_id=args.eod_id,
         varlen_mock_config=args.varlen_mock_dataset_config_json,
@@ -334,7 +356,7 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
         "split": config.split,
         "seq_length": config.seq_length,
         "overlong": config.overlong,
-        "tokenizer": config.tokenizer,
+        "tokenizer": tokenizer.identity(config),
         "samples and their order (hash)": splits.train.fingerprint(),
     }
 
