@@ -187,13 +187,24 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overlong",
         choices=OVERLONG_POLICIES,
-        default="split",
-        help="documents longer than --seq-length: refuse, cut, leave out, or split into consecutive pieces",
+        help="documents longer than --seq-length: refuse, cut, leave out, or split into consecutive pieces; "
+        "default: split, with --sft error",
     )
     group.add_argument("--split", default="969,30,1", help="shares of training, validation and test documents")
     group.add_argument("--tokenizer-type", choices=TOKENIZERS, default="ByteTokenizer", help="text to tokens")
-    group.add_argument("--eod-id", type=int, help="token that ends a document of .bin/.idx data, if it has one")
+    group.add_argument(
+        "--tokenizer-model", metavar="DIR", help="local folder with the tokenizer.json of HuggingFaceTokenizer"
+    )
+    group.add_argument(
+        "--eod-id",
+        type=int,
+        help="token that ends a document of .bin/.idx data, if it has one; or instead of eos_token",
+    )
     group.add_argument("--vocab-size", type=int, help="token ids of .bin/.idx data; text tokenizers know theirs")
+    _switch(group, "--sft", help="JSONL lines are chats with `messages`; loss only on what the assistant wrote")
+    group.add_argument(
+        "--chat-template", metavar="FILE|NAME", help="with --sft: Jinja, or chatml; default: the tokenizer's own"
+    )
     _switch(group, "--mock-data", help="random tokens")
     _switch(group, "--use-varlen-dataset", help="accepted: samples always have their own lengths")
     group.add_argument("--varlen-mock-dataset-config-json", metavar="JSON|FILE", help="lengths of --mock-data")

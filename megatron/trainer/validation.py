@@ -41,6 +41,7 @@ def complete_and_check(args: argparse.Namespace) -> None:
             "--max-seqlen-per-dp-cp-rank sets its size",
             micro_batch_size=args.micro_batch_size,
         )
+    args.overlong = args.overlong or ("error" if args.sft else "split")
     _complete_model(args)
     _check_model_parallel(args)
     complete_lanes(args)

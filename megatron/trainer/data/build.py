@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
+from megatron.trainer.data.chat_lines import build_chat_reader
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import parse_blend
 from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entry
@@ -74,8 +75,11 @@ def _open_sources(
     built = tokenizer.build(config)
     if config.mock:
         return [MockDocuments(config.varlen_mock_config, config.seq_length, config.seed, built)], None
+    chat_reader = build_chat_reader(config, built)
     entries, weights = parse_blend(config.data_path)
-    return [open_entry(entry, index, built) for entry, index in zip(entries, indexed, strict=True)], weights
+    return [
+        open_entry(entry, index, built, chat_reader) for entry, index in zip(entries, indexed, strict=True)
+    ], weights
 
 
 def _stream(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dynamic_cp.errors import DataError, InvalidInputError
 
 OVERLONG_POLICIES = ("error", "truncate", "drop", "split")
-TOKENIZERS = ("ByteTokenizer", "NullTokenizer")
+TOKENIZERS = ("ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,9 @@ class DataConfig:
         data_glob: files of a folder in `data_path`.
         cache_path: folder for indexes of text and JSONL data; None: beside the data, or else the user's cache folder.
         json_key: field of a JSONL line that holds the text.
-        tokenizer, vocab_size, eod_id: `tokenizer.build`.
+        tokenizer, tokenizer_model, vocab_size, eod_id: `tokenizer.build`.
+        sft: JSONL lines are chats, and what their assistant wrote is learned; `chat.ChatReader`.
+        chat_template: a name in `chat.TEMPLATES` or a file; None: the tokenizer's own.
     """
 
     seq_length: int
@@ -39,8 +41,11 @@ class DataConfig:
     cache_path: str | None = None
     json_key: str = "text"
     tokenizer: str = "ByteTokenizer"
+    tokenizer_model: str | None = None
     vocab_size: int | None = None
     eod_id: int | None = None
+    sft: bool = False
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
@@ -61,3 +66,17 @@ class DataConfig:
             )
         if not self.mock and not self.data_path:
             raise DataError("no data: --data-path is missing or empty; give files or folders, or use --mock-data")
+        self._check_chats()
+
+    def _check_chats(self) -> None:
+        if not self.sft:
+            if self.chat_template is not None:
+                raise InvalidInputError(f"--chat-template {self.chat_template} needs --sft: add it, or leave both out")
+            return
+        if self.mock:
+            raise InvalidInputError("--sft and --mock-data exclude each other: mock data are no chats")
+        if self.overlong == "split":
+            raise InvalidInputError(
+                "--sft and --overlong split exclude each other: later pieces of a chat would lack the question; use "
+                "error, drop or truncate"
+            )

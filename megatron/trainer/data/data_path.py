@@ -13,7 +13,7 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.text_files import list_files
-from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ def _number(word: str) -> float | None:
         return None
 
 
-def find_files(entry: str, config: DataConfig, tokenizer: ByteTokenizer | NullTokenizer) -> DocumentFiles | None:
+def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> DocumentFiles | None:
     """Return the text or JSONL files of one entry of --data-path; None when it is .bin/.idx data.
 
     A folder is text files by `config.data_glob`, JSONL when all of them end in .jsonl. A glob is JSONL when all files
     end in .jsonl or .json, else text. A file goes by its suffix: .idx or .bin, .jsonl or .json, anything else is text.
-    What is neither file nor folder is the prefix of .bin/.idx files or a glob.
+    What is neither file nor folder is the prefix of .bin/.idx files or a glob. With --sft all must be JSONL.
 
     Raises:
         DataError: nothing there.
@@ -75,18 +75,23 @@ def find_files(entry: str, config: DataConfig, tokenizer: ByteTokenizer | NullTo
     if suffix in (".idx", ".bin") and not glob.has_magic(entry):
         if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
             raise _missing(entry)
-        return None
+        return _prefix(entry, config)
     folder, name = os.path.split(entry)
     if os.path.exists(entry):
         return _files(entry, os.path.join(folder, ""), name, [entry], JSON_SUFFIXES, config, tokenizer)
     if os.path.exists(entry + ".idx") or os.path.exists(entry + ".bin"):
-        return None
+        return _prefix(entry, config)
     paths = sorted(path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path))
     if not paths:
         raise _missing(entry)
     before_magic = entry[: next(end for end in range(len(entry) + 1) if glob.has_magic(entry[:end]))]
     root = before_magic[: before_magic.rfind("/") + 1]
     return _files(entry, root, entry[len(root) :], paths, JSON_SUFFIXES, config, tokenizer)
+
+
+def _prefix(entry: str, config: DataConfig) -> None:
+    if config.sft:
+        raise InvalidInputError(f"--sft reads chats from JSONL: {entry} is .bin/.idx data, which has no loss mask")
 
 
 def _missing(entry: str) -> DataError:
@@ -104,14 +109,17 @@ def _files(
     paths: Sequence[str],
     json_suffixes: tuple[str, ...],
     config: DataConfig,
-    tokenizer: ByteTokenizer | NullTokenizer,
+    tokenizer: Tokenizer,
 ) -> DocumentFiles:
-    if not isinstance(tokenizer, ByteTokenizer):
+    if not isinstance(tokenizer, TextTokenizer):
         raise InvalidInputError(
-            f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is no .bin/.idx data: use ByteTokenizer"
+            f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is no .bin/.idx data: "
+            "use HuggingFaceTokenizer or ByteTokenizer"
         )
     num_json = sum(path.endswith(json_suffixes) for path in paths)
     kind = "jsonl" if num_json == len(paths) else "text"
+    if config.sft and kind == "text":
+        raise InvalidInputError(f"--sft reads chats from JSONL, {name} has {len(paths) - num_json} other files")
     if num_json and kind == "text":
         logger.warning(
             "%s: %d of %d files are JSON and are read as plain text like the others; "

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.trainer.data import tokenizer
+from megatron.trainer.data.chat import ChatReader
+from megatron.trainer.data.chat_lines import ChatLines, build_chat_reader, chat_request
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files, parse_blend
 from megatron.trainer.data.file_table import FileTable
@@ -14,8 +16,9 @@ from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.json_lines import JsonLines, index_json_lines, json_request
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.source import Source
-from megatron.trainer.data.text_files import TextFiles, index_text_files, text_request
-from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.trainer.data.text_files import TextFiles, index_text_files, index_tokenized_files, text_request
+from megatron.trainer.data.token_scan import TextReader
+from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,8 +34,10 @@ class IndexedEntry:
     root: str
     index: LengthIndex
 
-    def open(self, tokenizer: ByteTokenizer) -> Source:
+    def open(self, tokenizer: TextTokenizer, chat_reader: ChatReader | None = None) -> Source:
         """Return the documents; looks at no file."""
+        if chat_reader is not None:
+            return ChatLines(self.name, self.root, self.index, chat_reader)
         kind = JsonLines if self.index.request["kind"] == "jsonl" else TextFiles
         return kind(self.name, self.root, self.index, tokenizer)
 
@@ -50,29 +55,47 @@ def index_entries(config: DataConfig, on_tick: Callable[[], None] | None = None)
     if config.mock:
         return ()
     built = tokenizer.build(config)
+    chat_reader = build_chat_reader(config, built)
     check_cache_path(config.cache_path)
     entries, _ = parse_blend(config.data_path)
-    return tuple(_index_entry(entry, config, built, on_tick) for entry in entries)
+    return tuple(_index_entry(entry, config, built, chat_reader, on_tick) for entry in entries)
 
 
 def _index_entry(
-    entry: str, config: DataConfig, built: ByteTokenizer | NullTokenizer, on_tick: Callable[[], None] | None
+    entry: str,
+    config: DataConfig,
+    built: Tokenizer,
+    chat_reader: ChatReader | None,
+    on_tick: Callable[[], None] | None,
 ) -> IndexedEntry | None:
     files = find_files(entry, config, built)
     if files is None:
         return None
-    assert isinstance(built, ByteTokenizer)
-    request = json_request(config.json_key, built) if files.kind == "jsonl" else text_request(built)
-    make = index_json_lines if files.kind == "jsonl" else index_text_files
+    assert isinstance(built, TextTokenizer)
+    by_bytes = isinstance(built, ByteTokenizer)
+    request: dict[str, str]
+    if files.kind == "text":
+        request = text_request(built)
+    elif chat_reader is not None:
+        request = chat_request(chat_reader)
+    else:
+        request = json_request(config.json_key, built)
 
     def build(table: FileTable) -> LengthIndex:
-        return make(files, table, request, on_tick=on_tick)
+        if files.kind == "text" and by_bytes:
+            return index_text_files(files, table, request, on_tick=on_tick)
+        if files.kind == "text":
+            return index_tokenized_files(files, table, request, built, on_tick=on_tick)
+        text_reader = None if by_bytes else TextReader(tokenizer=built, json_key=config.json_key)
+        return index_json_lines(files, table, request, reader=chat_reader or text_reader, on_tick=on_tick)
 
     index = find_index(files, request, build, cache_path=config.cache_path, on_tick=on_tick)
     return IndexedEntry(name=entry, root=files.root, index=index)
 
 
-def open_entry(entry: str, indexed: IndexedEntry | None, built: ByteTokenizer | NullTokenizer) -> Source:
+def open_entry(
+    entry: str, indexed: IndexedEntry | None, built: Tokenizer, chat_reader: ChatReader | None = None
+) -> Source:
     """Return the documents of an entry.
 
     Raises:
@@ -80,5 +103,5 @@ def open_entry(entry: str, indexed: IndexedEntry | None, built: ByteTokenizer | 
     """
     if indexed is None:
         return IndexedDocuments(entry, built)
-    assert isinstance(built, ByteTokenizer)
-    return indexed.open(built)
+    assert isinstance(built, TextTokenizer)
+    return indexed.open(built, chat_reader)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DataError
 from dynamic_cp.megatron_index import MegatronIndex, read_megatron_index
 from megatron.trainer.data.source import count, reading
-from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.trainer.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class IndexedDocuments:
         DataError: files that are missing, truncated or contradict each other.
     """
 
-    def __init__(self, path: str, tokenizer: ByteTokenizer | NullTokenizer) -> None:
+    def __init__(self, path: str, tokenizer: Tokenizer) -> None:
         self._prefix = path_prefix(path)
         self._tokenizer = tokenizer
         self._dataset: Any = None

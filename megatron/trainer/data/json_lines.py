@@ -16,19 +16,24 @@ from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.json_text import LineError, encode, text_of_line
 from megatron.trainer.data.length_index import LengthIndex
+from megatron.trainer.data.line_table import LineTable
 from megatron.trainer.data.progress import Progress
 from megatron.trainer.data.scan import JsonLinesRange, ScanError, scan_json_lines
 from megatron.trainer.data.source import count, reading
-from megatron.trainer.data.tokenizer import ByteTokenizer
+from megatron.trainer.data.token_scan import LineReader, scan_read_lines
+from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer
 from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_usable_cpus
 
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 8 << 20
 BYTES_PER_PROCESS = 32 << 20  # less is parsed in the time that a process takes to start
+# The same for tokenizing, which is fifty times as much work.
+TOKENIZED_RANGE_BYTES = 256 << 10
+TOKENIZED_BYTES_PER_PROCESS = 1 << 20
 
 
-def json_request(json_key: str, tokenizer: ByteTokenizer) -> dict[str, str]:
+def json_request(json_key: str, tokenizer: TextTokenizer) -> dict[str, str]:
     """Return what decides the lengths of JSONL files besides their contents."""
     return {"kind": "jsonl", "json_key": json_key, "tokenizer": repr(tokenizer)}
 
@@ -38,6 +43,7 @@ def index_json_lines(
     table: FileTable,
     request: Mapping[str, str],
     *,
+    reader: LineReader | None = None,
     num_processes: int | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> LengthIndex:
@@ -45,10 +51,13 @@ def index_json_lines(
 
     Columns beside those of the table: `lengths`, and `offsets_bytes` of the lines that are not blank, int64 [D];
     `file_documents`, which document is the first of each file, int64 [F + 1]; `blanks`, for each blank line which
-    document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers.
+    document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers. Of chats
+    also `first_targets`, int64 [D].
 
     Args:
-        num_processes: default: one for every 32 MiB, at most as many as there are CPUs.
+        reader: tokenizes the lines; None: their texts have as many tokens as bytes.
+        num_processes: default: one for every 32 MiB, when they are tokenized for every 1 MiB, at most as many as there
+            are CPUs.
 
     Raises:
         DataError: the first line that is no JSON object with a string under the text field.
@@ -59,21 +68,30 @@ def index_json_lines(
         if size_bytes < 0:
             raise DataError(f"{path} is not a regular file: JSONL must be read twice; copy it to a file", path=path)
     total_bytes = sum(sizes_bytes)
+    range_bytes = RANGE_BYTES if reader is None else TOKENIZED_RANGE_BYTES
     if num_processes is None:
-        num_processes = max(1, min(num_usable_cpus(), MAX_PROCESSES, total_bytes // BYTES_PER_PROCESS))
-    owners = [file for file, size in enumerate(sizes_bytes) for _ in range(0, size, RANGE_BYTES)]
+        bytes_per_process = BYTES_PER_PROCESS if reader is None else TOKENIZED_BYTES_PER_PROCESS
+        num_processes = max(1, min(num_usable_cpus(), MAX_PROCESSES, total_bytes // bytes_per_process))
+    owners = [file for file, size in enumerate(sizes_bytes) for _ in range(0, size, range_bytes)]
     tasks = [
-        (path, start, min(start + RANGE_BYTES, size_bytes), size_bytes, request["json_key"])
+        (
+            path,
+            start,
+            min(start + range_bytes, size_bytes),
+            size_bytes,
+            request["json_key"] if reader is None else reader,
+        )
         for path, size_bytes in zip(paths, sizes_bytes, strict=True)
-        for start in range(0, size_bytes, RANGE_BYTES)
+        for start in range(0, size_bytes, range_bytes)
     ]
+    scan = scan_json_lines if reader is None else scan_read_lines
     started_s = time.perf_counter()
     ranges: list[JsonLinesRange] = []
     num_lines = [0] * len(paths)
     with (
         reading(files.root),  # the error names the file
         Progress(f"indexing {files.name}", total_bytes, "bytes", on_tick) as progress,
-        closing(map_in_processes(scan_json_lines, tasks, num_processes)) as results,
+        closing(map_in_processes(scan, tasks, num_processes, packages=reader is not None)) as results,
     ):
         for file, (path, start, stop, *_), result in zip(owners, tasks, _as_data_errors(results), strict=True):
             if result.error is not None:
@@ -95,9 +113,14 @@ def index_json_lines(
     num_documents = np.array([len(part.lengths) for part in ranges], dtype=np.int64)
     num_blank = np.array([len(part.blanks) for part in ranges], dtype=np.int64)
     first_documents = np.cumsum(num_documents) - num_documents
+    of_chats: dict[str, NDArray[np.int64]] = {}
+    counts = {"blank lines": int(num_blank.sum())}
+    if request["kind"] == "chat":
+        of_chats["first_targets"] = _joined([part.first_targets for part in ranges])
+        counts["tokens of assistants"] = sum(part.num_targets for part in ranges)
     return LengthIndex.build(
         request,
-        {"blank lines": int(num_blank.sum())},
+        counts,
         table.columns()
         | {
             "lengths": _joined([part.lengths for part in ranges]),
@@ -105,7 +128,8 @@ def index_json_lines(
             "file_documents": _firsts(owners, num_documents, len(paths)),
             "blanks": _joined([part.blanks for part in ranges]) + np.repeat(first_documents, num_blank),
             "file_blanks": _firsts(owners, num_blank, len(paths)),
-        },
+        }
+        | of_chats,
     )
 
 
@@ -128,7 +152,7 @@ def _firsts(owners: list[int], numbers: NDArray[np.int64], num_files: int) -> ND
 
 
 class JsonLines:
-    """One document per line: the UTF-8 bytes of its text field and the end of document. Blank lines are counted.
+    """One document per line: its text field and the end of document. Blank lines are counted.
 
     Args:
         name: what to call all of them in messages.
@@ -136,47 +160,36 @@ class JsonLines:
         index: made by `index_json_lines`.
     """
 
-    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: ByteTokenizer) -> None:
+    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: TextTokenizer) -> None:
         self._name = name
-        self._paths = [root + file for file in FileTable.from_columns(index.columns).list_names()]
+        self._lines = LineTable(root, index)
         self._json_key = index.request["json_key"]
         self._tokenizer = tokenizer
         self._num_blank = index.counts["blank lines"]
         self.lengths = index.columns["lengths"]
-        self._offsets_bytes = index.columns["offsets_bytes"]
-        self._file_documents = index.columns["file_documents"]
-        self._blanks, self._file_blanks = index.columns["blanks"], index.columns["file_blanks"]
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a line, reading only that line."""
-        path, name = self._paths[self._file(document)], self.document_name(document)
-        with reading(path), open(path, "rb") as file:
-            file.seek(self._offsets_bytes[document])
-            line = file.readline()
+        name = self.document_name(document)
         try:
-            text = encode(text_of_line(line, self._json_key))
+            text = encode(text_of_line(self._lines.read(document), self._json_key))
         except LineError as error:
             raise DataError(f"{name}{error}", where=name) from error
-        if len(text) + 1 != self.lengths[document]:
+        tokens = self._tokenizer.encode(text)
+        if len(tokens) + 1 != self.lengths[document]:
+            unit = "bytes" if isinstance(self._tokenizer, ByteTokenizer) else "tokens"
             raise DataError(
-                f"{name} has {len(text)} bytes of text but had {self.lengths[document] - 1} when it was indexed: "
+                f"{name} has {len(tokens)} {unit} of text but had {self.lengths[document] - 1} when it was indexed: "
                 "the data must not change during a run; start again to index it anew",
-                path=path,
-                indexed_bytes=int(self.lengths[document]) - 1,
-                found_bytes=len(text),
+                path=self._lines.path(document),
+                indexed_tokens=int(self.lengths[document]) - 1,
+                found_tokens=len(tokens),
             )
-        tokens = self._tokenizer.encode(text[start:stop])
-        return np.append(tokens, self._tokenizer.eod) if stop > len(text) else tokens
-
-    def _file(self, document: int) -> int:
-        return int(np.searchsorted(self._file_documents, document, side="right")) - 1
+        return np.append(tokens[start:stop], self._tokenizer.eod) if stop > len(tokens) else tokens[start:stop]
 
     def document_name(self, document: int) -> str:
         """Return the file and line number."""
-        file = self._file(document)
-        blanks = self._blanks[self._file_blanks[file] : self._file_blanks[file + 1]]
-        num_blank = int(np.searchsorted(blanks, document, side="right"))
-        return f"{self._paths[file]} line {document - int(self._file_documents[file]) + num_blank + 1}"
+        return self._lines.name(document)
 
     def describe(self) -> str:
         """Return the number of lines and of blank ones."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data.source import count, reading
-from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.trainer.data.tokenizer import Tokenizer
 
 NUM_DOCUMENTS = 1_000_000
 
@@ -62,9 +62,7 @@ class MockDocuments:
         InvalidInputError, DataError: a configuration or CSV file that makes no sense.
     """
 
-    def __init__(
-        self, config: str | None, seq_length: int, seed: int, tokenizer: ByteTokenizer | NullTokenizer
-    ) -> None:
+    def __init__(self, config: str | None, seq_length: int, seed: int, tokenizer: Tokenizer) -> None:
         self._seed = seed
         self._tokenizer = tokenizer
         if config is None:

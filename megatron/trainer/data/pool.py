@@ -59,11 +59,11 @@ class ShuffledPool:
             seqlens[chosen] = self.parts[owner].seqlens(numbers[chosen] - self._first_samples[owner])
         return seqlens
 
-    def read(self, draw: int) -> NDArray[np.int64]:
-        """Return the seqlen + 1 tokens of the sample of `draw`."""
+    def read(self, draw: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+        """Return the seqlen + 1 tokens of the sample of `draw`, and which of them are learned; None: all."""
         number = int(self._samples(np.array([draw]))[0])
         owner = int(np.searchsorted(self._first_samples, number, side="right")) - 1
-        return self.parts[owner].read(number - int(self._first_samples[owner]))
+        return self.parts[owner].read_targeted(number - int(self._first_samples[owner]))
 
     def _samples(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(draws, self.num_samples)

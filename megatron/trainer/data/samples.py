@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from megatron.trainer.data.source import Source
+from megatron.trainer.data.source import Source, TargetedSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,6 +19,8 @@ class SampleIndex:
     sample. When n - 1 > seq_length it is overlong: an error, truncated to its beginning, dropped, or split into
     consecutive pieces, of which piece k reads tokens k * seq_length .. and predicts the ones after them, so that every
     token but the first of the document is predicted exactly once. Memory grows with documents, not with samples.
+
+    Of a chat only some tokens are learned; one that has none left after truncation makes no sample.
 
     Attributes:
         documents: int64 [D], the documents that make samples.
@@ -35,6 +37,7 @@ class SampleIndex:
     num_documents: int
     num_empty: int
     num_overlong: int
+    num_untargeted: int
 
     @classmethod
     def build(
@@ -50,10 +53,11 @@ class SampleIndex:
         num_overlong = int(too_long.sum())
         if overlong == "error" and num_overlong:
             document = first_document + int(np.argmax(too_long))
+            others = "truncate or drop" if isinstance(source, TargetedSource) else "split, truncate or drop"
             raise DataError(
                 f"{source.document_name(document)} predicts {source.lengths[document] - 1} tokens, --seq-length is "
                 f"{seq_length} ({num_overlong} such documents): raise --seq-length or choose --overlong "
-                "split, truncate or drop",
+                f"{others}",
                 document=document,
                 tokens=int(source.lengths[document]) - 1,
                 seq_length=seq_length,
@@ -62,6 +66,10 @@ class SampleIndex:
         num_empty = len(kept) - int(kept.sum())
         if overlong == "drop":
             kept &= ~too_long
+        untargeted = np.zeros_like(kept)
+        if overlong == "truncate" and isinstance(source, TargetedSource):
+            untargeted = kept & (source.first_targets[first_document:last_document] > seq_length)
+            kept &= ~untargeted
         documents = np.flatnonzero(kept)
         num_predicted = num_predicted[documents]
         if overlong == "truncate":
@@ -78,6 +86,7 @@ class SampleIndex:
             num_documents=last_document - first_document,
             num_empty=num_empty,
             num_overlong=num_overlong,
+            num_untargeted=int(untargeted.sum()),
         )
 
     @property
@@ -98,9 +107,19 @@ class SampleIndex:
 
     def read(self, number: int) -> NDArray[np.int64]:
         """Return the seqlen + 1 tokens of a sample: all but the last are its input, all but the first its labels."""
+        return self.source.read(*self._piece(number))
+
+    def read_targeted(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+        """Return what `read` does, and which of these tokens are learned; None: all."""
+        if isinstance(self.source, TargetedSource):
+            return self.source.read_targeted(*self._piece(number))
+        return self.source.read(*self._piece(number)), None
+
+    def _piece(self, number: int) -> tuple[int, int, int]:
+        """Return the document of a sample, its first token and the one after its last."""
         row, start = (int(value[0]) for value in self._locate(np.array([number])))
         stop = start + min(int(self.num_predicted[row]) - start, self.seq_length) + 1
-        return self.source.read(int(self.documents[row]), start, stop)
+        return int(self.documents[row]), start, stop
 
     def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows of `documents` and the first tokens of samples."""

@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.trainer.data.json_text import LineError, num_bytes, text_of_line
@@ -28,10 +28,12 @@ class JsonLinesRange(NamedTuple):
 
     Attributes:
         offsets_bytes: int64 [n], where each line that is not blank starts in the file.
-        lengths: int64 [n], bytes of its text and 1 for the end of document.
+        lengths: int64 [n], its tokens; a text with 1 for the end of document.
         blanks: int64 [b], for each blank line how many lines that are not blank come before it in this range.
         error: the first line without text, counted from 0 in this range, and what is wrong with it; the lines after it
             are not looked at.
+        first_targets: int64 [n] of chats, the first token that is learned; else empty.
+        num_targets: tokens of chats that are learned.
     """
 
     offsets_bytes: array[int]
@@ -39,20 +41,33 @@ class JsonLinesRange(NamedTuple):
     blanks: array[int]
     num_lines: int
     error: tuple[int, str] | None
+    first_targets: array[int]
+    num_targets: int
 
 
 def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key: str) -> JsonLinesRange:
+    """Return the lines of `path` that start at bytes start .. stop - 1; a byte of text is a token.
+
+    Args and errors: see `scan_lines`.
+    """
+    return scan_lines(path, start, stop, size_bytes, lambda line: (num_bytes(text_of_line(line, json_key)) + 1,))
+
+
+def scan_lines(
+    path: str, start: int, stop: int, size_bytes: int, measure: Callable[[bytes], tuple[int, ...]]
+) -> JsonLinesRange:
     """Return the lines of `path` that start at bytes start .. stop - 1.
 
     Args:
         size_bytes: of the file when it was listed; what lies behind is not looked at.
+        measure: a line -> its tokens; or of a chat its tokens, the first that is learned and how many are.
 
     Raises:
         OSError: a file that cannot be read.
         ScanError: one that has become shorter.
     """
-    offsets_bytes, lengths, blanks = array("q"), array("q"), array("q")
-    num_lines = 0
+    offsets_bytes, lengths, blanks, first_targets = array("q"), array("q"), array("q"), array("q")
+    num_lines = num_targets = 0
     error = None
     offset_bytes = start
     with open(path, "rb", buffering=BUFFER_BYTES) as file:
@@ -72,14 +87,18 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
                 blanks.append(len(lengths))
             else:
                 try:
-                    lengths.append(num_bytes(text_of_line(line, json_key)) + 1)
+                    length, *targets = measure(line)
                 except LineError as caught:
                     error = (num_lines, str(caught))
                     break
+                lengths.append(length)
                 offsets_bytes.append(offset_bytes)
+                if targets:
+                    first_targets.append(targets[0])
+                    num_targets += targets[1]
             num_lines += 1
             offset_bytes += len(line)
-    return JsonLinesRange(offsets_bytes, lengths, blanks, num_lines, error)
+    return JsonLinesRange(offsets_bytes, lengths, blanks, num_lines, error, first_targets, num_targets)
 
 
 def sniff_text_files(paths: Sequence[str]) -> bytes:

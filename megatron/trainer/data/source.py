@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,21 @@ class Source(Protocol):
 
     def describe(self) -> str:
         """Return the kind and number of documents and what was left out, in a few words."""
+        ...
+
+
+@runtime_checkable
+class TargetedSource(Source, Protocol):
+    """Documents of which only some tokens are learned: chats.
+
+    Attributes:
+        first_targets: int64 [documents], the first token after the beginning that is learned.
+    """
+
+    first_targets: NDArray[np.int64]
+
+    def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return what `read` does, and which of these tokens are learned."""
         ...
 
 

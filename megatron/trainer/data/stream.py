@@ -24,7 +24,7 @@ class SampleTokens:
 
     Attributes:
         tokens, labels: int64 [S].
-        loss_mask: float32 [S], 1 where the label counts.
+        loss_mask: float32 [S], 1 where the label counts: everywhere, or in a chat where its assistant wrote it.
     """
 
     tokens: NDArray[np.int64]
@@ -72,11 +72,12 @@ class SampleStream:
             DataError: a document that is not what its index says.
         """
         pools, draws = self._blend.locate(np.array([sample_id], dtype=np.int64))
-        tokens = self._pools[pools[0]].read(int(draws[0]))
+        tokens, is_target = self._pools[pools[0]].read(int(draws[0]))
+        mask = np.ones(len(tokens) - 1, dtype=np.float32) if is_target is None else is_target[1:].astype(np.float32)
         return SampleTokens(
             tokens=tokens[:-1].copy(),  # a view would share its memory with the labels
             labels=tokens[1:],
-            loss_mask=np.ones(len(tokens) - 1, dtype=np.float32),
+            loss_mask=mask,
         )
 
     def fingerprint(self) -> str:
@@ -96,7 +97,10 @@ class SampleStream:
                 digest.update(part.num_predicted.tobytes() + part.documents.tobytes())
                 num_probes = min(part.num_samples, max(1, NUM_PROBED_SAMPLES // len(parts)))
                 for number in np.linspace(0, part.num_samples - 1, num_probes).round().astype(np.int64).tolist():
-                    digest.update(part.read(number).astype(np.int64).tobytes())
+                    tokens, is_target = part.read_targeted(number)
+                    digest.update(tokens.astype(np.int64).tobytes())
+                    if is_target is not None:
+                        digest.update(is_target.tobytes())
                 last_document = int(part.documents[-1])
                 length = int(part.source.lengths[last_document])
                 digest.update(part.source.read(last_document, length - 1, length).astype(np.int64).tobytes())
@@ -109,12 +113,15 @@ class SampleStream:
         num_documents = sum(part.num_documents for part in parts)
         num_empty = sum(part.num_empty for part in parts)
         num_overlong = sum(part.num_overlong for part in parts)
+        num_untargeted = sum(part.num_untargeted for part in parts)
         done = {"error": "", "truncate": "truncated", "drop": "dropped", "split": "split"}[parts[0].overlong]
         words = [
             f"{count(num_documents, 'document')} ({num_empty} empty, {num_overlong} overlong {done}".rstrip() + ")",
             f"{count(self.num_samples, 'sample')} of at most {parts[0].seq_length} tokens",
             f"{sum(part.num_tokens for part in parts)} tokens",
         ]
+        if num_untargeted:
+            words.insert(1, f"{num_untargeted} left out because no assistant's token is left of them")
         if len(self._pools) > 1:
             words.append("blended " + ":".join(map(str, self._blend.shares)))
         sources = dict.fromkeys(part.source.describe() for part in parts)

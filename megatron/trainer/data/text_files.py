@@ -1,9 +1,12 @@
-"""Text files as documents: one byte is one token, so the size that the file system keeps is the length."""
+"""Text files as documents. With ByteTokenizer one byte is one token, so the size that the file system keeps is the
+length; with another tokenizer all files are read and tokenized once.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -14,11 +17,14 @@ from megatron.trainer.data.file_table import FILES_PER_TASK, FileTable
 from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.progress import Progress
-from megatron.trainer.data.scan import sniff_text_files
+from megatron.trainer.data.scan import ScanError, sniff_text_files
 from megatron.trainer.data.source import count, reading
-from megatron.trainer.data.tokenizer import ByteTokenizer
-from megatron.trainer.data.workers import map_in_threads
+from megatron.trainer.data.token_scan import measure_text_files
+from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer
+from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, map_in_threads, num_usable_cpus
 
+TOKENIZED_TASK_BYTES = 256 << 10
+TOKENIZED_BYTES_PER_PROCESS = 1 << 20
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
@@ -59,7 +65,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-def text_request(tokenizer: ByteTokenizer) -> dict[str, str]:
+def text_request(tokenizer: TextTokenizer) -> dict[str, str]:
     """Return what decides the lengths of text files besides their sizes."""
     return {"kind": "text", "tokenizer": repr(tokenizer)}
 
@@ -96,40 +102,119 @@ def index_text_files(
     )
 
 
+def index_tokenized_files(
+    files: DocumentFiles,
+    table: FileTable,
+    request: Mapping[str, str],
+    tokenizer: TextTokenizer,
+    *,
+    num_processes: int | None = None,
+    on_tick: Callable[[], None] | None = None,
+) -> LengthIndex:
+    """Return the index of text files whose lengths are tokens: all of them are read.
+
+    Columns and what is left out: see `index_text_files`. Files that are not UTF-8 are counted.
+
+    Args:
+        num_processes: default: one for every 1 MiB, at most as many as there are CPUs.
+
+    Raises:
+        DataError: a file that cannot be read, or a tokenizer that cannot be loaded.
+    """
+    regular = np.flatnonzero(table.sizes_bytes >= 0)
+    sizes_bytes = table.sizes_bytes[regular]
+    paths = [files.root + files.names[file] for file in regular.tolist()]
+    if num_processes is None:
+        enough = int(sizes_bytes.sum()) // TOKENIZED_BYTES_PER_PROCESS
+        num_processes = max(1, min(num_usable_cpus(), MAX_PROCESSES, enough))
+    tasks = [(part, tokenizer) for part in chunks_of_files(paths, sizes_bytes)]
+    lengths: list[int] = []
+    num_replaced = 0
+    with (
+        reading(files.root),
+        Progress(f"tokenizing {files.name}", len(paths), "files", on_tick) as progress,
+        closing(map_in_processes(measure_text_files, tasks, num_processes, packages=True)) as results,
+    ):
+        try:
+            for part in results:
+                lengths += part.lengths
+                num_replaced += part.num_replaced
+                progress.advance(len(part.lengths))
+        except ScanError as error:
+            raise DataError(str(error)) from error
+    found = np.array(lengths, dtype=np.int64)
+    kept = regular[found >= 0]
+    counts = {
+        "binary files": len(regular) - len(kept),
+        "special files": len(table) - len(regular),
+        "files not UTF-8": num_replaced,
+    }
+    return LengthIndex.build(request, counts, table.columns() | {"lengths": found[found >= 0], "files": kept})
+
+
+def chunks_of_files(paths: Sequence[str], sizes_bytes: NDArray[np.int64]) -> Iterator[list[str]]:
+    """Yield the paths in pieces of about TOKENIZED_TASK_BYTES, which do not depend on the number of processes."""
+    piece: list[str] = []
+    piece_bytes = 0
+    for path, size_bytes in zip(paths, sizes_bytes.tolist(), strict=True):
+        piece.append(path)
+        piece_bytes += size_bytes
+        if piece_bytes >= TOKENIZED_TASK_BYTES or len(piece) >= FILES_PER_TASK:
+            yield piece
+            piece, piece_bytes = [], 0
+    if piece:
+        yield piece
+
+
 class TextFiles:
-    """One document per text file: its bytes and the end of document.
+    """One document per text file: its tokens and the end of document.
 
     Args:
         name: what to call all of them in messages.
         root: what precedes the names of the files.
-        index: made by `index_text_files`.
+        index: made by `index_text_files` or `index_tokenized_files`.
     """
 
-    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: ByteTokenizer) -> None:
+    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: TextTokenizer) -> None:
         self._name = name
         self._tokenizer = tokenizer
-        names = FileTable.from_columns(index.columns).list_names()
-        self._paths = [root + names[file] for file in index.columns["files"].tolist()]
-        self._num_binary, self._num_special = index.counts["binary files"], index.counts["special files"]
+        table = FileTable.from_columns(index.columns)
+        names = table.list_names()
+        self._files = index.columns["files"]
+        self._sizes_bytes = table.sizes_bytes
+        self._paths = [root + names[file] for file in self._files.tolist()]
+        self._left_out = {
+            "binary file": index.counts["binary files"],
+            "special file": index.counts["special files"],
+        }
+        self._num_replaced = index.counts.get("files not UTF-8", 0)
         self.lengths = index.columns["lengths"]
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start .. stop - 1 of a file, reading only those bytes."""
-        path, size_bytes = self._paths[document], int(self.lengths[document]) - 1
+        """Return tokens start .. stop - 1 of a file; with ByteTokenizer only those bytes are read."""
+        path, num_tokens = self._paths[document], int(self.lengths[document]) - 1
+        size_bytes = int(self._sizes_bytes[self._files[document]])
+        by_bytes = isinstance(self._tokenizer, ByteTokenizer)
         with reading(path), open(path, "rb", buffering=0) as file:
             now_bytes = os.fstat(file.fileno()).st_size
-            file.seek(start)
-            text = file.read(min(stop, size_bytes) - start)
-        if now_bytes != size_bytes:
+            if by_bytes:
+                file.seek(start)
+                text = file.read(min(stop, size_bytes) - start)
+            else:
+                text = file.readall()
+        tokens = self._tokenizer.encode(text)
+        if now_bytes != size_bytes or not (by_bytes or len(tokens) == num_tokens):
             raise DataError(
-                f"{path} has {now_bytes} bytes but had {size_bytes} when it was indexed: "
-                "the data must not change during a run; start again to index it anew",
+                f"{path} has {now_bytes} bytes but had {size_bytes} when it was indexed"
+                + ("" if by_bytes else f", {len(tokens)} tokens and had {num_tokens}")
+                + ": the data must not change during a run; start again to index it anew",
                 path=path,
                 indexed_bytes=size_bytes,
                 found_bytes=now_bytes,
             )
-        tokens = self._tokenizer.encode(text)
-        return np.append(tokens, self._tokenizer.eod) if stop > size_bytes else tokens
+        if not by_bytes:
+            tokens = tokens[start:stop]
+        return np.append(tokens, self._tokenizer.eod) if stop > num_tokens else tokens
 
     def document_name(self, document: int) -> str:
         """Return the path of the file."""
@@ -138,8 +223,8 @@ class TextFiles:
     def describe(self) -> str:
         """Return the number of text files and of those left out."""
         words = f"{self._name}: {count(len(self._paths), 'text file')}"
-        if self._num_binary:
-            words += f", {count(self._num_binary, 'binary file')} left out"
-        if self._num_special:
-            words += f", {count(self._num_special, 'special file')} left out"
+        for what, number in self._left_out.items():
+            words += f", {count(number, what)} left out" if number else ""
+        if self._num_replaced:
+            words += f", {self._num_replaced} not UTF-8 and read with replacement characters"
         return words

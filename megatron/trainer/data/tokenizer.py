@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data.config import TOKENIZERS, DataConfig
+from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,11 @@ class NullTokenizer:
     eod: int
 
 
-def build(config: DataConfig) -> ByteTokenizer | NullTokenizer:
+TextTokenizer = ByteTokenizer | HuggingFaceTokenizer
+Tokenizer = TextTokenizer | NullTokenizer
+
+
+def build(config: DataConfig) -> Tokenizer:
     """Return the tokenizer that `config` names.
 
     As in Megatron-LM, NullTokenizer with `vocab_size` V means ids 0 .. V - 1 and V itself for the end of document. When
@@ -39,7 +44,19 @@ def build(config: DataConfig) -> ByteTokenizer | NullTokenizer:
 
     Raises:
         InvalidInputError: an unknown name, or sizes that the tokenizer cannot have.
+        DataError: files of a tokenizer that cannot be read.
     """
+    if config.tokenizer == "HuggingFaceTokenizer":
+        if config.tokenizer_model is None:
+            raise InvalidInputError(
+                "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: the folder that has its tokenizer.json"
+            )
+        return HuggingFaceTokenizer.load(config.tokenizer_model, vocab_size=config.vocab_size, eod_id=config.eod_id)
+    if config.tokenizer_model is not None:
+        raise InvalidInputError(
+            f"--tokenizer-model {config.tokenizer_model} is for HuggingFaceTokenizer, --tokenizer-type is "
+            f"{config.tokenizer}: leave one of them out"
+        )
     if config.tokenizer == "ByteTokenizer":
         byte = ByteTokenizer()
         if config.vocab_size not in (None, byte.vocab_size) or config.eod_id not in (None, byte.eod):
@@ -69,3 +86,8 @@ def build(config: DataConfig) -> ByteTokenizer | NullTokenizer:
             )
         return NullTokenizer(vocab_size=config.vocab_size, eod=config.eod_id)
     raise InvalidInputError(f"--tokenizer-type {config.tokenizer} is unknown: use one of {', '.join(TOKENIZERS)}")
+
+
+def identity(config: DataConfig) -> str:
+    """Return what two runs must share to see the same tokens; where the files of a tokenizer lie is no part of it."""
+    return repr(build(config)) if config.tokenizer == "HuggingFaceTokenizer" else config.tokenizer

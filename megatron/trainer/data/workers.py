@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 32
 NUM_THREADS = 16
-START = "import sys; sys.path.insert(0, sys.argv[1]); from megatron.trainer.data.scan import serve; serve()"
+START = "import sys; sys.path[:0] = sys.argv[1:]; from megatron.trainer.data.scan import serve; serve()"
 
 
 def num_usable_cpus() -> int:
@@ -36,15 +36,18 @@ def num_usable_cpus() -> int:
 
 
 def map_in_processes(
-    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_processes: int
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_processes: int, *, packages: bool = False
 ) -> Generator[Any, None, None]:
     """Yield function(*task) for each task; with one process, in this one. Close it: then the processes end.
+
+    Args:
+        packages: the processes find installed packages, too, and start slower.
 
     Raises:
         OSError, ScanError: of `function`.
         DataError: a worker that died.
     """
-    workers = _start_workers(num_processes) if num_processes > 1 else []
+    workers = _start_workers(num_processes, packages) if num_processes > 1 else []
     if not workers:
         for task in tasks:
             yield function(*task)
@@ -86,23 +89,24 @@ def map_in_threads(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _start_workers(number: int) -> list[_Worker]:
+def _start_workers(number: int, packages: bool) -> list[_Worker]:
     """Return as many workers as the system lets start."""
     workers: list[_Worker] = []
     try:
         for _ in range(number):
-            workers.append(_Worker())
+            workers.append(_Worker(packages))
     except OSError as error:
         logger.warning("%d of %d processes for indexing could be started: %s", len(workers), number, error)
     return workers
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, packages: bool) -> None:
         root = str(Path(__file__).resolve().parents[3])
+        # Without site packages where the standard library is enough: that starts sooner.
+        paths = [root, *filter(None, sys.path)] if packages else [root]
         self.process = subprocess.Popen(
-            # No site packages: the standard library is enough, and starts sooner.
-            [sys.executable, "-I", "-S", "-c", START, root],
+            [sys.executable, "-I", *([] if packages else ["-S"]), "-c", START, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

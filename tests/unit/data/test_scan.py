@@ -92,7 +92,7 @@ def test_processes_and_one_process_make_the_same_index(tmp_path, monkeypatch):
 def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
     asked = []
     real = json_lines.map_in_processes
-    monkeypatch.setattr(json_lines, "map_in_processes", lambda f, t, n: asked.append(n) or real(f, t, 1))
+    monkeypatch.setattr(json_lines, "map_in_processes", lambda f, t, n, **_: asked.append(n) or real(f, t, 1))
     monkeypatch.setattr(json_lines, "num_usable_cpus", lambda: 3)
     monkeypatch.setattr(json_lines, "BYTES_PER_PROCESS", 10)
     for size in (1, 2, 100):

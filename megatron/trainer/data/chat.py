@@ -1,0 +1,250 @@
+"""Chats: lines {"messages": [{"role": ..., "content": ...}, ...]}, their text by a template, and what is learned of it.
+
+    line -> parse_chat -> ChatFormat.render -> text and the spans that the assistant wrote -> ChatLines.tokens
+
+A span is the content of an assistant turn and the token that ends the turn. Where the template marks it with
+{% generation %}, that is the span; else it is what the turn adds to the text after the generation prompt, less white
+space behind the end-of-turn token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.trainer.data.json_text import LineError, encode, object_of_line
+from megatron.trainer.data.tokenizer import TextTokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Characters that no text has (Unicode noncharacters): they mark spans while a template is rendered.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+TEMPLATES = {
+    "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+class Span(NamedTuple):
+    """Characters start .. stop - 1 of a chat's text, written by its assistant in message number `turn`, from 1."""
+
+    start: int
+    stop: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """A Jinja template and what it may use besides the messages.
+
+    Attributes:
+        name: what to call it in messages.
+        template: Jinja, as Hugging Face's tokenizers have it.
+        variables: special tokens by name.
+    """
+
+    name: str
+    template: str
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A hash (hex) of what decides the text."""
+        return hashlib.sha256(json.dumps([self.template, self.variables]).encode()).hexdigest()[:16]
+
+    def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, list[Span]]:
+        """Return the text of a chat and what its assistant wrote, in order.
+
+        Raises:
+            LineError: the template refuses the chat, or does not say what the assistant wrote.
+        """
+        marked = self._render(messages, tools)
+        if OPEN not in marked:
+            return marked, self._spans_by_prefixes(marked, messages, tools)
+        turns = iter([number for number, message in enumerate(messages, 1) if message["role"] == "assistant"])
+        text, spans = "", []
+        head, *parts = marked.split(OPEN)
+        text += head
+        for part in parts:
+            inside, closed, outside = part.partition(CLOSE)
+            if not closed or CLOSE in outside:
+                raise LineError(f": {self.name} has a generation block within another: repair the template")
+            spans.append(Span(len(text), len(text) + len(inside), next(turns, len(messages))))
+            text += inside + outside
+        return text, spans
+
+    def _spans_by_prefixes(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Span]:
+        spans = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
+            answered = self._render(messages[: turn + 1], tools)
+            if not (answered.startswith(prompt) and text.startswith(answered)):
+                raise LineError(
+                    f" message {turn + 1} (assistant): {self.name} writes earlier messages in another way once later "
+                    "ones follow, so what was learned would not be what is generated: mark the assistant's text with "
+                    "{% generation %} ... {% endgeneration %} in a template of your own (--chat-template FILE)"
+                )
+            content = message["content"].strip()
+            after = answered[max(0, answered.find(content, len(prompt))) + len(content) :]
+            stop = len(answered.rstrip()) if after.strip() else len(answered)
+            spans.append(Span(len(prompt), max(len(prompt), stop), turn + 1))
+        return spans
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool = False) -> str:
+        import jinja2
+
+        try:
+            text = _compiled(self.template).render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **dict(self.variables),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise LineError(f": {self.name} refuses this chat ({error}): repair the chat or the template") from error
+        return str(text)
+
+    def check(self) -> str | None:
+        """Return what is wrong with the template, None when it compiles."""
+        import jinja2
+
+        try:
+            _compiled(self.template)
+        except jinja2.TemplateError as error:
+            return f"line {getattr(error, 'lineno', '?')}: {error}"
+        return None
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> Any:
+    """Return the template, with what Hugging Face's templates expect of their environment.
+
+    DEVIATION: `strftime_now` is not there. Reason: a text that changes with the date has another length tomorrow.
+    Recovery: templates that ask for it use a fixed date when it is missing.
+    """
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return OPEN + str(caller()) + CLOSE
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **others)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(template)
+
+
+def parse_chat(line: bytes) -> tuple[list[dict[str, Any]], Any]:
+    """Return the messages of a line and its tools, None where it has none.
+
+    Raises:
+        LineError: no JSON object with a list of messages, a message without role or content, or no assistant.
+    """
+    value = object_of_line(line, '{"messages": [...]}')
+    if "messages" not in value:
+        raise LineError(
+            f" has no field 'messages' (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
+            "--sft reads chats; leave it out for text"
+        )
+    messages = value["messages"]
+    if not isinstance(messages, list) or not messages:
+        said = f"{len(messages)} messages" if isinstance(messages, list) else f"a {type(messages).__name__}"
+        raise LineError(f": field 'messages' is {said}: at least one question and one answer are needed")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise LineError(f" message {number} is a {type(message).__name__}, not an object: repair the line")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise LineError(f" message {number} has role {role!r}: use one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            said = f"is a {type(content).__name__}, not a string" if "content" in message else "is missing"
+            raise LineError(f" message {number} ({role}): its content {said}: repair the line")
+        if OPEN in content or CLOSE in content:
+            raise LineError(f" message {number} ({role}) has the noncharacter U+FDD0 or U+FDD1: remove it")
+    if all(message["role"] != "assistant" for message in messages):
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        raise LineError(f" has no assistant message, {len(messages)} of {roles}: nothing of it can be learned")
+    return messages, value.get("tools")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReader:
+    """Reads chat lines as tokens."""
+
+    tokenizer: TextTokenizer
+    chat_format: ChatFormat
+
+    def tokens(self, line: bytes) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the tokens of a chat, and which of them its assistant wrote.
+
+        Raises:
+            LineError: a chat that is malformed, or of which tokens are part prompt and part answer.
+        """
+        text, spans = self.chat_format.spans(*parse_chat(line))
+        whole = self.tokenizer.encode(encode(text))
+        is_target = np.zeros(len(whole), dtype=np.bool_)
+        places = [place for span in spans for place in (span.start, span.stop)]
+        ends = self._token_ends(text, places, spans, whole)
+        for first, end in zip(ends[::2], ends[1::2], strict=True):
+            is_target[first:end] = True
+        if not is_target[1:].any():
+            raise LineError(f": {self.chat_format.name} gives no assistant's token of its {len(whole)}")
+        return whole, is_target
+
+    def measure(self, line: bytes) -> tuple[int, int, int]:
+        """Return tokens, the first one after the beginning that the assistant wrote, and how many it wrote."""
+        whole, is_target = self.tokens(line)
+        return len(whole), 1 + int(is_target[1:].argmax()), int(is_target[1:].sum())
+
+    def _token_ends(
+        self, text: str, places: Sequence[int], spans: Sequence[Span], whole: NDArray[np.int64]
+    ) -> list[int]:
+        """Return for each place in the text how many tokens come before it; none may lie across it."""
+        pieces = [
+            self.tokenizer.encode(encode(text[start:stop]))
+            for start, stop in zip([0, *places], [*places, len(text)], strict=True)
+        ]
+        if np.array_equal(np.concatenate(pieces), whole):
+            return list(np.cumsum([len(piece) for piece in pieces[:-1]]).tolist())
+        # A tokenizer that begins every text in its own way: compare beginnings of the whole instead of its pieces.
+        ends = []
+        for number, place in enumerate(places):
+            before = self.tokenizer.encode(encode(text[:place]))
+            if not np.array_equal(before, whole[: len(before)]):
+                where = "its end" if number % 2 else "its beginning"
+                raise LineError(
+                    f" message {spans[number // 2].turn} (assistant): a token lies across {where} (near "
+                    f"{text[max(0, place - 12) : place + 12]!r}): what is learned would not be what is generated; "
+                    "use a template whose turns begin and end with special tokens"
+                )
+            ends.append(len(before))
+        return ends

@@ -1,0 +1,181 @@
+"""Hugging Face's fast tokenizers from local files: a folder with tokenizer.json, as `save_pretrained` writes it.
+
+Needs the package `tokenizers` alone, 3 MB without torch, so that indexing processes start in a fraction of a second;
+transformers is not imported. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError, InvalidInputError
+
+TOKENIZER_FILE = "tokenizer.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceTokenizer:
+    """A tokenizer of a folder. Pickles as its path; two with the same files are equal wherever they lie.
+
+    Text is encoded without the special tokens that a model's post-processor would add (megatron-core's
+    `include_special_tokens=False`); the end of document is appended by whoever reads documents.
+
+    Attributes:
+        folder: where tokenizer.json lies.
+        digest: the first 16 digits of its SHA-256: what an index and a checkpoint remember.
+        vocab_size: token ids are below it.
+        eod: the id that ends a document.
+    """
+
+    folder: str = field(repr=False, compare=False)
+    digest: str
+    vocab_size: int
+    eod: int
+
+    @classmethod
+    def load(cls, path: str, *, vocab_size: int | None = None, eod_id: int | None = None) -> HuggingFaceTokenizer:
+        """Return the tokenizer in folder `path` (or the folder of that tokenizer.json).
+
+        Args:
+            vocab_size: more than the tokenizer has, for a model whose embedding has spare rows; None: what it has.
+            eod_id: None: the id of its eos_token.
+
+        Raises:
+            InvalidInputError: no such folder, the package is missing, or sizes that the tokenizer cannot have.
+            DataError: files that cannot be read.
+        """
+        folder = folder_of(path)
+        digest = hashlib.sha256(_read(os.path.join(folder, TOKENIZER_FILE))).hexdigest()[:16]
+        ids = _backend(folder, digest).get_vocab(with_added_tokens=True)
+        own_size = max(ids.values(), default=-1) + 1
+        if vocab_size is not None and vocab_size < own_size:
+            raise InvalidInputError(
+                f"--vocab-size is {vocab_size}, the tokenizer of {folder} has {own_size} ids: leave it out",
+                vocab_size=vocab_size,
+                tokenizer_size=own_size,
+            )
+        size = vocab_size or own_size
+        if eod_id is None:
+            eos = special_tokens(folder).get("eos_token")
+            if eos not in ids:
+                raise InvalidInputError(
+                    f"the tokenizer of {folder} has eos_token {eos!r}, which is no token of it: name the id that ends "
+                    "a document with --eod-id",
+                    eos_token=eos,
+                )
+            eod_id = int(ids[eos])
+        if not 0 <= eod_id < size:
+            raise InvalidInputError(
+                f"--eod-id {eod_id} is not below the {size} ids of {folder}", eod_id=eod_id, vocab_size=size
+            )
+        return cls(folder=folder, digest=digest, vocab_size=size, eod=eod_id)
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        """Return the token ids of UTF-8 `text`; what is no UTF-8 becomes U+FFFD first."""
+        ids = _backend(self.folder, self.digest).encode(str(text, "utf-8", "replace"), add_special_tokens=False).ids
+        return np.array(ids, dtype=np.int64)
+
+
+def folder_of(path: str) -> str:
+    """Return the folder that holds tokenizer.json.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    folder = os.path.dirname(path) or os.curdir if os.path.basename(path) == TOKENIZER_FILE else path
+    if not os.path.isdir(folder):
+        raise InvalidInputError(
+            f"--tokenizer-model {path} is no folder on this machine, and nothing is downloaded: fetch the tokenizer "
+            "first (`hf download NAME --local-dir DIR --include 'tokenizer*' 'special_tokens_map.json' '*.jinja'`)",
+            path=path,
+        )
+    if not os.path.isfile(os.path.join(folder, TOKENIZER_FILE)):
+        raise InvalidInputError(
+            f"--tokenizer-model {path} has no {TOKENIZER_FILE}: make one with transformers, once: "
+            "AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)",
+            path=path,
+        )
+    return folder
+
+
+def special_tokens(folder: str) -> dict[str, str]:
+    """Return name -> text of the special tokens that the files of `folder` name."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in _read_json(os.path.join(folder, name)).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key in SPECIAL_TOKENS and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def chat_template(folder: str) -> str | None:
+    """Return the chat template of a tokenizer, None when it has none.
+
+    That is chat_template.jinja, or `chat_template` in tokenizer_config.json; of several, the one named default.
+    """
+    path = os.path.join(folder, "chat_template.jinja")
+    if os.path.exists(path):
+        return _read(path).decode("utf-8", errors="replace")
+    value = _read_json(os.path.join(folder, "tokenizer_config.json")).get("chat_template")
+    if isinstance(value, list):
+        value = {str(one.get("name")): one.get("template") for one in value}.get("default")
+    return value if isinstance(value, str) else None
+
+
+@lru_cache(maxsize=4)
+def _backend(folder: str, digest: str) -> Any:
+    """Return the tokenizer itself: read once in a process, and again in each process that was started anew."""
+    # A process that reads data has its own cores; threads below it would only wait for each other after a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InvalidInputError(
+            f"--tokenizer-type HuggingFaceTokenizer needs the package tokenizers ({error}): "
+            'pip install "megatron-dynamic-cp[tokenizers]"'
+        ) from error
+    content = _read(os.path.join(folder, TOKENIZER_FILE))
+    found = hashlib.sha256(content).hexdigest()[:16]
+    if found != digest:
+        raise DataError(
+            f"{folder}/{TOKENIZER_FILE} has digest {found} and had {digest} at the start: it must not change during a "
+            "run; start again",
+            digest=found,
+        )
+    try:
+        made = Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises bare Exception for a file that it cannot parse
+        raise DataError(f"{folder}/{TOKENIZER_FILE} is no tokenizer: {error}; copy it again") from error
+    made.no_padding()
+    made.no_truncation()
+    return made
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}", path=path) from error
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    if not os.path.exists(path):
+        return {}
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}; copy it again", path=path) from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a JSON {type(value).__name__}, not an object: copy it again", path=path)
+    return value
