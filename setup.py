@@ -19,6 +19,7 @@ TRAIN = [
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
+TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1"]  # local tokenizer.json files and chat templates; no torch
 HF = ["transformers==5.23.0", "accelerate==1.15.0"]  # pinned: their attention and mesh interfaces change; 26 MB in all
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]
 
@@ -42,8 +43,9 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
         "test": TEST,
         "docs": DOCS,
+        "tokenizers": TOKENIZERS,
         "hf": HF,
-        "dev": [*TEST, *REPORT, *DOCS, *HF, "mypy", "ruff"],
+        "dev": [*TEST, *REPORT, *DOCS, *TOKENIZERS, *HF, "mypy", "ruff"],
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],
