@@ -1,0 +1,86 @@
+# shellcheck shell=bash
+# What all jobs of this folder share; sourced by each. Set any of these in the environment of sbatch to change it:
+#
+#   REPO            this repository, or its place in the image   (default: where sbatch was called)
+#   PYTHON          interpreter with the packages                (default: python3)
+#   RANKS_PER_NODE  ranks on each node                           (default: its GPUs)
+#   RUN_DIR         checkpoints and TensorBoard                  (default: runs/<job name>)
+#   RESEND_S        seconds between two requests to stop         (default: 10)
+#   MAX_RESTARTS    requeues by `requeue_if_stopped` at most     (default: 100)
+set -euo pipefail
+
+export REPO=${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}
+export PYTHON=${PYTHON:-python3}
+export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+export RUN_DIR=${RUN_DIR:-$PWD/runs/$SLURM_JOB_NAME}
+
+# Node 0 of SLURM's list is the rendezvous. A port of its own for each job that shares the node.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
+# One queue per device, so that a transfer starts before the kernels it should overlap with. The trainer refuses others.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+# The length of a micro-batch changes all the time: segments that grow keep the memory from falling to pieces.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# srun does not take this over from sbatch by itself (since SLURM 22.05).
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+
+# Of your site; NCCL finds both by itself on most. The socket is for bootstrapping, IB_HCA for the data.
+# export NCCL_IB_HCA=mlx5 NCCL_SOCKET_IFNAME=bond0 GLOO_SOCKET_IFNAME=bond0
+# Many CP groups are many communicators, and NVLS reserves memory for each; set it to 1 where memory is not short.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+
+# Words between srun and the command (a container runtime), and more options of srun. Jobs fill them.
+CONTAINER=()
+SRUN_OPTIONS=()
+
+STOP_ASKED=0
+
+# launch pretrain_gpt.py FLAG...: run it on all ranks and return its exit code.
+#
+# Block distribution and one launcher per node give node n the ranks n * RANKS_PER_NODE and following, in SLURM's order
+# of nodes, which is that of the network's switches: lanes next to each other share a node, as CP groups need it.
+# USR1 or TERM to this shell becomes USR1 to the ranks: they finish the iteration, save, and leave with 0.
+launch() {
+  trap 'STOP_ASKED=USR1' USR1
+  trap 'STOP_ASKED=TERM' TERM
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=1 --unbuffered \
+    "${SRUN_OPTIONS[@]}" "${CONTAINER[@]}" bash "$REPO/examples/slurm/node.sh" "$@" &
+  local step=$! asking='' code again
+  while true; do
+    code=0
+    wait "$step" || code=$?
+    if [[ $STOP_ASKED != 0 && -z $asking ]]; then
+      echo "SIG$STOP_ASKED: asking the ranks to save and leave"
+      # Again and again: ranks that are still starting do not listen yet.
+      while kill -USR1 "$step" 2>/dev/null; do sleep "${RESEND_S:-10}"; done >/dev/null 2>&1 &
+      asking=$!
+    fi
+    if ! kill -0 "$step" 2>/dev/null; then break; fi # else a signal cut the wait short
+  done
+  if ((code > 128)); then # the signal's, if the step ended in the same moment: bash still knows the step's own
+    again=0
+    wait "$step" || again=$?
+    if ((again != 127)); then code=$again; fi
+  fi
+  if [[ -n $asking ]]; then kill "$asking" 2>/dev/null || true; fi
+  trap - USR1 TERM
+  return "$code"
+}
+
+# requeue_if_stopped CODE: after SIGUSR1 put this job back into the queue; end it with CODE otherwise.
+# SIGTERM is a preemption that SLURM requeues itself, or scancel, which must not come back.
+requeue_if_stopped() {
+  local restarts=${SLURM_RESTART_COUNT:-0}
+  if [[ $STOP_ASKED == USR1 ]]; then
+    if ((restarts < ${MAX_RESTARTS:-100})); then
+      echo "left with $1, requeueing $SLURM_JOB_ID (restart $((restarts + 1)))"
+      scontrol requeue "$SLURM_JOB_ID"
+      exit 0
+    fi
+    echo "left with $1, $restarts restarts reach MAX_RESTARTS: not requeueing $SLURM_JOB_ID" >&2
+  fi
+  exit "$1"
+}
