@@ -18,8 +18,8 @@ from dynamic_cp.workloads import draw_lengths
 
 ARMS = ("static", "balanced", "dynamic")
 MIN_SEQLEN = 256  # NVIDIA's script has no shorter samples
-PUBLISHED = """NVIDIA's, on lengths and a number of GPUs that are not public: GitHub 195.88 -> 289.32 TFLOP/s per GPU (1.48x),
-CommonCrawl 139.17 -> 174.39 (1.25x)."""
+PUBLISHED = """NVIDIA's, on lengths and a number of GPUs that are not public: TFLOP/s per GPU on GitHub 195.88 -> 289.32
+(1.48x), on CommonCrawl 139.17 -> 174.39 (1.25x)."""
 _LINE = re.compile(
     r"iteration +(?P<iteration>\d+)/.*?elapsed time per iteration \(ms\): (?P<elapsed_ms>[\d.]+)"
     r".*?TFLOP/s/GPU\): (?P<tflops>[\d.]+).*?\| tokens: (?P<tokens>\d+)"
