@@ -34,6 +34,9 @@ COMMANDS = {
 }
 """Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.cli.NAME:command`."""
 
+TRAINING_COMMANDS = {"profile": "Measure this device and write a hardware file (needs torch)."}
+"""Those of COMMAND_GROUP that this project brings -> one line of help, without importing them."""
+
 _OWN_FLAGS = {
     "--max-seqlen-per-dp-cp-rank": "--max-tokens-per-rank",
     "--max-dynamic-cp-size": "--lanes",
@@ -89,7 +92,9 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands without importing any."""
         rows = [*COMMANDS.items()]
-        rows += [(name, f"From {entry.value}.") for name, entry in _entry_points().items() if name not in COMMANDS]
+        for name, entry in _entry_points().items():
+            if name not in COMMANDS:
+                rows.append((name, TRAINING_COMMANDS.get(name, f"From {entry.value}.")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

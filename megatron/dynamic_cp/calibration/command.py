@@ -1,0 +1,108 @@
+"""`dynamic-cp profile`: its options. Found by the entry point group `dynamic_cp.commands`; torch is imported late."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dynamic_cp import catalog
+from dynamic_cp.cli.output import check_writable
+from dynamic_cp.cli.parameters import Command, Names, one_option, options_in
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+
+DEVICES = ("auto", "cuda", "cpu")
+
+
+def measured_path(output: str) -> str:
+    """Return where the measurements behind the hardware file `output` are kept."""
+    return f"{output}.measured.json"
+
+
+@click.command(
+    "profile",
+    cls=Command,
+    short_help="Measure this device and write a hardware file.",
+    epilog="""\b
+Examples:
+  dynamic-cp profile --model llama-3-8b --tp 2 --hardware h100 --output measured.json --plot measured.svg
+  torchrun --nproc-per-node 8 -m megatron.dynamic_cp.calibration --model llama-3-8b --output node.json
+Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-cp-hardware measured.json
+""",
+)
+@options_in(
+    "What is measured",
+    one_option(
+        "--model",
+        required=True,
+        type=Names("NAME|FILE", catalog.model_names),
+        help="Bundled name, Hugging Face config.json, or a file like those of dynamic_cp/data/models.",
+    ),
+    one_option(
+        "--tp",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Tensor-parallel size: a rank is measured with 1/N of heads, MLP and vocabulary.",
+    ),
+    one_option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to measure."),
+    one_option(
+        "--dtype",
+        type=click.Choice(("auto", "bf16", "fp32")),
+        default="auto",
+        show_default=True,
+        help="Of weights and activations; auto: bf16 on a GPU, fp32 on a CPU.",
+    ),
+    one_option(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="Longest sequence and pack of a rank. [default: 32768 on a GPU, 4096 on a CPU]",
+    ),
+    one_option("--quick", is_flag=True, help="Fewer and shorter measurements."),
+)
+@options_in(
+    "Output",
+    one_option("--hardware", required=True, type=Names("NAME|FILE", catalog.hardware_names),
+               help="Hardware to start from: gives every coefficient that is not measured here."),
+    one_option("--output", required=True, metavar="FILE",
+               help="Hardware file to write; FILE.measured.json beside it keeps the measurements."),
+    one_option("--name", metavar="NAME", help="Of the new hardware. [default: the output's file name]"),
+    one_option("--plot", metavar="FILE", help="Picture of measured against fitted (.svg or .png)."),
+    one_option("--resume", is_flag=True, help="Go on with the measurements beside --output, section by section."),
+)  # fmt: skip
+def command(**given: Any) -> None:
+    """Measure attention, linear layers, rings, edges and links on this device; fit the cost model; check it.
+
+    The model's layers are built as training builds them. Started by torchrun, all ranks measure at the same time, and
+    links between them are measured, too; one process keeps the links of --hardware. Random packs that were not fitted
+    say how good the result is. At most five minutes on a GPU; --quick takes a fraction.
+    """
+    base = catalog.load_hardware(given["hardware"])
+    for path in (given["output"], measured_path(given["output"]), given["plot"]):
+        check_writable(path, only_files=True)
+    if given["plot"] is not None:
+        _check_plot(given["plot"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\..*")  # what it misses, `dynamic-cp doctor` says
+        try:
+            from megatron.dynamic_cp.calibration.run import run
+        except ImportError as error:
+            raise UnsupportedFeatureError(
+                f"profile needs torch and megatron-core ({error}): pip install 'megatron-dynamic-cp[train]'"
+            ) from error
+        run(given, base)
+
+
+def _check_plot(path: str) -> None:
+    """Refuse what cannot be drawn before minutes are spent."""
+    from dynamic_cp.report.drawing import look
+    from dynamic_cp.report.theme import LIGHT
+
+    if Path(path).suffix.lower() not in (".svg", ".png"):
+        raise InvalidInputError(f"--plot {path} ends in {Path(path).suffix or 'nothing'}, use .svg or .png")
+    with look(LIGHT):
+        pass

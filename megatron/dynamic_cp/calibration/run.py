@@ -1,0 +1,155 @@
+"""Measures section by section, saves after each, fits, writes the files and says how good the fit is."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp import catalog
+from dynamic_cp.calibration import Calibration, Measurements, Setup, calibrate, hardware_as_dict
+from dynamic_cp.calibration.measurements import SECTIONS
+from dynamic_cp.cli.console import console, progress
+from dynamic_cp.cli.output import write_json, write_text
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.types import Hardware, Topology
+from megatron.dynamic_cp.calibration.command import measured_path
+from megatron.dynamic_cp.calibration.device import Place, set_up
+from megatron.dynamic_cp.calibration.model import SmallGPT
+from megatron.dynamic_cp.calibration.sections import RUN, Bench
+from megatron.dynamic_cp.calibration.timing import Timer
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.verify import run_on_all_ranks, run_on_rank_zero
+
+_MAX_TOKENS = {"cuda": 32768, "cpu": 4096}
+_LEAST_TOKENS = 512
+_WINDOW_S = {"cuda": 0.15, "cpu": 0.25}
+_QUICK_WINDOW_S = 0.03
+_GROUPS_TIMEOUT_S = 600.0
+
+
+def run(given: dict[str, Any], base: Hardware) -> None:
+    """Run the command with the options `given`; leave no process group behind that was not there before."""
+    joined = dist.is_initialized()
+    place = set_up(given["device"])
+    try:
+        _profile(given, base, place)
+    finally:
+        if not joined and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _profile(given: dict[str, Any], base: Hardware, place: Place) -> None:
+    setup = _setup(given, place)
+    measured = Measurements(setup=setup)
+    if given["resume"]:
+        measured = run_on_all_ranks(lambda: Measurements.load(measured_path(given["output"]), setup))
+    started_with = tuple(measured.sections)
+    _measure(measured, place, given["output"])
+    if place.rank != 0:
+        return
+    calibration = calibrate(base, measured, name=given["name"] or Path(given["output"]).stem)
+    write_json(given["output"], hardware_as_dict(calibration.hardware))
+    if given["plot"] is not None:
+        from dynamic_cp.calibration.picture import save_picture
+
+        save_picture(given["plot"], measured.setup, calibration)
+    _show(calibration, measured, started_with, given)
+
+
+def _setup(given: dict[str, Any], place: Place) -> Setup:
+    model, tp_size, kind = catalog.load_model(given["model"]), given["tp"], place.device.type
+    reason = model.why_no_split(tp_size=tp_size, pp_size=1, vp_size=1, ranks_per_node=tp_size)
+    if reason is not None:
+        raise InvalidInputError(f"--tp {tp_size} does not suit --model {given['model']}: {reason}: use a divisor")
+    max_tokens = given["max_tokens"] or _MAX_TOKENS[kind]
+    if max_tokens < _LEAST_TOKENS:
+        raise InvalidInputError(f"--max-tokens is {max_tokens}, at least {_LEAST_TOKENS} are needed to see rates grow")
+    dtype = {"auto": "bf16" if kind == "cuda" else "fp32"}.get(given["dtype"], given["dtype"])
+    return Setup(
+        device=place.name,
+        torch_version=torch.__version__,
+        model=model,
+        tp_size=tp_size,
+        element_bytes=2 if dtype == "bf16" else 4,
+        num_ranks=place.num_ranks,
+        ranks_per_node=place.ranks_per_node,
+        max_tokens=max_tokens,
+        quick=given["quick"],
+        date=date.today().isoformat(),
+    )
+
+
+def _measure(measured: Measurements, place: Place, output: str) -> None:
+    """Fill in the sections that are missing; rank 0 saves after each."""
+    setup = measured.setup
+    todo = [name for name in SECTIONS if name not in measured.sections]
+    if not todo:
+        return
+    try:
+        bench = Bench(
+            setup=setup,
+            place=place,
+            timer=Timer(
+                device=place.device,
+                window_s=_QUICK_WINDOW_S if setup.quick else _WINDOW_S[place.device.type],
+                num_windows=3 if setup.quick else 5,
+                alone=place.num_ranks == 1,
+            ),
+            gpt=run_on_all_ranks(lambda: SmallGPT(setup, place.device)),
+            groups=DynamicCPGroups.build(
+                Topology(num_lanes=place.num_ranks, ranks_per_node=place.ranks_per_node), timeout_s=_GROUPS_TIMEOUT_S
+            ),
+        )
+        with progress("measuring") if place.rank == 0 else nullcontext(_say_nothing) as steps:
+            for index, name in enumerate(todo):
+                rows = []
+                for row in RUN[name](bench):
+                    rows.append(row)
+                    steps(index, len(todo), f"{SECTIONS[name]} ({len(rows)})")
+                measured.sections[name] = tuple(rows)
+                run_on_rank_zero(lambda: write_text(measured_path(output), measured.to_json()))
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"{setup.device} ran out of memory with up to {setup.max_tokens} tokens: lower --max-tokens, or raise --tp"
+        ) from error
+
+
+def _say_nothing(done: int, total: int, text: str) -> None:
+    pass
+
+
+def _show(calibration: Calibration, measured: Measurements, resumed: tuple[str, ...], given: dict[str, Any]) -> None:
+    """Print errors, what was kept, and where the files are."""
+    from rich.text import Text
+
+    from dynamic_cp.cli.tables import make_table
+
+    out, setup = console(), measured.setup
+    ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks at once"
+    out.print(
+        f"{setup.device}, {ranks}, torch {setup.torch_version}, {setup.element_bytes * 8}-bit, tp {setup.tp_size}"
+    )
+    table = make_table(["part", "", "numbers", "median error", "p95", "predicted / measured"], left=2)
+    for one in calibration.errors:
+        row = [
+            one.name,
+            "fitted" if one.fitted else "check",
+            str(one.num_points),
+            f"{one.median:.1%}",
+            f"{one.p95:.1%}",
+        ]
+        style = "" if one.fitted else "bold"
+        table.add_row(*(Text(cell, style=style) for cell in [*row, f"{one.predicted_over_measured:.3f}"]))
+    out.print(table)
+    for what, why in calibration.kept.items():
+        out.print(f"kept from {given['hardware']}: {what} ({why})")
+    for note in calibration.notes:
+        out.print(f"note: {note}")
+    if resumed:
+        out.print(f"resumed: {', '.join(resumed)} measured on {setup.date}")
+    out.print(f"wrote {given['output']}: {len(calibration.changed)} coefficients measured")
