@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
+        packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -75,6 +77,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
     row_order_cache: torch.Tensor | None = None
+    packs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def heads_group(self) -> dist.ProcessGroup | None:

@@ -10,13 +10,13 @@ SCALE = DIM**-0.5
 
 
 def naive(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return (out_THD, lse_TH) with the whole matrix of scores, in the inputs' dtype."""
+    """Return (out_THD, lse_HT) with the whole matrix of scores, in the inputs' dtype."""
     group = q_THD.shape[1] // k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(group, dim=1) for x in (k_THD, v_THD))
     scores = torch.einsum("thd,shd->hts", q_THD, k_THD) * SCALE
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v_THD), scores.logsumexp(-1).T
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v_THD), scores.logsumexp(-1)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.dynamic_cp.attention import merge, tiles
+from megatron.dynamic_cp.attention import kernels_portable, merge
+from megatron.dynamic_cp.attention.kernels import CPU, PORTABLE, Kernel
+from megatron.dynamic_cp.attention.tiles import tile_backward, tile_forward
 from tests.distributed.naive_attention import HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
 
 BLOCK = 16
-FORWARDS = {"cpu_kernel": tiles.tile_forward, "blocks": tiles._forward_blocks}
-BACKWARDS = {"cpu_kernel": tiles.tile_backward, "blocks": tiles._backward_blocks}
+KERNELS = pytest.mark.parametrize("kernel", [CPU, PORTABLE], ids=lambda kernel: kernel.name)
 
 
-@pytest.mark.parametrize("kernel", FORWARDS)
+@KERNELS
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "causal"),
@@ -21,35 +22,35 @@ BACKWARDS = {"cpu_kernel": tiles.tile_backward, "blocks": tiles._backward_blocks
     + [(1, 1, False), (BLOCK, BLOCK, False), (3, 2 * BLOCK + 1, False), (2 * BLOCK + 1, 3, False), (33, 16, False)],
 )
 def test_tile(
-    num_rows: int, num_columns: int, causal: bool, kv_heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, num_columns: int, causal: bool, kv_heads: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(kernels_portable, "BLOCK_TOKENS", BLOCK)
     *inputs, grad = random_qkv(num_rows, num_columns, kv_heads)
     inputs = [x.requires_grad_() for x in inputs]
     expected_out, expected_lse = naive(*inputs, causal)
     expected_grads = torch.autograd.grad(expected_out, inputs, grad)
 
     q, k, v, grad = (x.detach().float() for x in (*inputs, grad))
-    out, lse = FORWARDS[kernel](q, k, v, causal=causal, scale=SCALE)
+    out, lse = tile_forward(q, k, v, causal=causal, scale=SCALE, kernel=kernel)
     assert lse.dtype == torch.float32
     assert_close(out, expected_out)
     assert_close(lse, expected_lse)
-    grads = BACKWARDS[kernel](grad, q, k, v, out, lse, causal=causal, scale=SCALE)
+    grads = tile_backward(grad, q, k, v, out, lse, causal=causal, scale=SCALE, kernel=kernel)
     for actual, expected in zip(grads, expected_grads, strict=True):
         assert_close(actual, expected, 5e-6)
 
 
-@pytest.mark.parametrize("kernel", BACKWARDS)
-def test_backward_of_a_part_uses_the_final_rows(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@KERNELS
+def test_backward_of_a_part_uses_the_final_rows(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of two rectangles, given the output and log-sum-exp over both, add up to the gradients of the whole."""
-    monkeypatch.setattr(tiles, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(kernels_portable, "BLOCK_TOKENS", BLOCK)
     *inputs, grad = random_qkv(20, 50)
     inputs = [x.requires_grad_() for x in inputs]
     out, lse = naive(*inputs, causal=False)
     expected = torch.autograd.grad(out, inputs, grad)
     q, k, v, grad, out, lse = (x.detach().float() for x in (*inputs, grad, out, lse))
     shares = [
-        BACKWARDS[kernel](grad, q, k[part], v[part], out, lse, causal=False, scale=SCALE)
+        tile_backward(grad, q, k[part], v[part], out, lse, causal=False, scale=SCALE, kernel=kernel)
         for part in (slice(0, 18), slice(18, 50))
     ]
     assert_close(shares[0][0] + shares[1][0], expected[0], 5e-6)
@@ -62,9 +63,9 @@ def test_rows_merge_in_any_order() -> None:
     expected_out, expected_lse = naive(q, k, v, causal=False)
     parts = [slice(0, 3), slice(3, 17), slice(17, 30)]
     for order in ((0, 1, 2), (2, 0, 1)):
-        sums = merge.RowSums(q.float())
+        sums = merge.RowSums(q.float(), CPU, SCALE)
         for index in order:
             out, lse = naive(q, k[parts[index]], v[parts[index]], causal=False)
-            sums.add(slice(0, 8), out.float(), lse.float())
+            sums.add(None, out.float(), lse.float())
         assert_close(sums.out_THD, expected_out)
-        assert_close(sums.lse_TH, expected_lse)
+        assert_close(sums.lse_HT, expected_lse)

@@ -11,20 +11,22 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.dynamic_cp import loss, micro_batches, norm, self_attention
-from megatron.dynamic_cp.attention import all_gather, heads, merge, ring, row_order
+from megatron.dynamic_cp.attention import all_gather, heads, merge, row_order
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
 
 pytestmark = pytest.mark.slow
 
 
-def skip_a_ring_step() -> None:
-    original = ring.ring_tiles
+def skip_ring_steps() -> None:
+    """The keys of earlier lanes are not seen."""
+    original = merge.RowSums.attend
 
-    def all_but_the_predecessor(local_seqlens, cp_rank, kv_rank):
-        return [] if kv_rank == cp_rank - 1 else original(local_seqlens, cp_rank, kv_rank)
+    def all_but_earlier(self, pack, kv_2SHD):
+        if pack.columns is None:
+            original(self, pack, kv_2SHD)
 
-    ring.ring_tiles = all_but_the_predecessor
+    merge.RowSums.attend = all_but_earlier
 
 
 def rotate_with_the_static_group() -> None:
@@ -82,19 +84,21 @@ def count_an_empty_place() -> None:
 
 def forget_a_gradient_of_the_ring() -> None:
     """Keys and values of other lanes get no gradient from here."""
-    original = merge.tile_backward
+    original = merge.RowGradients.attend
 
-    def only_diagonal(*args, causal, scale):
-        grad_q, grad_k, grad_v = original(*args, causal=causal, scale=scale)
-        return grad_q, grad_k if causal else grad_k * 0, grad_v
+    def only_diagonal(self, pack, kv_2SHD):
+        grad_2SHD = original(self, pack, kv_2SHD)
+        if not pack.causal:
+            grad_2SHD[0] = 0
+        return grad_2SHD
 
-    merge.tile_backward = only_diagonal
+    merge.RowGradients.attend = only_diagonal
 
 
 def forget_the_past_of_a_chunk() -> None:
     """All-gather: every chunk sees itself only."""
-    original = all_gather.gathered_tiles
-    all_gather.gathered_tiles = lambda *args: [tile for tile in original(*args) if tile.causal]
+    original = all_gather.gathered_packs
+    all_gather.gathered_packs = lambda *args: [pack for pack in original(*args) if pack.causal]
 
 
 def leave_gathered_shards_in_the_order_of_ranks() -> None:
@@ -166,7 +170,7 @@ OTHER_LAYOUTS = {
 }
 SYMPTOMS = {
     **dict.fromkeys(OTHER_LAYOUTS, "gradients differ"),
-    skip_a_ring_step: "gradients differ",
+    skip_ring_steps: "gradients differ",
     rotate_with_the_static_group: "gradients differ",
     shift_labels_after_sharding: "gradients differ",
     drop_the_token_count_of_lane_0: "gradients differ",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dynamic_cp.heads import kv_heads_of
 from megatron.dynamic_cp.attention.exchange import all_to_all_heads
+from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients
 from megatron.dynamic_cp.attention.ring import ring_backward, ring_forward
 from megatron.dynamic_cp.attention.row_order import from_sequence_order, row_order
@@ -78,23 +79,30 @@ class HeadExchangeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, params: DynamicPackedSeqParams, scale: float
+        ctx: Any,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        params: DynamicPackedSeqParams,
+        scale: float,
+        kernel: Kernel | None = None,
     ) -> Tensor:
+        kernel = kernel or kernel_for(q_THD)
         exchange = HeadExchange(q_THD.shape[1], k_THD.shape[1], params, q_THD.device)
         qkv_RHD = exchange.scatter_heads(q_THD, exchange.sent_kv(k_THD), exchange.sent_kv(v_THD))
         q_RHD, kv_2RHD = exchange.split(qkv_RHD)
-        sums = ring_forward(q_RHD, kv_2RHD, params, scale)
+        sums = ring_forward(q_RHD, kv_2RHD, params, scale, kernel)
         out_RHD = sums.out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(qkv_RHD, out_RHD, sums.lse_TH)
-        ctx.params, ctx.scale, ctx.exchange = params, scale, exchange
+        ctx.save_for_backward(qkv_RHD, out_RHD, sums.lse_HT)
+        ctx.params, ctx.scale, ctx.exchange, ctx.kernel = params, scale, exchange, kernel
         return exchange.gather_heads(out_RHD).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_RHD, out_RHD, lse_RH = ctx.saved_tensors
+        qkv_RHD, out_RHD, lse_HR = ctx.saved_tensors
         exchange: HeadExchange = ctx.exchange
         q_RHD, kv_2RHD = exchange.split(qkv_RHD)
-        rows = RowGradients(exchange.scatter_heads(grad_THD), q_RHD, out_RHD, lse_RH, ctx.scale)
+        rows = RowGradients(exchange.scatter_heads(grad_THD), q_RHD, out_RHD, lse_HR, ctx.kernel, ctx.scale)
         grad_2RHD = ring_backward(rows, kv_2RHD, ctx.params)
         grad_RHD = torch.cat((rows.grad_q_THD.to(qkv_RHD.dtype), grad_2RHD[0], grad_2RHD[1]), dim=1)
-        return *exchange.split_gradient(exchange.gather_heads(grad_RHD)), None, None
+        return *exchange.split_gradient(exchange.gather_heads(grad_RHD)), None, None, None

@@ -1,66 +1,127 @@
-"""Attention of many rectangles: out and log-sum-exp added up in float32, gradients shared out."""
+"""Attention of many packs of rectangles: out and log-sum-exp added up in float32, gradients shared out.
+
+The first pack gives every row something, so nothing is merged where there is one pack only (a group of one lane, a2a).
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.tiles import Tile, tile_backward, tile_forward
+from megatron.dynamic_cp.attention.kernels import Kernel
+from megatron.dynamic_cp.attention.packs import Pack
+
+# What is added up over packs; a pack by itself gives out and gradients in the dtype of the model.
+SUM_DTYPE = torch.float32
+
+
+class _Selected:
+    """Rows of some tensors; those of the last pack are kept, because steps with the same rows follow each other."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._rows: Tensor | None = None
+        self._kept: tuple[Tensor, ...] = ()
+
+    def of(self, rows: Tensor | None) -> tuple[Tensor, ...]:
+        if rows is None:
+            return self._tensors
+        if rows is not self._rows:
+            self._kept = ()  # frees them before their successors are made
+            self._rows, self._kept = rows, tuple(x.index_select(0, rows) for x in self._tensors)
+        return self._kept
 
 
 class RowSums:
-    """Running softmax-weighted sum over rectangles, for all local tokens of a pack.
+    """Softmax-weighted sum over packs, for all local tokens.
 
     Attributes:
-        out_THD: float32 [T, heads, dim]; final after the last `add`.
-        lse_TH: float32 [T, heads].
+        out_THD: [T, heads, dim], in the dtype of the model after one pack, float32 after more.
+        lse_HT: float32 [heads, T].
     """
 
-    def __init__(self, q_THD: Tensor) -> None:
-        self.out_THD = torch.zeros(q_THD.shape, dtype=torch.float32, device=q_THD.device)
-        self.lse_TH = torch.full(q_THD.shape[:2], float("-inf"), dtype=torch.float32, device=q_THD.device)
+    out_THD: Tensor
+    lse_HT: Tensor
 
-    def add(self, rows: slice, out_THD: Tensor, lse_TH: Tensor) -> None:
-        """Merge a rectangle's result for `rows`: every row of it saw at least one key."""
-        old_lse = self.lse_TH[rows]
-        new_lse = torch.logaddexp(old_lse, lse_TH)
-        old_share, new_share = torch.exp(old_lse - new_lse), torch.exp(lse_TH - new_lse)
-        self.out_THD[rows] = self.out_THD[rows] * old_share[..., None] + out_THD.float() * new_share[..., None]
-        self.lse_TH[rows] = new_lse
+    def __init__(self, q_THD: Tensor, kernel: Kernel, scale: float) -> None:
+        self._queries = _Selected(q_THD)
+        self._kernel, self._scale = kernel, scale
+        self._is_first = True
 
+    def attend(self, pack: Pack, kv_2SHD: Tensor) -> None:
+        """Add the rectangles of `pack` against the keys kv_2SHD[0] and values kv_2SHD[1]."""
+        (query,) = self._queries.of(pack.rows)
+        key, value = _columns(kv_2SHD, pack)
+        self.add(pack.rows, *self._kernel.forward(query, key, value, pack, self._scale))
 
-def attend(tiles: Iterable[Tile], sums: RowSums, q_THD: Tensor, kv_2SHD: Tensor, scale: float) -> None:
-    """Add the rectangles `tiles` of q_THD against the keys kv_2SHD[0] and values kv_2SHD[1] to `sums`."""
-    for tile in tiles:
-        key, value = kv_2SHD[:, tile.columns]
-        sums.add(tile.rows, *tile_forward(q_THD[tile.rows], key, value, causal=tile.causal, scale=scale))
+    def add(self, rows: Tensor | None, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Merge a pack's result for `rows` (None: all, as of the first pack), each of which saw at least one key."""
+        if self._is_first:
+            assert rows is None
+            self.out_THD, self.lse_HT, self._is_first = out_THD, lse_HT, False
+            return
+        self.out_THD, self.lse_HT = self.out_THD.to(SUM_DTYPE), self.lse_HT.to(SUM_DTYPE)
+        if rows is None:
+            old_out, old_lse = self.out_THD, self.lse_HT
+        else:
+            old_out, old_lse = self.out_THD.index_select(0, rows), self.lse_HT.index_select(1, rows)
+        new_lse = torch.logaddexp(old_lse, lse_HT.to(SUM_DTYPE))
+        old_share, new_share = (torch.exp(x - new_lse).t().unsqueeze(-1) for x in (old_lse, lse_HT))
+        new_out = old_out.mul_(old_share).add_(out_THD.to(SUM_DTYPE).mul_(new_share))
+        if rows is None:
+            self.lse_HT = new_lse
+        else:
+            self.out_THD.index_copy_(0, rows, new_out)
+            self.lse_HT.index_copy_(1, rows, new_lse)
 
 
 class RowGradients:
-    """What the backward pass of any rectangle needs of its rows, and their gradient as it grows.
+    """What the backward pass of any pack needs of its rows, and their gradient as it grows.
 
     Attributes:
-        grad_q_THD: float32 [T, heads, dim].
+        grad_q_THD: [T, heads, dim], in the dtype of the model after one pack, float32 after more.
     """
 
-    def __init__(self, grad_THD: Tensor, q_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, scale: float) -> None:
-        self._saved = (grad_THD, q_THD, out_THD, lse_TH)
-        self._scale = scale
-        self.grad_q_THD = torch.zeros_like(q_THD, dtype=torch.float32)
+    grad_q_THD: Tensor
 
-    def attend(self, tiles: Iterable[Tile], kv_2SHD: Tensor) -> Tensor:
-        """Return the gradient of kv_2SHD from the rectangles `tiles`, in its dtype, and add theirs to `grad_q_THD`.
+    def __init__(
+        self, grad_THD: Tensor, q_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, kernel: Kernel, scale: float
+    ) -> None:
+        self._rows = _Selected(grad_THD, q_THD, out_THD, lse_HT.t())
+        self._kernel, self._scale = kernel, scale
+        self._is_first = True
+
+    def attend(self, pack: Pack, kv_2SHD: Tensor, total_2SHD: Tensor | None = None) -> Tensor:
+        """Return the gradient of kv_2SHD from `pack`, in its dtype, and add its rows' to `grad_q_THD`.
 
         The dtype is enough: a key or value gets one or two shares here, the ring adds the rest.
+
+        Args:
+            total_2SHD: of other packs, added to and returned.
         """
-        grad_kv_2SHD = torch.zeros_like(kv_2SHD)
-        for tile in tiles:
-            grad, q, out, lse = (x[tile.rows] for x in self._saved)
-            key, value = kv_2SHD[:, tile.columns]
-            shares = tile_backward(grad, q, key, value, out, lse, causal=tile.causal, scale=self._scale)
-            self.grad_q_THD[tile.rows] += shares[0]
-            grad_kv_2SHD[0, tile.columns] += shares[1]
-            grad_kv_2SHD[1, tile.columns] += shares[2]
-        return grad_kv_2SHD
+        grad, query, out, lse_TH = self._rows.of(pack.rows)
+        key, value = _columns(kv_2SHD, pack)
+        dq, dk, dv = self._kernel.backward(grad, query, key, value, out, lse_TH.t(), pack, self._scale)
+        self._add(pack.rows, dq)
+        share = torch.stack((dk, dv))
+        if total_2SHD is None and pack.columns is None:
+            return share
+        if total_2SHD is None:
+            total_2SHD = torch.zeros_like(kv_2SHD)
+        return total_2SHD.add_(share) if pack.columns is None else total_2SHD.index_add_(1, pack.columns, share)
+
+    def _add(self, rows: Tensor | None, grad_q_THD: Tensor) -> None:
+        if self._is_first:
+            assert rows is None
+            self.grad_q_THD, self._is_first = grad_q_THD, False
+            return
+        self.grad_q_THD = self.grad_q_THD.to(SUM_DTYPE)
+        if rows is None:
+            self.grad_q_THD += grad_q_THD
+        else:
+            self.grad_q_THD.index_add_(0, rows, grad_q_THD.to(SUM_DTYPE))
+
+
+def _columns(kv_2SHD: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+    key, value = kv_2SHD if pack.columns is None else kv_2SHD.index_select(1, pack.columns)
+    return key, value

@@ -18,29 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.exchange import RingShift
-from megatron.dynamic_cp.attention.merge import RowGradients, RowSums, attend
-from megatron.dynamic_cp.attention.tiles import Tile
+from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.packs import ring_pack
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
-
-
-def ring_tiles(local_seqlens: tuple[int, ...], cp_rank: int, kv_rank: int) -> list[Tile]:
-    """Return the rectangles that rank `cp_rank` computes when it holds the KV of rank `kv_rank`.
-
-    Args:
-        local_seqlens: local tokens of each sequence of the pack (even when the group has more than one lane).
-    """
-    tiles = []
-    start = 0
-    for seqlen in local_seqlens:
-        stop, middle = start + seqlen, start + seqlen // 2
-        if kv_rank == cp_rank:
-            tiles.append(Tile(slice(start, stop), slice(start, stop), True))
-        elif kv_rank < cp_rank:
-            tiles.append(Tile(slice(start, stop), slice(start, middle), False))
-        else:
-            tiles.append(Tile(slice(middle, stop), slice(start, stop), False))
-        start = stop
-    return tiles
 
 
 def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams) -> RingShift:
@@ -48,13 +29,15 @@ def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams) -> RingShift:
     return RingShift(tensor, params.ring_group, params)
 
 
-def ring_forward(q_THD: Tensor, kv_2THD: Tensor, params: DynamicPackedSeqParams, scale: float) -> RowSums:
+def ring_forward(
+    q_THD: Tensor, kv_2THD: Tensor, params: DynamicPackedSeqParams, scale: float, kernel: Kernel
+) -> RowSums:
     """Return the sums over all keys of the ring; q and kv lie zigzag on its lanes."""
     size, rank = params.ring_size, params.ring_rank
-    sums = RowSums(q_THD)
+    sums = RowSums(q_THD, kernel, scale)
     for step in range(size):
         shift = _start_shift(kv_2THD, params) if step < size - 1 else None
-        attend(ring_tiles(params.ring_seqlens, rank, (rank - step) % size), sums, q_THD, kv_2THD, scale)
+        sums.attend(ring_pack(params, (rank - step) % size, q_THD.device), kv_2THD)
         if shift is not None:
             kv_2THD = shift.wait()
     return sums
@@ -67,7 +50,7 @@ def ring_backward(rows: RowGradients, kv_2THD: Tensor, params: DynamicPackedSeqP
     collected: RingShift | None = None
     for step in range(size):
         shift = _start_shift(kv_2THD, params) if step < size - 1 else None
-        grad_kv = rows.attend(ring_tiles(params.ring_seqlens, rank, (rank - step) % size), kv_2THD)
+        grad_kv = rows.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
         if own_grad is None:
             own_grad = grad_kv
         else:
@@ -87,18 +70,25 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, params: DynamicPackedSeqParams, scale: float
+        ctx: Any,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        params: DynamicPackedSeqParams,
+        scale: float,
+        kernel: Kernel | None = None,
     ) -> Tensor:
+        kernel = kernel or kernel_for(q_THD)
         kv_2THD = torch.stack((k_THD, v_THD))
-        sums = ring_forward(q_THD, kv_2THD, params, scale)
+        sums = ring_forward(q_THD, kv_2THD, params, scale, kernel)
         out_THD = sums.out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, kv_2THD, out_THD, sums.lse_TH)
-        ctx.params, ctx.scale = params, scale
+        ctx.save_for_backward(q_THD, kv_2THD, out_THD, sums.lse_HT)
+        ctx.params, ctx.scale, ctx.kernel = params, scale, kernel
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, kv_2THD, out_THD, lse_TH = ctx.saved_tensors
-        rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH, ctx.scale)
+        q_THD, kv_2THD, out_THD, lse_HT = ctx.saved_tensors
+        rows = RowGradients(grad_THD, q_THD, out_THD, lse_HT, ctx.kernel, ctx.scale)
         grad_2THD = ring_backward(rows, kv_2THD, ctx.params)
-        return rows.grad_q_THD.to(q_THD.dtype), grad_2THD[0], grad_2THD[1], None, None
+        return rows.grad_q_THD.to(q_THD.dtype), grad_2THD[0], grad_2THD[1], None, None, None

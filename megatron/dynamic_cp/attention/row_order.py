@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.sharding import packed_shard_positions
 
@@ -43,7 +44,7 @@ def row_order(params: DynamicPackedSeqParams, device: torch.device) -> Tensor:
         group = params.heads_group or params.cp_group
         outer_size = params.cp_group.size() // group.size()
         seqlens = tuple(seqlen // outer_size for seqlen in params.padded_seqlens)
-        params.row_order_cache = torch.from_numpy(gathered_order(seqlens, group.size())).to(device)
+        params.row_order_cache = to_device(gathered_order(seqlens, group.size()), device)
     return params.row_order_cache
 
 

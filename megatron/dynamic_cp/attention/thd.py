@@ -7,6 +7,7 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
 from megatron.dynamic_cp.attention.heads import HeadExchangeAttention
+from megatron.dynamic_cp.attention.kernels import kernel_for
 from megatron.dynamic_cp.attention.ring import RingAttention
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
@@ -19,7 +20,12 @@ EXCHANGES = {
 
 
 def attention_thd(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, params: DynamicPackedSeqParams, softmax_scale: float
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    params: DynamicPackedSeqParams,
+    softmax_scale: float,
+    backend: str = "auto",
 ) -> Tensor:
     """Return causal attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
 
@@ -27,9 +33,10 @@ def attention_thd(
 
     Args:
         q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads.
+        backend: one of `kernels.BACKENDS`.
 
     Raises:
-        UnsupportedFeatureError: an exchange that is not built here.
+        UnsupportedFeatureError: an exchange that is not built here, or no kernel for these tensors.
     """
     alone = params.cp_group.size() == 1
     exchange = RingAttention if alone else EXCHANGES.get(params.cp_comm_type)
@@ -39,4 +46,4 @@ def attention_thd(
             f"has {', '.join(EXCHANGES)}: plan with one of those (--cp-comm-type)",
             cp_comm_type=params.cp_comm_type,
         )
-    return exchange.apply(q_THD, k_THD, v_THD, params, softmax_scale)
+    return exchange.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel_for(q_THD, backend))

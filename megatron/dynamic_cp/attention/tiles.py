@@ -1,42 +1,26 @@
-"""One rectangle of attention: queries of one sequence against some of its keys, with log-sum-exp, forward and backward.
+"""One rectangle of one sequence, by the kernel that a run on this device would use: for measuring and for tests.
 
-Layout everywhere: q_THD [T, heads, dim], k_THD and v_THD [S, kv_heads, dim] with kv_heads dividing heads, lse_TH
-float32 [T, heads]. `causal` means square and aligned (row i sees keys 0..i). The backward takes the *final* output and
-log-sum-exp of each row (over all rectangles), as in FlashAttention-2 (arXiv 2307.08691, algorithm 2): each rectangle
-then gives its share of the gradients without knowing the others.
-
-On CPU this is torch's own flash kernel. Elsewhere `_forward_blocks` / `_backward_blocks` do the same block by block
-with matrix products; memory is linear in the sequence length either way.
+Layout: q_THD [T, heads, dim], k_THD and v_THD [S, kv_heads, dim] with kv_heads dividing heads, lse_HT float32
+[heads, T]. `causal` means square and aligned (row i sees keys 0..i). Training calls kernels with whole packs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-# Rows and columns of a block of the portable version: 512 x 512 float32 scores are 1 MiB per head.
-BLOCK_TOKENS = 512
+from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
+from megatron.dynamic_cp.attention.packs import Pack
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Where a rectangle lies: rows of the local queries against columns of the keys at hand."""
-
-    rows: slice
-    columns: slice
-    causal: bool
-
-
-def tile_forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out_THD in q's dtype, lse_TH float32) of softmax(scale q k^T) v."""
-    if q_THD.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD), 0.0, causal, scale=scale
-        )
-        return out[0].transpose(0, 1), lse[0].transpose(0, 1).to(torch.float32)
-    return _forward_blocks(q_THD, k_THD, v_THD, causal=causal, scale=scale)
+def tile_forward(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float, kernel: Kernel | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v."""
+    pack = _pack(len(q_THD), len(k_THD), causal, q_THD.device)
+    return (kernel or kernel_for(q_THD)).forward(q_THD, k_THD, v_THD, pack, scale)
 
 
 def tile_backward(
@@ -45,108 +29,17 @@ def tile_backward(
     k_THD: Tensor,
     v_THD: Tensor,
     out_THD: Tensor,
-    lse_TH: Tensor,
+    lse_HT: Tensor,
     *,
     causal: bool,
     scale: float,
+    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rectangle's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_TH`."""
-    if q_THD.device.type == "cpu":
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _as_BHTD(grad_THD),
-            _as_BHTD(q_THD),
-            _as_BHTD(k_THD),
-            _as_BHTD(v_THD),
-            _as_BHTD(out_THD),
-            lse_TH.to(torch.promote_types(q_THD.dtype, torch.float32)).transpose(0, 1)[None],
-            0.0,
-            causal,
-            scale=scale,
-        )
-        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
-    return _backward_blocks(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_TH, causal=causal, scale=scale)
+    """Return this rectangle's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_HT`."""
+    pack = _pack(len(q_THD), len(k_THD), causal, q_THD.device)
+    return (kernel or kernel_for(q_THD)).backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, pack, scale)
 
 
-def _as_BHTD(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]
-
-
-def _blocks(num_tokens: int) -> list[slice]:
-    return [slice(start, min(start + BLOCK_TOKENS, num_tokens)) for start in range(0, num_tokens, BLOCK_TOKENS)]
-
-
-def _scores_GRTS(q_THD: Tensor, k_THD: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float) -> Tensor:
-    """Return the float32 scores of a block, [kv_heads, heads per kv head, rows, columns], -inf above the diagonal."""
-    kv_heads = k_THD.shape[1]
-    q = q_THD[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    k = k_THD[columns].float().permute(1, 2, 0)
-    scores = torch.matmul(q, k[:, None]) * scale
-    if causal and columns.stop > rows.start + 1:
-        row = torch.arange(rows.start, rows.stop, device=q.device)
-        column = torch.arange(columns.start, columns.stop, device=q.device)
-        scores = scores.masked_fill(column[None, :] > row[:, None], float("-inf"))
-    return scores
-
-
-def _forward_blocks(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    kv_heads = k_THD.shape[1]
-    out_THD = torch.empty_like(q_THD)
-    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-    for rows in _blocks(len(q_THD)):
-        num_rows = rows.stop - rows.start
-        shape = (kv_heads, q_THD.shape[1] // kv_heads, num_rows)
-        row_max = q_THD.new_full(shape, float("-inf"), dtype=torch.float32)
-        row_sum = torch.zeros_like(row_max)
-        total = q_THD.new_zeros((*shape, v_THD.shape[2]), dtype=torch.float32)
-        for columns in _blocks(len(k_THD)):
-            if causal and columns.start >= rows.stop:
-                break
-            scores = _scores_GRTS(q_THD, k_THD, rows, columns, causal=causal, scale=scale)
-            new_max = torch.maximum(row_max, scores.amax(-1))
-            weights = torch.exp(scores - new_max[..., None])
-            shrink = torch.exp(row_max - new_max)
-            row_sum = row_sum * shrink + weights.sum(-1)
-            values = v_THD[columns].float().permute(1, 0, 2)[:, None]
-            total = total * shrink[..., None] + torch.matmul(weights, values)
-            row_max = new_max
-        out_THD[rows] = (total / row_sum[..., None]).permute(2, 0, 1, 3).flatten(1, 2).to(out_THD.dtype)
-        lse_TH[rows] = (row_max + row_sum.log()).permute(2, 0, 1).flatten(1, 2)
-    return out_THD, lse_TH
-
-
-def _backward_blocks(
-    grad_THD: Tensor,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads = k_THD.shape[1]
-
-    def by_kv_head(x_TH: Tensor) -> Tensor:
-        """[T, heads, ...] -> [kv_heads, heads per kv head, T, ...]"""
-        split = x_TH.float().unflatten(1, (kv_heads, -1))
-        return split.permute(1, 2, 0, *range(3, split.dim()))
-
-    delta_TH = (grad_THD.float() * out_THD.float()).sum(-1)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_THD, k_THD, v_THD))
-    for rows in _blocks(len(q_THD)):
-        q, grad = by_kv_head(q_THD[rows]), by_kv_head(grad_THD[rows])
-        lse, delta = by_kv_head(lse_TH[rows])[..., None], by_kv_head(delta_TH[rows])[..., None]
-        for columns in _blocks(len(k_THD)):
-            if causal and columns.start >= rows.stop:
-                break
-            scores = _scores_GRTS(q_THD, k_THD, rows, columns, causal=causal, scale=scale)
-            weights = torch.exp(scores - lse)
-            dv[columns] += torch.einsum("grts,grtd->sgd", weights, grad)
-            dweights = torch.matmul(grad, v_THD[columns].float().permute(1, 2, 0)[:, None])
-            dscores = weights * (dweights - delta) * scale
-            dq[rows] += torch.einsum("grts,sgd->tgrd", dscores, k_THD[columns].float()).flatten(1, 2)
-            dk[columns] += torch.einsum("grts,grtd->sgd", dscores, q)
-    return dq.to(q_THD.dtype), dk.to(k_THD.dtype), dv.to(v_THD.dtype)
+@lru_cache(maxsize=64)
+def _pack(num_rows: int, num_columns: int, causal: bool, device: torch.device) -> Pack:
+    return Pack.build((num_rows,), (num_columns,), causal=causal, device=device)

@@ -45,6 +45,7 @@ class TorchTHDAttention(MegatronModule):
                 f"{attention_type} attention with mask {attn_mask_type} is not supported, only causal self-attention"
             )
         self.layer_number = layer_number
+        self.backend = config.attention_backend.name
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -60,5 +61,5 @@ class TorchTHDAttention(MegatronModule):
         """Return the context [T, 1, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]."""
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        out_THD = attention_thd(query, key, value, packed_seq_params, self.softmax_scale)
+        out_THD = attention_thd(query, key, value, packed_seq_params, self.softmax_scale, self.backend)
         return out_THD.reshape(len(out_THD), 1, -1)

@@ -1,0 +1,150 @@
+"""Which kernels compute attention: one choice per device, dtype and head width, with its reason.
+
+| kernel | what it is | where |
+|---|---|---|
+| cpu | torch's flash kernel for CPUs, a call per sequence | CPU |
+| flash | FlashAttention-2 as torch ships it, a call per pack | bfloat16 on A100, H100 and newer |
+| cudnn | cuDNN's fused attention through torch, a call per pack | bfloat16 on Hopper, torch 2.14 |
+| portable | matrix products block by block, a call per sequence | anything; float32 on CUDA |
+
+All return the log-sum-exp with the output, and take the final ones of both in backward, as in FlashAttention-2
+(arXiv 2307.08691, algorithm 2): each rectangle then gives its share of the gradients without knowing the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.attention import kernels_cpu, kernels_cudnn, kernels_flash, kernels_portable
+from megatron.dynamic_cp.attention.packs import Pack
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, Tensor, Tensor, Pack, float], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Pack, float], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """How a pack of rectangles is computed; q_THD, k_THD, v_THD and out_THD in one dtype, kv heads dividing heads.
+
+    Attributes:
+        forward: (q, k, v, pack, scale) -> (out_THD, lse_HT float32).
+        backward: (grad, q, k, v, out, lse, pack, scale) -> (dq, dk, dv), with the rows' final `out` and `lse`.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward
+
+
+def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
+    """Return a kernel that calls `rectangle.forward` and `rectangle.backward` for one sequence after the other."""
+
+    def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+        how = {"causal": pack.causal, "scale": scale}
+        if len(pack.row_seqlens) == 1:
+            return rectangle.forward(q_THD, k_THD, v_THD, **how)  # type: ignore[no-any-return]
+        out_THD = torch.empty_like(q_THD)
+        lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
+        for rows, columns in pack.slices():
+            out_THD[rows], lse_HT[:, rows] = rectangle.forward(q_THD[rows], k_THD[columns], v_THD[columns], **how)
+        return out_THD, lse_HT
+
+    def backward(
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        pack: Pack,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        how = {"causal": pack.causal, "scale": scale}
+        if len(pack.row_seqlens) == 1:
+            return rectangle.backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, **how)  # type: ignore[no-any-return]
+        dq, dk, dv = (torch.empty_like(x) for x in (q_THD, k_THD, v_THD))
+        for rows, columns in pack.slices():
+            dq[rows], dk[columns], dv[columns] = rectangle.backward(
+                grad_THD[rows],
+                q_THD[rows],
+                k_THD[columns],
+                v_THD[columns],
+                out_THD[rows],
+                lse_HT[:, rows],
+                **how,
+            )
+        return dq, dk, dv
+
+    return Kernel(name=name, forward=forward, backward=backward)
+
+
+CPU = _by_sequence("cpu", kernels_cpu)
+PORTABLE = _by_sequence("portable", kernels_portable)
+FLASH = Kernel(name="flash", forward=kernels_flash.forward, backward=kernels_flash.backward)
+CUDNN = Kernel(name="cudnn", forward=kernels_cudnn.forward, backward=kernels_cudnn.backward)
+KERNELS = {kernel.name: kernel for kernel in (CPU, FLASH, CUDNN, PORTABLE)}
+
+# --attention-backend, in Megatron-LM's words.
+BACKENDS = ("auto", "flash", "fused", "unfused")
+
+
+@lru_cache
+def choose_kernel(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """Return the kernel for tensors of `dtype` on `device` and log why, once.
+
+    Args:
+        backend: one of BACKENDS.
+        head_dim: width of a head.
+
+    Raises:
+        UnsupportedFeatureError: the kernel asked for cannot do that here, or none but the portable one can.
+    """
+    kernel, reason = _choice(backend, device, dtype, head_dim)
+    logger.info("attention kernel %s: %s", kernel.name, reason)
+    return kernel
+
+
+def kernel_for(q_THD: Tensor, backend: str = "auto") -> Kernel:
+    """Return `choose_kernel` of a tensor."""
+    return choose_kernel(backend, q_THD.device, q_THD.dtype, q_THD.shape[-1])
+
+
+def _choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Kernel, str]:
+    if backend not in BACKENDS:
+        raise _unsupported(f"is not one of {', '.join(BACKENDS)}", backend)
+    if backend == "unfused":
+        return PORTABLE, "--attention-backend unfused"
+    if backend == "auto":
+        if device.type == "cpu":
+            return CPU, "on the CPU"
+        if dtype == torch.float32:
+            return PORTABLE, "torch has no kernel for float32 that returns log-sum-exp; --bf16 is many times faster"
+        obstacle = kernels_flash.why_not(device, dtype, head_dim)
+        if obstacle is None:
+            return FLASH, f"{dtype} on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        raise _unsupported(
+            f"finds no fast kernel: flash {obstacle}. Train with TransformerEngine (--transformer-impl "
+            "transformer_engine), or take the portable kernel, several times slower, with --attention-backend unfused",
+            backend,
+        )
+    kernel, module = (FLASH, kernels_flash) if backend == "flash" else (CUDNN, kernels_cudnn)
+    obstacle = module.why_not(device, dtype, head_dim)
+    if obstacle is not None:
+        raise _unsupported(
+            f"cannot be used: {kernel.name} {obstacle}. Take --attention-backend auto or unfused", backend
+        )
+    return kernel, f"--attention-backend {backend}"
+
+
+def _unsupported(what: str, backend: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(f"--attention-backend {backend} {what}", flag="--attention-backend")

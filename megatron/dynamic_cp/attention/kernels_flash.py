@@ -1,0 +1,91 @@
+"""A whole pack in one launch of the FlashAttention-2 kernels that torch ships (A100, H100 and newer).
+
+`aten::_flash_attention_forward/_backward` with boundaries are what `torch.nn.attention.varlen.varlen_attn` calls. That
+function hides the log-sum-exp from its backward pass, and a ring needs it there: each step's backward takes the final
+output and log-sum-exp of the rows, over all steps.
+
+What the kernels leave undefined, read in torch's flash_api.cpp (2.7 to 2.13), and how it is kept away here:
+- gradients of keys that no sequence covers are uninitialised memory: a pack covers all the tensors it is called with;
+- with a longest query of 1 and grouped heads the forward pass takes another path with another layout of the
+  log-sum-exp: the longest query is given as 2 at least, an upper bound is enough;
+- before torch 2.7 the log-sum-exp came padded, [num_sequences, heads, longest]: refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.dynamic_cp.attention.packs import Pack
+
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+    """Return (out_THD in q's dtype, lse_HT float32)."""
+    out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD,
+        k_THD,
+        v_THD,
+        pack.cu_rows,
+        pack.cu_columns,
+        max(2, pack.max_rows),
+        pack.max_columns,
+        0.0,
+        pack.causal,
+        False,
+        scale=scale,
+    )
+    return out_THD, lse_HT
+
+
+def backward(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    pack: Pack,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pack's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_HT`."""
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad_THD,
+        q_THD,
+        k_THD,
+        v_THD,
+        out_THD,
+        lse_HT.contiguous(),
+        pack.cu_rows,
+        pack.cu_columns,
+        max(2, pack.max_rows),
+        pack.max_columns,
+        0.0,
+        pack.causal,
+        no_dropout,
+        no_dropout[0],
+        scale=scale,
+    )
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why these kernels cannot be used, None if they can."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, the tensors are on {device.type}"
+    if dtype not in DTYPES:
+        return f"needs bfloat16 or float16, the tensors are {dtype}"
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return f"needs a head width up to {MAX_HEAD_DIM} that 8 divides, it is {head_dim}"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"torch {torch.__version__} was built without it"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"needs compute capability {MIN_CAPABILITY}, the device has {capability}"
+    # Renamed with the update that also made the log-sum-exp unpadded.
+    if torch.ops.aten._flash_attention_forward.default._schema.returns[2].name != "rng_state":
+        return f"needs torch 2.7, this is {torch.__version__}, which pads the log-sum-exp of packs"
+    return None

@@ -1,0 +1,158 @@
+"""What one kernel call computes: for each sequence of a pack, a rectangle of queries against keys.
+
+A step of the ring is one `Pack`, whatever the number of sequences: flash kernels take them all in one launch. With L
+local tokens of a sequence, the steps are (L, L) causal for the lane's own keys, (L, L/2) for those of an earlier lane
+(the first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries).
+
+Everything is made on the host from the lengths that came with the plan, once per micro-batch, and kept in
+`DynamicPackedSeqParams.packs`: no layer asks the device for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, boundaries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pack:
+    """Rectangles of one kernel call; sequence i of the queries meets sequence i of the keys and nothing else.
+
+    Attributes:
+        causal: all rectangles are aligned squares, row i sees keys 0..i; else rows see all keys.
+        row_seqlens, column_seqlens: queries and keys of each sequence, at least 1.
+        cu_rows, cu_columns: their boundaries on the device, int32 [num_sequences + 1].
+        rows: which of the local tokens the queries are, int64 [sum(row_seqlens)]; None: all, in order.
+        columns: which of the keys at hand, none twice, int64 [sum(column_seqlens)]; None: all, in order.
+    """
+
+    causal: bool
+    row_seqlens: tuple[int, ...]
+    column_seqlens: tuple[int, ...]
+    cu_rows: Tensor
+    cu_columns: Tensor
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    @classmethod
+    def build(
+        cls,
+        row_seqlens: Sequence[int],
+        column_seqlens: Sequence[int] | None = None,
+        *,
+        causal: bool = False,
+        device: torch.device,
+        rows: NDArray[np.int64] | None = None,
+        columns: NDArray[np.int64] | None = None,
+    ) -> Pack:
+        """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries."""
+        row_seqlens = tuple(row_seqlens)
+        column_seqlens = row_seqlens if column_seqlens is None else tuple(column_seqlens)
+        assert not causal or row_seqlens == column_seqlens, "a causal rectangle is a square"
+        cu_rows = to_device(boundaries(row_seqlens), device)
+        same = column_seqlens == row_seqlens
+        return cls(
+            causal=causal,
+            row_seqlens=row_seqlens,
+            column_seqlens=column_seqlens,
+            cu_rows=cu_rows,
+            cu_columns=cu_rows if same else to_device(boundaries(column_seqlens), device),
+            rows=None if rows is None else to_device(rows, device),
+            columns=None if columns is None else to_device(columns, device),
+        )
+
+    @property
+    def max_rows(self) -> int:
+        """Queries of the longest sequence."""
+        return max(self.row_seqlens)
+
+    @property
+    def max_columns(self) -> int:
+        """Keys of the longest sequence."""
+        return max(self.column_seqlens)
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Yield where each sequence's queries and keys lie."""
+        row = column = 0
+        for num_rows, num_columns in zip(self.row_seqlens, self.column_seqlens, strict=True):
+            yield slice(row, row + num_rows), slice(column, column + num_columns)
+            row, column = row + num_rows, column + num_columns
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return `values` on the device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> Pack:
+    """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring."""
+    whole = params.ring_seqlens
+    halves = tuple(seqlen // 2 for seqlen in whole)
+    if kv_rank == params.ring_rank:
+        return _kept(params, "own", lambda: Pack.build(whole, causal=True, device=device))
+    if kv_rank < params.ring_rank:
+        columns = partial(_half_rows, halves, second=False)
+        return _kept(params, "earlier", lambda: Pack.build(whole, halves, device=device, columns=columns()))
+    rows = partial(_half_rows, halves, second=True)
+    return _kept(params, "later", lambda: Pack.build(halves, whole, device=device, rows=rows()))
+
+
+def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list[Pack]:
+    """Return what this lane computes over the keys of its whole group, which lie in the order of the sequences.
+
+    A lane holds two chunks of each sequence. First come the diagonal squares of both, then what lies before the second
+    chunk, then what lies before the first one: in three packs, so that no key is twice in one.
+    """
+    size, rank = params.cp_group.size(), params.cp_group.rank()
+    chunks = np.array([seqlen // (2 * size) for seqlen in params.padded_seqlens])
+    starts = boundaries(params.padded_seqlens)[:-1]
+
+    def diagonal() -> Pack:
+        held = np.stack((starts + rank * chunks, starts + (2 * size - 1 - rank) * chunks), axis=1).reshape(-1)
+        lengths = np.repeat(chunks, 2)
+        return Pack.build(lengths.tolist(), causal=True, device=device, columns=_ranges(held, lengths))
+
+    def past(num_chunks: int, *, second: bool) -> Pack:
+        return Pack.build(
+            chunks.tolist(),
+            (chunks * num_chunks).tolist(),
+            device=device,
+            rows=_half_rows(chunks, second=second),
+            columns=_ranges(starts, chunks * num_chunks),
+        )
+
+    packs = [
+        _kept(params, "diagonal", diagonal),
+        _kept(params, "past of second", lambda: past(2 * size - 1 - rank, second=True)),
+    ]
+    if rank:
+        packs.append(_kept(params, "past of first", lambda: past(rank, second=False)))
+    return packs
+
+
+def _kept(params: DynamicPackedSeqParams, name: str, build: Callable[[], Pack]) -> Pack:
+    if name not in params.packs:
+        params.packs[name] = build()
+    return params.packs[name]
+
+
+def _ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return starts[i] .. starts[i] + lengths[i] - 1 for each i, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _half_rows(halves: Sequence[int] | NDArray[np.integer], *, second: bool) -> NDArray[np.int64]:
+    """Return the rows of the first or second half of each sequence, in a pack of sequences twice as long."""
+    lengths = np.asarray(halves)
+    starts = 2 * (np.cumsum(lengths) - lengths) + (lengths if second else 0)
+    return _ranges(starts, lengths)
