@@ -18,6 +18,7 @@ from dynamic_cp.exchange_bytes import sent_bytes_of
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.attention.te_support import TransformerImpl
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
@@ -61,6 +62,7 @@ class Layout:
     overlap_grad_reduce: bool = False
     exchange: str = "p2p"  # of every bucket that can have it; "mixed": all of them
     inner_sizes: tuple[int, ...] = (2, 4)
+    transformer_impl: TransformerImpl = "local"
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -223,7 +225,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant) -> tuple[Any, 
             reference.gpt_model(
                 config,
                 variant,
-                gpt_block_spec(config, vp_stage),
+                gpt_block_spec(config, vp_stage, transformer_impl=layout.transformer_impl),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
@@ -240,8 +242,10 @@ def reference_name(chunk: Any, name: str) -> str:
     if name.startswith("decoder.layers."):
         local = name.split(".")[2]
         layer = chunk.decoder.layers[int(local)].layer_number - 1
-        return name.replace(f"decoder.layers.{local}.", f"decoder.layers.{layer}.", 1)
-    return name
+        name = name.replace(f"decoder.layers.{local}.", f"decoder.layers.{layer}.", 1)
+    # TransformerEngine's linear layers have the norm before them inside.
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def tensor_parallel_part(parameter: Any, full: torch.Tensor, gated: bool) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""Core attention by TransformerEngine, through megatron-core's TEDotProductAttention, with a CP group per micro-batch.
+
+TransformerEngine keeps the group it was given last, and megatron-core 0.16.1 never takes it back: an evaluation or
+another part of the model would run on the group of the last micro-batch. Here every call sets group, ranks, stream and
+exchange and puts back what was there, also when it fails; a recomputed forward pass sets them again, and the backward
+pass uses what its own forward pass stored.
+
+What TransformerEngine must be given for a causal mask: ONE tensor as all four cu_seqlens (padded boundaries), padding
+at the end of each sequence, the longest padded length as max_seqlen. With anything else versions before 2.18 give wrong
+results in silence, and later ones a slow path.
+
+Import this module only where TransformerEngine is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_te_version
+from torch import Tensor
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.exchange_bytes import sent_bytes
+from dynamic_cp.types import CpCommType
+from megatron.dynamic_cp.attention.heads import HeadExchange
+from megatron.dynamic_cp.attention.te_heads import GatherHeads, ScatterHeads
+from megatron.dynamic_cp.attention.te_support import way
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
+
+
+class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
+    """TEDotProductAttention whose CP group and exchange are those of the micro-batch."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        **kwargs: Any,
+    ) -> None:
+        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+            raise UnsupportedFeatureError(
+                f"{attention_type} attention with mask {attn_mask_type} is not supported, only causal self-attention"
+            )
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)
+        if TEDotProductAttention.cp_stream is None:
+            # megatron-core creates it at a static CP size above 1 only.
+            TEDotProductAttention.cp_stream = torch.cuda.Stream()
+        self._built_with = (layer_number, attn_mask_type, attention_type, kwargs)
+        self._te_version = str(get_te_version())
+        # In a dict, so that they are no submodules: they hold no weights, and checkpoints do not know them.
+        self._shares_of_heads: dict[tuple[int, int], TEDotProductAttention] = {}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: DynamicPackedSeqParams | None = None,
+    ) -> Tensor:
+        """Return the context [T, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim].
+
+        Raises:
+            UnsupportedFeatureError: an exchange that the installed version lacks; start-up finds it before.
+        """
+        params = packed_seq_params
+        if not isinstance(params, DynamicPackedSeqParams):
+            raise TypeError(f"DynamicPackedSeqParams needed, got {type(params).__name__}")
+        assert params.cp_group is not None
+        if params.cp_group.size() == 1:
+            return self._attend_over(query, key, value, params, None, [], "p2p")
+        exchange, kv_heads = params.cp_comm_type, key.shape[1]
+        if way(exchange, self._te_version, kv_heads=kv_heads, inner_cp_size=params.inner_cp_size) == "wrapped":
+            return self._share_out_heads(query, key, value, params)
+        group: Group = params.cp_group
+        if exchange == "a2a+p2p":
+            assert params.inner_group is not None
+            assert params.outer_group is not None
+            group = [params.inner_group, params.outer_group]
+        out = self._attend_over(
+            query, key, value, params, group, dist.get_process_group_ranks(params.cp_group), exchange
+        )
+        _count(query, key, out, params, params.cp_group.size(), params.inner_cp_size)
+        return out
+
+    def _share_out_heads(self, query: Tensor, key: Tensor, value: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+        """Exchange heads for rows ourselves; the outer lanes are a ring for TransformerEngine.
+
+        Boundaries are of whole sequences for every group size, so the outer ring has those of the micro-batch.
+        """
+        exchange = HeadExchange(query.shape[1], key.shape[1], params, query.device)
+        q_RHD, k_RHD, v_RHD = ScatterHeads.apply(query, key, value, exchange)
+        module = self._with_heads(q_RHD.shape[1], k_RHD.shape[1])
+        ring, ranks = params.ring_group, []
+        if ring is not None:
+            ranks = dist.get_process_group_ranks(ring)
+        out = module._attend_over(q_RHD, k_RHD, v_RHD, params, ring, ranks, "p2p")
+        _count(q_RHD, k_RHD, out, params, params.ring_size, 1)
+        return GatherHeads.apply(out.unflatten(-1, (q_RHD.shape[1], -1)), exchange).flatten(1)
+
+    def _with_heads(self, query_heads: int, kv_heads: int) -> TransformerEngineAttention:
+        """Return this attention for a lane's share of the heads; TransformerEngine checks their number."""
+        module = self._shares_of_heads.get((query_heads, kv_heads))
+        if module is None:
+            config = copy.copy(self.config)
+            config.num_attention_heads = query_heads * config.tensor_model_parallel_size
+            config.num_query_groups = kv_heads * config.tensor_model_parallel_size
+            layer_number, attn_mask_type, attention_type, kwargs = self._built_with
+            module = type(self)(config, layer_number, attn_mask_type, attention_type, **kwargs)
+            self._shares_of_heads[query_heads, kv_heads] = module
+        return module.train(self.training)
+
+    def _attend_over(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: DynamicPackedSeqParams,
+        group: Group,
+        ranks: list[int],
+        exchange: CpCommType,
+    ) -> Tensor:
+        # Without a group in it, so that megatron-core's module leaves the one that is set alone; it could not set the
+        # two groups of a2a+p2p, and would not put back what was there.
+        plain = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=params.cu_seqlens_q,
+            cu_seqlens_kv=params.cu_seqlens_kv,
+            cu_seqlens_q_padded=params.cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=params.cu_seqlens_kv_padded,
+            max_seqlen_q=params.max_seqlen_q,
+            max_seqlen_kv=params.max_seqlen_kv,
+        )
+        with self._group_set(group, ranks, exchange):
+            out: Tensor = super().forward(query, key, value, None, AttnMaskType.causal, packed_seq_params=plain)
+        return out
+
+    @contextlib.contextmanager
+    def _group_set(self, group: Group, ranks: list[int], exchange: CpCommType) -> Iterator[None]:
+        before = (self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type)
+        stream = None if group is None else TEDotProductAttention.cp_stream
+        self.set_context_parallel_group(group, ranks, stream, exchange)
+        try:
+            yield
+        finally:
+            self.set_context_parallel_group(*before)
+
+
+def _count(query: Tensor, key: Tensor, out: Tensor, params: DynamicPackedSeqParams, cp_size: int, inner: int) -> None:
+    """Add up what TransformerEngine sends by the planner's formula: transfers inside it cannot be seen from here."""
+    sent = sent_bytes(cp_size, inner, 2 * query.nbytes, 2 * key.nbytes, 1)
+    params.stats.bytes_sent += round(sent.forward)
+    if out.requires_grad:
+        stats, backward = params.stats, round(sent.backward)
+
+        def add(grad: Tensor) -> None:
+            stats.bytes_sent += backward
+
+        out.register_hook(add)
