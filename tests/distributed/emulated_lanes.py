@@ -1,0 +1,159 @@
+"""All lanes of a CP group in one process, a thread each: the exchange code on one device, without a communicator.
+
+`RingShift` and the collectives are replaced by hand-overs between the threads. The autograd functions are called
+directly: backward must run in the lane's own thread, where torch has one per device.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.dynamic_cp.attention import all_gather, heads, ring
+from megatron.dynamic_cp.attention.kernels import Kernel
+from megatron.dynamic_cp.attention.thd import EXCHANGES
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.sharding import packed_shard_positions
+
+# A lane that fails leaves the others waiting.
+TIMEOUT_S = 60.0
+
+
+class EmulatedGroup:
+    """One lane's view of a group of threads; all views share `board`."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self._rank, self.board = rank, board
+
+    def size(self) -> int:
+        return len(self.board.mailboxes)
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class Board:
+    """What the lanes of a group hand to each other."""
+
+    def __init__(self, size: int) -> None:
+        self.mailboxes: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(size)]
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.posted: list[Tensor | None] = [None] * size
+
+    def gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Return what all lanes posted."""
+        self.posted[rank] = tensor
+        self.barrier.wait()
+        everything = list(self.posted)
+        self.barrier.wait()
+        return everything  # type: ignore[return-value]
+
+
+class Shift:
+    """`exchange.RingShift` between threads. Keeps the order of the device's stream, which all threads share."""
+
+    def __init__(self, tensor: Tensor, group: EmulatedGroup, params: DynamicPackedSeqParams) -> None:
+        self._group = group
+        group.board.mailboxes[(group.rank() + 1) % group.size()].put(tensor.clone())
+        params.stats.bytes_sent += tensor.nbytes
+
+    def wait(self) -> Tensor:
+        return self._group.board.mailboxes[self._group.rank()].get(timeout=TIMEOUT_S)
+
+
+def _all_gather(x: Tensor, params: Any) -> Tensor:
+    return torch.cat(params.cp_group.board.gather(params.cp_group.rank(), x))
+
+
+def _reduce_scatter(x: Tensor, params: Any) -> Tensor:
+    group = params.cp_group
+    parts = [other.chunk(group.size())[group.rank()] for other in group.board.gather(group.rank(), x)]
+    return torch.stack(parts).sum(0, dtype=torch.float32).to(x.dtype)
+
+
+def _all_to_all(x_PTHD: Tensor, group: EmulatedGroup, _params: Any) -> Tensor:
+    return torch.stack([other[group.rank()] for other in group.board.gather(group.rank(), x_PTHD)])
+
+
+@dataclass
+class _Context:
+    """What autograd gives a function."""
+
+    saved_tensors: tuple[Tensor, ...] = ()
+    params: Any = None
+    scale: float = 0.0
+    kernel: Any = None
+    exchange: Any = field(default=None)
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def attend(
+    inputs_THD: list[Tensor],
+    padded_seqlens: tuple[int, ...],
+    cp_size: int,
+    kernel: Kernel,
+    exchange: str = "p2p",
+    inner: int = 2,
+    around: Callable[[], Any] | None = None,
+) -> list[Tensor]:
+    """Return out and the gradients of q, k and v of the whole pack.
+
+    Args:
+        inputs_THD: q, k, v and the gradient of the output, of the whole pack, on the device.
+        inner: lanes that exchange heads in a2a+p2p.
+        around: makes a context manager that each lane's forward and backward pass run inside.
+    """
+    device = inputs_THD[0].device
+    board = Board(cp_size)
+    outer = max(1, cp_size // inner)
+    inner_boards, outer_boards = [Board(inner) for _ in range(outer)], [Board(outer) for _ in range(inner)]
+    starts = torch.tensor((0, *padded_seqlens[:-1])).cumsum(0)
+    starts = starts.repeat_interleave(torch.tensor([seqlen // cp_size for seqlen in padded_seqlens]))
+    tokens = [
+        (starts + torch.from_numpy(packed_shard_positions(padded_seqlens, cp_size, rank))).to(device)
+        for rank in range(cp_size)
+    ]
+
+    def lane(rank: int) -> list[Tensor]:
+        two_levels = exchange == "a2a+p2p" and cp_size > 1
+        params = DynamicPackedSeqParams.build(
+            padded_seqlens,
+            tokens[rank],
+            EmulatedGroup(rank, board),  # type: ignore[arg-type]
+            cp_comm_type=exchange,  # type: ignore[arg-type]
+            label="emulated",
+            stats=ExchangeStats(),
+            inner_group=EmulatedGroup(rank % inner, inner_boards[rank // inner]) if two_levels else None,  # type: ignore[arg-type]
+            outer_group=EmulatedGroup(rank // inner, outer_boards[rank % inner]) if two_levels else None,  # type: ignore[arg-type]
+        )
+        q, k, v, grad = (x[tokens[rank]] for x in inputs_THD)
+        function = EXCHANGES[exchange if cp_size > 1 else "p2p"]
+        context = _Context()
+        with torch.no_grad(), around() if around is not None else mock.MagicMock():
+            out = function.forward(context, q, k, v, params, q.shape[-1] ** -0.5, kernel)
+            grads = function.backward(context, grad)
+        return [out, *grads[:3]]
+
+    with (
+        mock.patch.object(ring, "RingShift", Shift),
+        mock.patch.object(all_gather, "all_gather_tokens", _all_gather),
+        mock.patch.object(all_gather, "reduce_scatter_tokens", _reduce_scatter),
+        mock.patch.object(heads, "all_to_all_heads", _all_to_all),
+        ThreadPoolExecutor(cp_size) as pool,
+    ):
+        lanes = list(pool.map(lane, range(cp_size)))
+    whole = [torch.empty_like(x) for x in (inputs_THD[0], *inputs_THD[:3])]
+    for rank, parts in enumerate(lanes):
+        for target, part in zip(whole, parts, strict=True):
+            target[tokens[rank]] = part
+    return whole
