@@ -255,7 +255,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(flag="--reset-position-ids", reason="each document is a sequence of its own already"),
     Unsupported(flag="--reset-attention-mask", reason="each document is a sequence of its own already"),
     Unsupported(flag="--rampup-batch-size", reason="the global batch has one size for the whole run"),
-    Unsupported(flag="--async-save", reason="a checkpoint is verified before it gets its name"),
 )
 
 # Fields of TransformerConfig that may differ from a plain config: the sizes and choices that are tested against stock
@@ -327,7 +326,7 @@ class _Refuse(argparse.Action):
             raise self.feature.error()
 
 
-def check_supported(config: Any) -> None:
+def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> None:
     """Check a TransformerConfig: nothing of the table is on, and only fields in ALLOWED differ from a plain config.
 
     The plain config has the same layers, width and heads. Without this a field that our modules do not read, such as a
@@ -335,6 +334,7 @@ def check_supported(config: Any) -> None:
 
     Args:
         config: TransformerConfig.
+        also_allowed: more fields that may differ.
 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
@@ -346,7 +346,9 @@ def check_supported(config: Any) -> None:
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
     )
-    wanted = {f.name: getattr(plain, f.name) for f in fields(config) if f.name not in ALLOWED | _DTYPE_FIELDS}
+    wanted = {
+        f.name: getattr(plain, f.name) for f in fields(config) if f.name not in ALLOWED | also_allowed | _DTYPE_FIELDS
+    }
     # The planner simulates this order of model chunks, and a loss is a sum over tokens, divided once per step.
     wanted["microbatch_group_size_per_vp_stage"] = config.pipeline_model_parallel_size
     wanted["calculate_per_token_loss"] = True

@@ -1,0 +1,281 @@
+"""Replaces what the table of `replacements` says; see there."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.lm_adaptor import flags
+from megatron.dynamic_cp.lm_adaptor.checkout import SUPPORTED_VERSIONS, Checkout, put_first
+from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
+
+logger = logging.getLogger(__name__)
+
+_active: _Adaptor | None = None
+
+
+def activate(checkout: Checkout) -> None:
+    """Replace what the table says in the checkout's modules, which are imported; a second call does nothing.
+
+    Raises:
+        DynamicCPError: megatron-core came from elsewhere, or a symbol is missing.
+    """
+    global _active
+    if _active is not None:
+        return
+    put_first(checkout.root)
+    if checkout.version in SUPPORTED_VERSIONS:
+        _active = _Adaptor()
+        _active.install()
+    else:
+        from megatron.dynamic_cp.lm_adaptor.scheduler import register
+
+        register()
+
+
+class _Adaptor:
+    """The replaced functions and what they share."""
+
+    def __init__(self) -> None:
+        from megatron.dynamic_cp.lm_adaptor.cpu import import_without_triton
+
+        import_without_triton()
+        self._original = {r.where: find(r) for r in REPLACEMENTS if r.module != SCRIPT}
+        self._on_cpu = False
+        self._asked: Any = None
+        self._planning: Any = None
+        self._session: Any = None
+        self._samples: Any = None
+        self._get_args: Callable[[], Any] = importlib.import_module("megatron.training.global_vars").get_args
+
+    def install(self) -> None:
+        """Put a function, or class, of ours in each place of the table."""
+        for replacement in REPLACEMENTS:
+            if replacement.module == SCRIPT:
+                continue
+            original = self._original[replacement.where]
+            name = replacement.symbol.lstrip("_")
+            ours = getattr(self, f"_{name}")
+            module = importlib.import_module(replacement.module)
+            if isinstance(original, type):
+                setattr(module, replacement.symbol, ours(original))
+            else:
+                setattr(module, replacement.symbol, functools.wraps(original)(functools.partial(ours, original)))
+        training = importlib.import_module("megatron.training.training")
+        training.pretrain = importlib.import_module("megatron.training").pretrain
+
+    @property
+    def _is_on(self) -> bool:
+        return self._asked is not None
+
+    def _GPTModel(self, _original: type) -> type:  # named after what it replaces
+        from megatron.dynamic_cp.lm_adaptor.model import DynamicCPGPTModel
+
+        return DynamicCPGPTModel
+
+    def _pretrain(
+        self,
+        original: Any,
+        provider: Any,
+        model_provider: Any,
+        model_type: Any,
+        forward_step: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        theirs = kwargs.get("extra_args_provider")
+
+        def extra_args_provider(parser: Any) -> Any:
+            return flags.add_flags(parser if theirs is None else theirs(parser))
+
+        kwargs["extra_args_provider"] = extra_args_provider
+        self._forward_step = forward_step
+        try:
+            return original(provider, model_provider, model_type, forward_step, *args, **kwargs)
+        finally:
+            if self._session is not None:
+                self._session.close()
+
+    def _parse_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        parsed = original(*args, **kwargs)
+        import torch
+
+        from megatron.trainer.initialize import choose_backend
+
+        requested = "gloo" if parsed.distributed_backend == "gloo" else None
+        built_for_device = torch.version.cuda is not None or torch.version.hip is not None
+        self._on_cpu = (
+            choose_backend(requested, num_devices=torch.cuda.device_count(), built_for_device=built_for_device)
+            == "gloo"
+        )
+        if self._on_cpu:
+            from megatron.dynamic_cp.lm_adaptor import cpu
+
+            parsed.distributed_backend = "gloo"
+            cpu.enable(parsed.distributed_timeout_minutes)
+        if parsed.dynamic_cp:
+            self._asked = flags.translate(parsed)
+            flags.environment_is_ready(2, parsed.tensor_model_parallel_size)
+            self._use_get_batch()
+        return parsed
+
+    def _use_get_batch(self) -> None:
+        """Exchange get_batch in the script that defines the forward step."""
+        from megatron.dynamic_cp.lm_adaptor.session import get_batch
+
+        script = getattr(self._forward_step, "__globals__", {})
+        if "get_batch" not in script or "get_batch" not in self._forward_step.__code__.co_names:
+            raise UnsupportedFeatureError(
+                f"the forward step of the script ({self._forward_step}) does not call a get_batch of its own module, "
+                "which is exchanged because it builds batches of one length: use pretrain_gpt.py's form"
+            )
+        script["get_batch"] = get_batch
+
+    def _validate_args(self, original: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+        validated = original(args, *more, **kwargs)
+        if self._is_on:
+            flags.refuse_loaded(args)
+            # 0.16.1 needs it for pipeline stages only; without them no lengths are exchanged.
+            args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+            self._planning = flags.planning_arguments(self._asked, args)
+            if args.ddp_bucket_size is None and args.ddp_num_buckets is None:
+                from megatron.trainer.model import ddp_bucket_size
+
+                args.ddp_bucket_size = ddp_bucket_size(args.data_parallel_size, self._asked.context_parallel_size)
+        return validated
+
+    def _init_num_microbatches_calculator(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_on:
+            original(*args, **kwargs)
+            return
+        from megatron.dynamic_cp.lm_adaptor.session import Samples
+
+        settings = self._get_args()
+        calculators = importlib.import_module("megatron.core.num_microbatches_calculator")
+        self._samples = Samples(settings.global_batch_size, settings.data_parallel_size)
+        calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR = self._samples
+
+    def _initialize_megatron(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        # Whether these are CPU ranks is known once the flags were read, inside; where a device is, it is asked for.
+        import torch
+
+        result = original(*args, **kwargs, allow_no_cuda=not torch.cuda.is_available())
+        if self._is_on:
+            from megatron.dynamic_cp import optimizer_checkpoint
+            from megatron.dynamic_cp.lm_adaptor.model import DynamicCPGPTModel
+            from megatron.dynamic_cp.lm_adaptor.session import Session
+
+            optimizer_checkpoint.install()
+            DynamicCPGPTModel.enabled = True
+            self._session = Session(self._get_args(), self._planning)
+        return result
+
+    def _set_jit_fusion_options(self, original: Any) -> None:
+        if self._on_cpu:
+            return
+        args = self._get_args()
+        if not self._is_on:
+            original()
+            return
+        seq_length, args.seq_length = args.seq_length, self._planning.max_seqlen_per_dp_cp_rank
+        try:
+            original()
+        finally:
+            args.seq_length = seq_length
+
+    def _build_train_valid_test_datasets(self, original: Any, provider: Any, num_samples: Any = None) -> Any:
+        args = self._get_args()
+        if not (self._is_on and args.use_varlen_dataset):
+            return original(provider, num_samples)
+        from megatron.dynamic_cp.lm_adaptor.data import varlen_datasets
+
+        training = importlib.import_module("megatron.training.training")
+        return varlen_datasets(args, self._varlen_splits, num_samples or training.get_train_valid_test_num_samples())
+
+    def _build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
+        args = self._get_args()
+        if not self._is_on or dataset is None or args.dataloader_type == "external":
+            return original(dataset, consumed_samples)
+        from megatron.dynamic_cp.lm_adaptor.data import LaneSampler, build_loader
+
+        sampler = LaneSampler(
+            num_samples=len(dataset),
+            consumed_samples=consumed_samples,
+            global_batch_size=args.global_batch_size,
+            lane=self._session.groups.lane,
+            num_lanes=self._session.groups.num_lanes,
+        )
+        return build_loader(dataset, sampler, num_workers=args.num_workers)
+
+    def _build_train_valid_test_data_iterators(self, original: Any, provider: Any) -> Any:
+        if not self._is_on:
+            return original(provider)
+        from megatron.dynamic_cp.lm_adaptor.data import LaneIterator, build_varlen_splits
+        from megatron.dynamic_cp.verify import collective_device
+
+        if self._get_args().use_varlen_dataset and not hasattr(self, "_varlen_splits"):
+            self._varlen_splits = build_varlen_splits(self._get_args(), collective_device())
+        iterators = original(provider)
+        return tuple(
+            LaneIterator(name, items) for name, items in zip(("train", "validation", "test"), iterators, strict=True)
+        )
+
+    def _get_forward_backward_func(self, original: Any) -> Any:
+        return self._session.run_step if self._is_on else original()
+
+    def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_on:
+            return original(*args, **kwargs)
+        with self._samples.counted(self._get_args()):
+            outcome = original(*args, **kwargs)
+        # The loop now adds the product, which is rounded up.
+        self._get_args().consumed_train_samples -= self._samples.overcounted
+        return outcome
+
+    def _training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_on:
+            return original(*args, **kwargs)
+        settings, iteration = self._get_args(), args[3]
+        with self._samples.counted(settings):
+            outcome = original(*args, **kwargs)
+        if iteration % settings.log_interval == 0:
+            importlib.import_module("megatron.training.utils").print_rank_last(self._session.describe_step())
+            self._session.start_interval()
+        return outcome
+
+    def _num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
+        if not self._is_on:
+            return original(args, batch_size)  # type: ignore[no-any-return]
+        return self._session.mean_flops()
+
+    def _report_theoretical_memory(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_on:
+            original(*args, **kwargs)
+
+    def _initialize_distributed(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._told_of_one_device(original)(*args, **kwargs)
+
+    def _set_random_seed(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._told_of_one_device(original)(*args, **kwargs)
+
+    def _told_of_one_device(self, original: Any) -> Any:
+        if not self._on_cpu:
+            return original
+        from megatron.dynamic_cp.lm_adaptor.cpu import with_one_device
+
+        return with_one_device(original)
+
+    def _compile_dependencies(self, original: Any) -> None:
+        if not self._on_cpu:
+            original()
+            return
+        from megatron.dynamic_cp.lm_adaptor.cpu import load_dataset_helpers
+
+        load_dataset_helpers()
+
+    def _get_device_arch_version(self, original: Any) -> Any:
+        return 0 if self._on_cpu else original()

@@ -1,0 +1,137 @@
+"""CPU ranks (gloo) for a checkout: what Megatron-LM's training code takes for granted about CUDA, beside
+`megatron.dynamic_cp.cpu_backend`, which answers what megatron-core does. Used with --distributed-backend gloo only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp.cpu_backend import Shim
+
+
+class _NoStream:
+    """Stands in for torch.cuda.Stream: work on a CPU is in order."""
+
+    def wait_stream(self, _other: Any) -> None:
+        """Nothing to wait for."""
+
+
+@contextlib.contextmanager
+def _in_order(_stream: Any) -> Iterator[None]:
+    yield
+
+
+SHIMS: tuple[Shim, ...] = (
+    Shim(
+        name="stream",
+        reason="get_model wraps the model in DDP on a side stream",
+        owner=torch.cuda,
+        attribute="Stream",
+        replacement=_NoStream,
+    ),
+    Shim(
+        name="current_stream",
+        reason="... and lets it wait for the current one",
+        owner=torch.cuda,
+        attribute="current_stream",
+        replacement=lambda device=None: _NoStream(),
+    ),
+    Shim(
+        name="stream_context",
+        reason="... and back",
+        owner=torch.cuda,
+        attribute="stream",
+        replacement=_in_order,
+    ),
+)
+
+
+def enable(timeout_minutes: float) -> None:
+    """Install all shims and start the gloo job; Megatron-LM then finds it started."""
+    cpu_backend.enable()
+    for shim in SHIMS:
+        setattr(shim.owner, shim.attribute, shim.replacement)
+    torch.set_num_threads(1)  # ranks of one machine share its cores
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(minutes=timeout_minutes))
+
+
+def with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` told that there is one device: Megatron-LM builds its groups and seeds only then."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        original = torch.cuda.device_count
+        torch.cuda.device_count = lambda: 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.device_count = original
+
+    return wrapped
+
+
+def import_without_triton() -> None:
+    """Import the one module of megatron-core 0.16.1 that needs triton just to be imported; torch for CPUs has none.
+
+    Its kernels (--batch-invariant-mode) cannot run on CPU ranks anyway. Does nothing where triton is installed.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return
+    names = ("triton", "triton.language")
+    language = types.ModuleType("triton.language")
+    language.constexpr = int  # type: ignore[attr-defined]  # an annotation
+    triton = types.ModuleType("triton")
+    triton.jit = lambda function=None, **_: function or (lambda kernel: kernel)  # type: ignore[attr-defined]
+    triton.language = language  # type: ignore[attr-defined]
+    sys.modules.update(dict(zip(names, (triton, language), strict=True)))
+    try:
+        importlib.import_module("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    finally:
+        for name in names:  # nobody else must take it for the real one
+            del sys.modules[name]
+
+
+def load_dataset_helpers() -> None:
+    """Have the checkout's `megatron.core.datasets` use the compiled helpers of the installed megatron-core.
+
+    Megatron-LM compiles them into the checkout and then looks for CUDA's compiler; this leaves the checkout as it is.
+
+    Raises:
+        InvalidInputError: they are neither in the checkout nor installed.
+    """
+    name = "megatron.core.datasets.helpers_cpp"
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return
+    installed = next(
+        (
+            Path(str(file.locate()))
+            for file in metadata.files("megatron-core") or ()
+            if file.name.startswith("helpers_cpp") and file.suffix == ".so"
+        ),
+        None,
+    )
+    if installed is None:
+        raise InvalidInputError(
+            "the compiled helpers_cpp of megatron.core.datasets is neither in the checkout nor in an installed "
+            "megatron-core: pip install megatron-core==0.16.1, or run make in megatron/core/datasets"
+        )
+    spec = importlib.util.spec_from_file_location(name, installed)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)

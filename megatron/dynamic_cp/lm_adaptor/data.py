@@ -1,0 +1,192 @@
+"""Megatron-LM's data sets, read in global batches of any size, and data sets whose samples have their own lengths.
+
+Lane r of N draws the samples r, r + N, ... of each global batch: a function of consumed samples and global batch size
+only, so that a run resumes with another number of lanes. Trailing tokens without a loss are cut off each sample: no
+later token attends to them, so loss and gradients stay the same, and padding is not computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.build import Splits, build_splits
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.stream import SampleStream
+
+COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSampler:
+    """Yields [index] of each sample that a lane draws; whole global batches only.
+
+    Attributes:
+        num_samples: of the data set; consumed_samples: where to begin.
+    """
+
+    num_samples: int
+    consumed_samples: int
+    global_batch_size: int
+    lane: int
+    num_lanes: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.consumed_samples
+        while first + self.global_batch_size <= self.num_samples:
+            for index in range(first + self.lane, first + self.global_batch_size, self.num_lanes):
+                yield [index]
+            first += self.global_batch_size
+
+
+def only_item(items: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    """Return the one item of a list, as numpy arrays without what needs no computing; a DataLoader's collate_fn."""
+    (item,) = items
+    return trimmed({name: np.asarray(item[name]) for name in (*COLUMNS, "cu_seqlens") if item.get(name) is not None})
+
+
+def trimmed(item: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return a sample or pack without the tokens of each sample that follow its last loss.
+
+    A sample without any loss keeps its first token: empty ones have no place in a plan.
+
+    Args:
+        item: with `loss_mask`, else nothing is cut; [T] each, `cu_seqlens` [n + 1] for n samples.
+
+    Raises:
+        DataError: boundaries that do not ascend from 0 to T.
+    """
+    mask = item.get("loss_mask")
+    if mask is None:
+        return item
+    num_tokens = len(mask)
+    bounds = item.get("cu_seqlens", np.array([0, num_tokens]))
+    if bounds[0] != 0 or bounds[-1] != num_tokens or (np.diff(bounds) < 0).any():
+        raise DataError(f"key 'cu_seqlens' is {bounds[:8].tolist()}, it must ascend from 0 to {num_tokens} tokens")
+    kept, lengths = [], []
+    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if first == end:
+            continue
+        with_loss = np.flatnonzero(mask[first:end])
+        length = int(with_loss[-1]) + 1 if len(with_loss) else 1
+        kept.append(np.arange(first, first + length))
+        lengths.append(length)
+    places = np.concatenate(kept)
+    cut = {name: column[places] for name, column in item.items() if name != "cu_seqlens"}
+    if "cu_seqlens" in item:
+        cut["cu_seqlens"] = np.concatenate([[0], np.cumsum(lengths)])
+    return cut
+
+
+def build_loader(
+    dataset: Dataset[Any], sampler: LaneSampler, *, num_workers: int, worker_init: Any = None
+) -> DataLoader[dict[str, NDArray[Any]]]:
+    """Return the loader of one lane: one sample or pack at a time, numpy."""
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,  # type: ignore[arg-type]  # any iterable of index lists will do
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        collate_fn=only_item,
+        worker_init_fn=worker_init,
+    )
+
+
+class LaneIterator:
+    """What Megatron-LM passes around as a data iterator; on every rank, also on those that do not read.
+
+    Attributes:
+        name: "train", "validation" or "test".
+        items: of this lane, or None where nothing is read.
+    """
+
+    def __init__(self, name: str, items: Iterator[Any] | None) -> None:
+        self.name = name
+        self.items = items
+
+    def __iter__(self) -> LaneIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.items is None:
+            raise DataError(f"this rank reads no {self.name} data")
+        return next(self.items)
+
+
+class StreamDataset(Dataset[dict[str, Any]]):
+    """A data set of Megatron-LM's form over a stream of samples with their own lengths.
+
+    Args:
+        num_samples: that training asks for; the stream is endless.
+    """
+
+    def __init__(self, stream: SampleStream, num_samples: int) -> None:
+        self._stream = stream
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self._stream.read(index)
+        return {
+            "tokens": torch.from_numpy(sample.tokens),
+            "labels": torch.from_numpy(sample.labels),
+            "loss_mask": torch.from_numpy(sample.loss_mask),
+            "position_ids": torch.arange(len(sample.tokens)),
+        }
+
+
+def varlen_config(args: argparse.Namespace) -> DataConfig:
+    """Return what Megatron-LM's arguments say about --use-varlen-dataset."""
+    return DataConfig(
+        data_path=tuple(args.data_path or ()),
+        cache_path=args.data_cache_path,
+        split=args.split or "969,30,1",
+        seq_length=args.seq_length,
+        overlong=args.overlong,
+        seed=args.seed,
+        mock=args.mock_data,
+        tokenizer="NullTokenizer",
+        vocab_size=_vocab_size(args),
+        eod_id=args.eod_id,
+        varlen_mock_config=args.varlen_mock_dataset_config_json,
+    )
+
+
+def _vocab_size(args: argparse.Namespace) -> int:
+    """Return the token ids below the end of document: of --vocab-size, or of the tokenizer that was built."""
+    if args.vocab_size is not None:
+        return int(args.vocab_size)
+    return int(args.padded_vocab_size) - 1
+
+
+def varlen_datasets(
+    args: argparse.Namespace, splits: Splits, num_samples: Sequence[int | None]
+) -> tuple[StreamDataset | None, ...]:
+    """Return the data sets of training, validation and test."""
+    streams = (splits.train, splits.valid, splits.test)
+    return tuple(
+        None if stream is None or not wanted else StreamDataset(stream, wanted)
+        for stream, wanted in zip(streams, num_samples, strict=True)
+    )
+
+
+def build_varlen_splits(args: argparse.Namespace, device: torch.device) -> Splits:
+    """Return the streams of --use-varlen-dataset; rank 0 indexes. Collective over the job."""
+    from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks
+    from megatron.trainer.index_once import index_once
+
+    config = run_on_all_ranks(lambda: varlen_config(args), device)
+    entries = index_once(config, device)
+    splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
+    check_same_digest(run_on_all_ranks(splits.train.fingerprint, device), "the data of --data-path", device)
+    return splits

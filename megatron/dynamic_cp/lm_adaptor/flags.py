@@ -1,0 +1,212 @@
+"""Megatron-LM's command line with the flags of dynamic context parallelism: added, refused, translated.
+
+Flags that Megatron-LM has keep its meaning and its parser. `--context-parallel-size C` becomes the CP size of the
+static plan; Megatron-LM itself is built with 1, because every micro-batch brings its own group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.arguments import EXCHANGES, UNSUPPORTED, Unsupported, add_dynamic_cp_arguments
+from megatron.trainer.data.config import OVERLONG_POLICIES
+
+_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
+_EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
+_LOOP = "it changes the training loop that dynamic context parallelism takes part in"
+_DATA = "global batches are drawn in the order of one data set"
+
+REFUSED: tuple[Unsupported, ...] = (
+    *UNSUPPORTED,
+    Unsupported(flag="--use-legacy-models", reason="only megatron-core models take a CP group per micro-batch"),
+    Unsupported(flag="--spec", reason="--dynamic-cp has its own layer specification"),
+    Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
+    Unsupported(flag="--perform-rl-step", reason=_LOOP),
+    Unsupported(flag="--inprocess-restart", reason=_LOOP),
+    Unsupported(flag="--iterations-to-skip", off=([],), reason=_LOOP),
+    Unsupported(flag="--result-rejected-tracker-filename", reason=_LOOP),
+    Unsupported(flag="--save-wgrads-interval", reason=_LOOP),
+    Unsupported(flag="--save-dgrads-interval", reason=_LOOP),
+    Unsupported(flag="--vision-pretraining", reason=_LOOP),
+    Unsupported(flag="--decrease-batch-size-if-needed", reason="a global batch of any size is possible"),
+    Unsupported(flag="--full-validation", reason=_DATA),
+    Unsupported(flag="--multiple-validation-sets", reason=_DATA),
+    Unsupported(flag="--phase-transition-iterations", reason=_DATA),
+    Unsupported(flag="--data-parallel-random-init", reason="lanes hold the same weights"),
+    Unsupported(flag="--log-max-attention-logit", reason="the attention does not report it"),
+    Unsupported(flag="--fine-grained-activation-offloading", reason="activations stay on their device"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A value of Megatron-LM's arguments that --dynamic-cp sets, whatever was given."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+FORCED: tuple[Setting, ...] = (
+    Setting(
+        name="context_parallel_size",
+        value=1,
+        reason="every micro-batch brings its own CP group; the flag's value names the static plan",
+    ),
+    Setting(name="cp_comm_type", value=["p2p"], reason="each bucket of the plan says its own"),
+    Setting(name="max_seqlen_per_dp_cp_rank", value=None, reason="the planner keeps the limit"),
+    Setting(
+        name="calculate_per_token_loss",
+        value=True,
+        reason="gradients are sums over tokens, divided once: exact for any mixture of CP sizes",
+    ),
+    Setting(
+        name="moe_token_dispatcher_type",
+        value="alltoall",
+        reason="megatron-core accepts variable_seq_lengths with it only, also without experts",
+    ),
+    Setting(name="create_attention_mask_in_dataloader", value=False, reason="attention is causal within each sample"),
+    Setting(
+        name="rerun_mode",
+        value="disabled",
+        reason="a step cannot be run again from its micro-batches; losses are still checked for NaN",
+    ),
+)
+
+
+class _Additions:
+    """A parser that adds what the wrapped one lacks: an existing flag stays as it is."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> _Additions:
+        return _Additions(self._parser.add_argument_group(*args, **kwargs))
+
+    def add_argument(self, *flags: str, **kwargs: Any) -> None:
+        if "feature" in kwargs:  # a refusal: Megatron-LM's own flag is looked at once it was read
+            return
+        try:
+            self._parser.add_argument(*flags, **kwargs)
+        except argparse.ArgumentError:  # Megatron-LM has it
+            return
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron-LM's parser and return it."""
+    additions = _Additions(parser)
+    add_dynamic_cp_arguments(additions)  # type: ignore[arg-type]
+    group = additions.add_argument_group("samples of their own lengths")
+    group.add_argument(
+        "--use-varlen-dataset",
+        action="store_true",
+        help="each document of --data-path (.bin/.idx) or of --mock-data is a sample of its own length",
+    )
+    group.add_argument("--varlen-mock-dataset-config-json", metavar="JSON|FILE", help="lengths of --mock-data")
+    group.add_argument(
+        "--overlong",
+        choices=OVERLONG_POLICIES,
+        default="split",
+        help="documents of --use-varlen-dataset that are longer than --seq-length",
+    )
+    group.add_argument("--eod-id", type=int, help="token that ends a document of .bin/.idx data, if it has one")
+    return parser
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Check parsed arguments of Megatron-LM against the features that are refused.
+
+    Raises:
+        UnsupportedFeatureError: naming the flag.
+        InvalidInputError: a value that cannot be.
+    """
+    for feature in REFUSED:
+        if not feature.is_off(getattr(args, destination(feature.flag), None)):
+            raise feature.error()
+    if args.micro_batch_size not in (None, 1):
+        raise InvalidInputError(
+            f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
+            "--max-seqlen-per-dp-cp-rank sets its size",
+            micro_batch_size=args.micro_batch_size,
+        )
+    if len(args.cp_comm_type) != 1:
+        raise InvalidInputError(
+            f"--cp-comm-type has {len(args.cp_comm_type)} values, one per layer is not possible: give one",
+            cp_comm_type=args.cp_comm_type,
+        )
+    exchange = exchange_of(args)
+    if exchange not in ("auto", *EXCHANGES):
+        raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(EXCHANGES)}")
+    if args.use_varlen_dataset and (args.sft or args.fim_data):
+        raise InvalidInputError("--use-varlen-dataset excludes --sft and --fim-data: leave one of them out")
+
+
+def refuse_loaded(args: argparse.Namespace) -> None:
+    """Check validated arguments once more: --use-checkpoint-args may have changed them.
+
+    Raises:
+        UnsupportedFeatureError: naming the flag.
+    """
+    follows_from_others = {"--expert-tensor-parallel-size"}
+    for feature in REFUSED:
+        value = getattr(args, destination(feature.flag), None)
+        if feature.flag not in follows_from_others and not feature.is_off(value):
+            raise feature.error()
+
+
+def destination(flag: str) -> str:
+    """Return where Megatron-LM's parser puts the value of `flag`."""
+    return _DESTINATIONS.get(flag, flag.removeprefix("--").replace("-", "_"))
+
+
+def exchange_of(args: argparse.Namespace) -> str:
+    """Return the exchange that --cp-comm-type names, in our spelling."""
+    return _EXCHANGE_NAMES.get(args.cp_comm_type[0], args.cp_comm_type[0])
+
+
+def translate(args: argparse.Namespace) -> argparse.Namespace:
+    """Set what --dynamic-cp needs in Megatron-LM's `args`, before it validates them; return what was asked for.
+
+    Raises:
+        DynamicCPError: see `refuse`.
+    """
+    refuse(args)
+    asked = copy.copy(args)
+    if args.micro_batch_size is None:
+        args.micro_batch_size = 1
+    for setting in FORCED:
+        if hasattr(args, setting.name):
+            setattr(args, setting.name, setting.value)
+    return asked
+
+
+def planning_arguments(asked: argparse.Namespace, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of the planner, in the spelling of our own trainer, completed and checked.
+
+    Args:
+        asked: as the user gave them; args: as Megatron-LM validated them.
+
+    Raises:
+        DynamicCPError: a CP size, limit or sample length that does not fit the lanes.
+    """
+    from megatron.trainer.validation import complete_lanes
+
+    planning = copy.copy(args)
+    planning.context_parallel_size = asked.context_parallel_size
+    planning.cp_comm_type = exchange_of(asked)
+    planning.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
+    if not args.group_query_attention:
+        planning.num_query_groups = args.num_attention_heads
+    complete_lanes(planning)
+    return planning
+
+
+def environment_is_ready(max_cp_size: int, tp_size: int) -> None:
+    """Set the one queue per device that Megatron-LM asks for at a static CP size above 1, unless something else is."""
+    if max(max_cp_size, tp_size) > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

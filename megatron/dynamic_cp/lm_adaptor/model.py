@@ -1,0 +1,58 @@
+"""The GPTModel that a checkout builds: with dynamic context parallelism on, with our layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.dynamic_cp.arguments import check_supported
+from megatron.dynamic_cp.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.rotary import use_one_rotary_table
+
+NO_EFFECT = frozenset(
+    {
+        # Elementwise on the tokens of a rank, whoever they belong to.
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "gradient_accumulation_fusion",
+        "cross_entropy_loss_fusion",
+        "cross_entropy_fusion_impl",
+        # Of modules that our layers have in place of megatron-core's.
+        "masked_softmax_fusion",
+        "attention_softmax_in_fp32",
+        "attention_backend",
+        "persist_layer_norm",
+        "apply_rope_fusion",
+        "cp_comm_type",  # each micro-batch brings its own
+        "transformer_impl",
+        # Frees an output once it was sent: whatever its length.
+        "deallocate_pipeline_outputs",
+        # Of inference only.
+        "inference_sampling_seed",
+        "inference_rng_tracker",
+        # What follows from layers that are refused.
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+    }
+)
+"""Fields of TransformerConfig that Megatron-LM sets from its own defaults and that may have any value."""
+
+
+class DynamicCPGPTModel(GPTModel):
+    """megatron-core's GPTModel whose layers take the CP group of each micro-batch.
+
+    Attributes:
+        enabled: set by --dynamic-cp; without it this is GPTModel.
+    """
+
+    enabled = False
+
+    def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.enabled:
+            super().__init__(config, transformer_layer_spec, *args, **kwargs)
+            return
+        check_supported(config, also_allowed=NO_EFFECT)
+        super().__init__(config, gpt_block_spec(config, kwargs.get("vp_stage")), *args, **kwargs)
+        use_one_rotary_table(self)

@@ -1,0 +1,174 @@
+"""The table of what is replaced in a core_v0.16.1 checkout, where, and why; docs/how-to/megatron-lm.md shows it.
+
+A replacement is made only when its symbol is there: a checkout that was changed is refused before anything is built,
+naming the symbol. Without --dynamic-cp every replaced function calls what it replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from dynamic_cp.errors import UnsupportedFeatureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One symbol that is replaced.
+
+    Attributes:
+        module, symbol: where; module "the script" is the one that is run.
+        reason: why.
+        cpu_only: only on CPU ranks.
+    """
+
+    module: str
+    symbol: str
+    reason: str
+    cpu_only: bool = False
+
+    @property
+    def where(self) -> str:
+        """The full name."""
+        return f"{self.module}.{self.symbol}" if self.module != SCRIPT else f"{self.symbol} of the script"
+
+
+SCRIPT = "the script"
+_TRAINING = "megatron.training.training"
+
+REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement(
+        module="megatron.training",
+        symbol="pretrain",
+        reason="adds the flags, exchanges the script's get_batch, ends the planner; the name that scripts import",
+    ),
+    Replacement(
+        module="megatron.training.initialize",
+        symbol="parse_args",
+        reason="refuses what the supported list refuses, keeps --context-parallel-size for the static plan and sets 1",
+    ),
+    Replacement(
+        module="megatron.training.initialize",
+        symbol="validate_args",
+        reason="sets variable_seq_lengths, which it resets, and the DDP bucket size, and checks CP sizes and limits",
+    ),
+    Replacement(
+        module="megatron.training.global_vars",
+        symbol="init_num_microbatches_calculator",
+        reason="its calculator asserts global batch % (micro-batch size x data-parallel size); the plan decides",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="initialize_megatron",
+        reason="builds and warms the CP groups and starts the planner once the model-parallel groups are there",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="set_jit_fusion_options",
+        reason="warms fused kernels up with --seq-length / CP tokens, which at CP 1 are C times what a rank computes",
+    ),
+    Replacement(
+        module="megatron.core.models.gpt",
+        symbol="GPTModel",
+        reason="builds layers whose attention and RoPE use the group of the micro-batch",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="build_train_valid_test_datasets",
+        reason="--use-varlen-dataset: samples of their own lengths; otherwise as it is",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="build_pretraining_data_loader",
+        reason="reads samples one by one and uncollated, in global batches of any size, without trailing padding",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="build_train_valid_test_data_iterators",
+        reason="names the iterators, and gives one to ranks that read nothing, so that all ranks know which is meant",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="get_forward_backward_func",
+        reason="draws, plans and re-routes a global batch, then runs the schedule with the plan's micro-batches",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="train_step",
+        reason="the learning rate and consumed samples step by the samples of the global batch",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="training_log",
+        reason="prints the samples of the global batch, and a line about the plan",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="num_floating_point_operations",
+        reason="counts the true lengths of the samples instead of --seq-length each",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="report_theoretical_memory",
+        reason="its figure is for packs of --seq-length / CP tokens; the token limit decides here",
+    ),
+    Replacement(
+        module=SCRIPT,
+        symbol="get_batch",
+        reason="hands out the plan's micro-batch with its PackedSeqParams, on every pipeline stage",
+    ),
+    Replacement(
+        module="megatron.training.initialize",
+        symbol="_initialize_distributed",
+        reason="builds model-parallel groups only when it sees a device",
+        cpu_only=True,
+    ),
+    Replacement(
+        module="megatron.training.initialize",
+        symbol="_set_random_seed",
+        reason="seeds the generators of tensor parallelism only when it sees a device",
+        cpu_only=True,
+    ),
+    Replacement(
+        module="megatron.training.initialize",
+        symbol="_compile_dependencies",
+        reason="needs CUDA's compiler and writes into the checkout; the installed megatron-core's helpers are used",
+        cpu_only=True,
+    ),
+    Replacement(
+        module="megatron.training.arguments",
+        symbol="get_device_arch_version",
+        reason="asks a device for its architecture",
+        cpu_only=True,
+    ),
+)
+
+
+def find(replacement: Replacement) -> Any:
+    """Return what a replacement takes the place of.
+
+    Raises:
+        UnsupportedFeatureError: it is not there; the message names it.
+    """
+    assert replacement.module != SCRIPT
+    try:
+        module = importlib.import_module(replacement.module)
+        return getattr(module, replacement.symbol)
+    except ModuleNotFoundError as error:
+        if error.name is None or not replacement.module.startswith(error.name):
+            raise  # a package that Megatron-LM itself needs
+        missing = f"the module {replacement.module}"
+    except AttributeError:
+        missing = replacement.where
+    raise UnsupportedFeatureError(
+        f"this Megatron-LM checkout has no {missing}, which is replaced because it {replacement.reason}: "
+        "use an unchanged core_v0.16.1",
+        symbol=replacement.where,
+    )
+
+
+def table_row(replacement: Replacement) -> str:
+    """Return the row of the table in docs/how-to/megatron-lm.md."""
+    where = f"`{replacement.where}`" if replacement.module != SCRIPT else "`get_batch` of the script"
+    return f"| {where} | {replacement.reason} |"

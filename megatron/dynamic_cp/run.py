@@ -1,0 +1,40 @@
+"""Run a script of a Megatron-LM checkout with dynamic context parallelism.
+
+python -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [the script's flags] --dynamic-cp
+torchrun ... -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [the script's flags] --dynamic-cp
+
+Without --dynamic-cp the script runs as it is (on CPU ranks with --distributed-backend gloo).
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.trainer.exits import exit_code_of, leave
+
+
+def run_script(argv: Sequence[str]) -> None:
+    """Run argv[0], a script of a checkout, with the rest as its command line.
+
+    Raises:
+        DynamicCPError: no such checkout, a version or flag that is not supported, or what the run raises.
+    """
+    if not argv or argv[0].startswith("-"):
+        raise InvalidInputError(
+            "python -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [flags]: the script comes first"
+        )
+    from megatron.dynamic_cp.lm_adaptor.activate import activate
+    from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout
+
+    script = Path(argv[0])
+    activate(open_checkout(script))
+    sys.argv = [str(script), *argv[1:]]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    leave(exit_code_of(lambda: run_script(sys.argv[1:])))
