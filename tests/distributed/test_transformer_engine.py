@@ -95,31 +95,19 @@ CASES = {
     "all_four_few_kv_heads": ("2.20.2", engine(4, "mixed"), ALL, ALL | {"shared alone"}),
 }
 SLOW_CASES = {
-    "all_four_native": ("2.20.2", engine(4, "mixed", variant="gpt2"), ALL, ALL),
-    "p2p": ("2.9.0", engine(4, "p2p"), {"p2p"}, {"p2p"}),
-    "a2a_native": ("2.11.0", engine(4, "a2a", variant="gpt2"), {"a2a"}, {"a2a"}),
     "a2a_wrapped": ("2.10.0", engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
-    "two_levels_native": ("2.19.0", engine(4, "a2a+p2p"), {"a2a+p2p", "p2p"}, {"a2a+p2p", "p2p"}),
     "two_levels_selective_recompute": (
-        "2.11.0",
+        "2.19.0",
         engine(4, "a2a+p2p", config=SELECTIVE_RECOMPUTE),
         {"a2a+p2p", "p2p"},
-        {"p2p", "shared p2p"},
-    ),
-    "two_levels8_of_4": (
-        "2.11.0",
-        engine(8, "a2a+p2p", variant="llama_8_heads", inner_sizes=(4,)),
         {"a2a+p2p", "p2p"},
-        {"p2p", "shared p2p"},
     ),
     "tp2_sp": ("2.11.0", engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
-    "tp2_gpt2": ("2.11.0", engine(2, "a2a", tp=2, variant="gpt2"), {"a2a"}, {"a2a"}),
-    "pp2_vpp2": ("2.11.0", engine(2, "p2p", pp=2, vpp=2), {"p2p"}, {"p2p"}),
-    "distributed_optimizer": (
-        "2.20.2",
-        engine(4, "mixed", distributed_optimizer=True, overlap_grad_reduce=True),
-        ALL,
-        ALL | {"shared alone"},
+    "pp2_vpp2_distributed_optimizer": (
+        "2.18.0",
+        engine(2, "all_gather", pp=2, vpp=2, distributed_optimizer=True),
+        {"all_gather"},
+        {"all_gather"},
     ),
 }
 
