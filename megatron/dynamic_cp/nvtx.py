@@ -14,20 +14,25 @@ on for this process, threads of the autograd engine included.
 | `step 12, micro-batch 0, lanes 0..3` | the forward pass of one micro-batch on one model chunk |
 | `forward, cp 4 p2p, 512 tokens` | the same, named by its bucket: CP size, exchange, padded tokens of this rank |
 | `ring step 1 of 4` | one block of keys and values; `..., backward` in the backward pass |
-| `exchanging heads`, `gathering keys and values`, `scattering their gradients` | collectives of the other exchanges |
+| `exchanging heads`, `gathering keys and values`, `scattering gradients` | collectives of the other exchanges |
 | `attention backward, cp 4 p2p, 512 tokens` | the backward pass of one layer's attention |
 | `backward pass` | of one micro-batch on one model chunk |
 | `sums over the job` | the all-reduce of the loss; the host waits for the device here |
 | `optimizer` | its step, clipping and gathering included |
+| `naming the checkpoint` | of --async-save, once its files are written |
+
+TransformerEngine's attention has ranges of its own instead of ring steps.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 Open = Callable[[str], AbstractContextManager[Any]]
 
@@ -92,6 +97,17 @@ def bucket_span(what: str, bucket: Bucket) -> AbstractContextManager[Any]:
     cp_size = bucket.local_cp_size or 1
     num_tokens = sum(bucket.padded_seqlens) // cp_size
     return _open(f"{what}, cp {cp_size} {bucket.cp_comm_type}, {num_tokens} tokens")
+
+
+def attention_backward(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """Return the backward function of an autograd Function, whose context has `params`, with a span around it."""
+
+    @functools.wraps(backward)
+    def recorded(ctx: Any, grad: Tensor) -> Any:
+        with bucket_span("attention backward", ctx.params):
+            return backward(ctx, grad)
+
+    return recorded
 
 
 NVTX: Open = torch.cuda.nvtx.range

@@ -16,6 +16,7 @@ from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import gathered_packs
 from megatron.dynamic_cp.attention.row_order import from_sequence_order, row_order
+from megatron.dynamic_cp.nvtx import attention_backward
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -45,6 +46,7 @@ class AllGatherAttention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
+    @attention_backward
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, kv_T2HD, out_THD, lse_HT = ctx.saved_tensors
         rows = RowGradients(grad_THD, q_THD, out_THD, lse_HT, ctx.kernel, ctx.scale)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.dynamic_cp.nvtx import span
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -15,7 +16,7 @@ class ExchangeError(RuntimeError):
 
 def _failed(group: dist.ProcessGroup, params: DynamicPackedSeqParams, error: RuntimeError) -> ExchangeError:
     ranks = dist.get_process_group_ranks(group)
-    return ExchangeError(f"exchange in the CP group of ranks {ranks} failed at {params.label}: {error}")
+    return ExchangeError(f"exchange in {group.group_desc} (ranks {ranks}) failed at {params.label}: {error}")
 
 
 class RingShift:
@@ -58,7 +59,8 @@ def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
     x_THD = x_THD.contiguous()
     gathered = x_THD.new_empty((group.size() * len(x_THD), *x_THD.shape[1:]))
     try:
-        dist.all_gather_into_tensor(gathered, x_THD, group=group)
+        with span("gathering keys and values"):
+            dist.all_gather_into_tensor(gathered, x_THD, group=group)
     except RuntimeError as error:
         raise _failed(group, params, error) from error
     params.stats.bytes_sent += x_THD.nbytes * (group.size() - 1)
@@ -71,7 +73,8 @@ def reduce_scatter_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tens
     x_THD = x_THD.contiguous()
     scattered = x_THD.new_empty((len(x_THD) // group.size(), *x_THD.shape[1:]))
     try:
-        dist.reduce_scatter_tensor(scattered, x_THD, group=group)
+        with span("scattering gradients"):
+            dist.reduce_scatter_tensor(scattered, x_THD, group=group)
     except RuntimeError as error:
         raise _failed(group, params, error) from error
     params.stats.bytes_sent += scattered.nbytes * (group.size() - 1)
@@ -83,7 +86,8 @@ def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPa
     x_PTHD = x_PTHD.contiguous()
     received = torch.empty_like(x_PTHD)
     try:
-        dist.all_to_all_single(received, x_PTHD, group=group)
+        with span("exchanging heads"):
+            dist.all_to_all_single(received, x_PTHD, group=group)
     except RuntimeError as error:
         raise _failed(group, params, error) from error
     params.stats.bytes_sent += x_PTHD.nbytes // group.size() * (group.size() - 1)

@@ -25,6 +25,7 @@ from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients
 from megatron.dynamic_cp.attention.ring import ring_backward, ring_forward
 from megatron.dynamic_cp.attention.row_order import from_sequence_order, row_order
+from megatron.dynamic_cp.nvtx import attention_backward
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -98,6 +99,7 @@ class HeadExchangeAttention(torch.autograd.Function):
         return exchange.gather_heads(out_RHD).flatten(1, 2)
 
     @staticmethod
+    @attention_backward
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         qkv_RHD, out_RHD, lse_HR = ctx.saved_tensors
         exchange: HeadExchange = ctx.exchange

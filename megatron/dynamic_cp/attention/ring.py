@@ -21,6 +21,7 @@ from megatron.dynamic_cp.attention.exchange import RingShift
 from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
+from megatron.dynamic_cp.nvtx import attention_backward, span
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -36,10 +37,11 @@ def ring_forward(
     size, rank = params.ring_size, params.ring_rank
     sums = RowSums(q_THD, kernel, scale)
     for step in range(size):
-        shift = _start_shift(kv_2THD, params) if step < size - 1 else None
-        sums.attend(ring_pack(params, (rank - step) % size, q_THD.device), kv_2THD)
-        if shift is not None:
-            kv_2THD = shift.wait()
+        with span("ring step %d of %d", step + 1, size):
+            shift = _start_shift(kv_2THD, params) if step < size - 1 else None
+            sums.attend(ring_pack(params, (rank - step) % size, q_THD.device), kv_2THD)
+            if shift is not None:
+                kv_2THD = shift.wait()
     return sums
 
 
@@ -49,16 +51,17 @@ def ring_backward(rows: RowGradients, kv_2THD: Tensor, params: DynamicPackedSeqP
     own_grad: Tensor | None = None
     collected: RingShift | None = None
     for step in range(size):
-        shift = _start_shift(kv_2THD, params) if step < size - 1 else None
-        grad_kv = rows.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
-        if own_grad is None:
-            own_grad = grad_kv
-        else:
-            if collected is not None:
-                grad_kv += collected.wait()
-            collected = _start_shift(grad_kv, params)
-        if shift is not None:
-            kv_2THD = shift.wait()
+        with span("ring step %d of %d, backward", step + 1, size):
+            shift = _start_shift(kv_2THD, params) if step < size - 1 else None
+            grad_kv = rows.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
+            if own_grad is None:
+                own_grad = grad_kv
+            else:
+                if collected is not None:
+                    grad_kv += collected.wait()
+                collected = _start_shift(grad_kv, params)
+            if shift is not None:
+                kv_2THD = shift.wait()
     assert own_grad is not None
     if collected is not None:
         own_grad += collected.wait()
@@ -87,6 +90,7 @@ class RingAttention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
+    @attention_backward
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, kv_2THD, out_THD, lse_HT = ctx.saved_tensors
         rows = RowGradients(grad_THD, q_THD, out_THD, lse_HT, ctx.kernel, ctx.scale)

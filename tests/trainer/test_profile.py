@@ -1,0 +1,129 @@
+"""A trace of torch.profiler on CPU ranks names what ran, nested, with the CP sizes of the plan."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.serialize import plan_from_dict
+from dynamic_cp.types import Bucket
+from megatron.dynamic_cp import nvtx
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.profiling import trace_path
+from tests.trainer.commandline import command_line
+from tests.trainer.test_training import DYNAMIC
+from tests.trainer.training_ranks import losses, run_command, train
+
+NUM_LAYERS = 4
+PROFILE = "--train-iters 4 --lr-decay-iters 8 --profile --use-pytorch-profiler"
+
+
+def _spans(path: Path) -> list[dict]:
+    """Return the user's ranges of a trace, by start."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
+
+
+def _inside(spans: list[dict], outer: dict, name: str) -> list[dict]:
+    """Return the spans whose name begins with `name` within `outer`."""
+    end = outer["ts"] + outer["dur"]
+    return [s for s in spans if s["name"].startswith(name) and outer["ts"] <= s["ts"] and s["ts"] + s["dur"] <= end]
+
+
+def _buckets_of_lane(folder: Path, iteration: int, lane: int) -> list[Bucket]:
+    for line in (folder / "plans.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["key"] == f"dynamic_cp/plan/train/{iteration}":
+            buckets = plan_from_dict(record["plan"]).buckets
+            return [b for b in buckets if b.first_lane <= lane < b.first_lane + b.cp_size]
+    raise AssertionError(f"iteration {iteration} is not in the dump")
+
+
+@pytest.mark.slow
+def test_the_trace_names_what_ran(tmp_path, uninterrupted):
+    words = f"{PROFILE} --profile-dir {tmp_path}/traces --profile-step-start 1 --profile-step-end 3 --profile-ranks 0 3"
+    found = losses(train(4, DYNAMIC, words, f"--dynamic-cp-dump {tmp_path}/dump"))
+    assert found == uninterrupted(DYNAMIC)[:4]
+    paths = sorted((tmp_path / "traces").iterdir())
+    assert paths == [trace_path(f"{tmp_path}/traces", rank, 2, 3) for rank in (0, 3)]
+    cp_sizes = set()
+    for rank, path in zip((0, 3), paths, strict=True):
+        spans = _spans(path)
+        iterations = [s for s in spans if s["name"].startswith("iteration ")]
+        assert [s["name"] for s in iterations] == ["iteration 2", "iteration 3"]
+        for number, outer in zip((2, 3), iterations, strict=True):
+            buckets = _buckets_of_lane(tmp_path / "dump", number, rank)
+            for name in ("waiting for the plan", "waiting for packed samples", "sums over the job", "optimizer"):
+                assert len(_inside(spans, outer, name)) == 1, name
+            assert len(_inside(spans, outer, "backward pass")) == len(buckets)
+            micro_batches = _inside(spans, outer, f"step {number}, micro-batch ")
+            assert [s["name"] for s in micro_batches] == [
+                f"step {number}, micro-batch {index}, lanes {b.first_lane}..{b.first_lane + b.cp_size - 1}"
+                for index, b in enumerate(buckets)
+            ]
+            for micro_batch, bucket in zip(micro_batches, buckets, strict=True):
+                (forward,) = _inside(spans, micro_batch, "forward, ")
+                assert forward["name"].startswith(f"forward, cp {bucket.cp_size} p2p, ")
+                steps = Counter(s["name"] for s in _inside(spans, forward, "ring step "))
+                size = bucket.cp_size
+                assert steps == {f"ring step {step} of {size}": NUM_LAYERS for step in range(1, size + 1)}
+                cp_sizes.add(size)
+            backward = [
+                s for outer_pass in _inside(spans, outer, "backward pass") for s in _inside(spans, outer_pass, "")
+            ]
+            layers = Counter(s["name"].rpartition(",")[0] for s in backward if s["name"].startswith("attention back"))
+            by_size = Counter(b.cp_size for b in buckets)
+            assert layers == {f"attention backward, cp {size} p2p": n * NUM_LAYERS for size, n in by_size.items()}
+            rings = sum(1 for s in backward if s["name"].startswith("ring step ") and s["name"].endswith(", backward"))
+            assert rings == NUM_LAYERS * sum(b.cp_size for b in buckets)
+    assert len(cp_sizes) > 1, "one CP size only: nothing was distinguished"
+
+
+@pytest.mark.slow
+def test_without_the_flag_nothing_is_written_and_a_run_that_ends_early_is(tmp_path, capfd):
+    words = f"--train-iters 2 --lr-decay-iters 8 --profile-dir {tmp_path}/traces --profile-step-start 1"
+    train(1, "--dynamic-cp --mock-data", words)
+    assert not (tmp_path / "traces").exists()
+    train(1, "--dynamic-cp --mock-data --num-workers 0", words, "--profile --use-pytorch-profiler")
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path == trace_path(f"{tmp_path}/traces", 0, 2, 2)
+    assert f"wrote the profile {path}" in capfd.readouterr().out
+    assert len([s for s in _spans(path) if s["name"] == "packing"]) == 1
+
+
+@pytest.mark.slow
+def test_nvtx_ranges_on_a_cpu_are_refused():
+    (ended,) = run_command(1, DYNAMIC.replace("48", "128"), "--profile")
+    assert ended.code == 2
+    assert "add --use-pytorch-profiler" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--use-pytorch-profiler", "add --profile"),
+        ("--profile --use-pytorch-profiler", "give --profile-dir"),
+        ("--profile --profile-step-start 12", "--profile-step-end 12 is not above --profile-step-start 12"),
+        ("--profile --profile-step-start -1", "it must be at least 0"),
+        ("--profile --profile-ranks 0 4", "--profile-ranks has 4, the job has ranks 0 to 3"),
+    ],
+)
+def test_flags_that_profile_nothing_are_refused(words, said):
+    with pytest.raises(InvalidInputError, match=said):
+        parse_args(command_line(DYNAMIC, words), 4)
+
+
+def test_a_span_that_is_off_formats_nothing():
+    class Unprintable:
+        def __str__(self) -> str:
+            raise AssertionError("formatted")
+
+    assert not nvtx.is_recording()
+    with nvtx.span("%s", Unprintable()), nvtx.bucket_span("forward", Unprintable()):
+        pass
+    with pytest.raises(ValueError, match="passed on"), nvtx.span("raises"):
+        raise ValueError("passed on")
