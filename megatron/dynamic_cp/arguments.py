@@ -277,6 +277,7 @@ ALLOWED = frozenset(
         "add_qkv_bias",
         "hidden_dropout",
         "attention_dropout",
+        "attention_backend",
         "init_method",
         "init_method_std",
         "output_layer_init_method",

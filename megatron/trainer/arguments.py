@@ -104,6 +104,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     group.add_argument("--init-method-std", type=float, default=0.02)
     group.add_argument("--hidden-dropout", type=float, default=0.0)
+    group.add_argument(
+        "--attention-backend",
+        choices=("auto", "flash", "fused", "unfused"),
+        default="auto",
+        help="kernels of torch's attention: FlashAttention-2, cuDNN, blocks of matrix products; auto says what it took",
+    )
     _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
     _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")
     for flag in ALREADY_SO:
@@ -217,6 +223,7 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--load", metavar="DIR", help="resume from here; starts afresh when the folder has no checkpoint"
     )
+    _switch(group, "--async-save", help="write checkpoints in processes beside the training; the last is waited for")
     group.add_argument("--ckpt-format", choices=("torch_dist",), default="torch_dist")
     _switch(group, "--finetune", help="load the weights only and start at iteration 0")
     _switch(group, "--exit-on-missing-checkpoint", help="an error when --load has no checkpoint")

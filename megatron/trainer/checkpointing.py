@@ -1,15 +1,14 @@
-"""Saving and loading a run with megatron-core's distributed checkpoints; any layout loads what any other saved.
+"""What a checkpoint holds, and loading it with megatron-core's distributed checkpoints; any layout loads any other's.
 
 A checkpoint holds weights, optimizer state, random states and, in its manifest, the position: iteration, consumed
-samples, learning-rate schedule and what the data is. Folders and their integrity: checkpoint_files.py.
+samples, learning-rate schedule and what the data is. saving.py writes it; checkpoint_files.py has the folders and their
+integrity.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
@@ -68,37 +65,6 @@ class Trainable:
     gathers_params: bool
 
 
-def save(trainable: Trainable, position: Position, save_dir: str) -> None:
-    """Write checkpoint `position.iteration` below `save_dir`; collective. A crash leaves the previous one in place."""
-    started = time.perf_counter()
-    if trainable.gathers_params:
-        for chunk in trainable.wrapped:
-            chunk.disable_forward_pre_hook(param_sync=True)
-    partial = run_on_rank_zero(lambda: checkpoint_files.begin(save_dir, position.iteration))
-    state = _sharded_model(trainable)
-    state["optimizer"] = optimizer_state.sharded_for_save(trainable.optimizer, state)
-    state["rng"] = _sharded_rng(_rng_state())
-    # megatron-core hands the writers' results over through a manager process that imports the program anew and outlives
-    # a rank that is killed. Saving does not return before they are there, so a queue in this process will do.
-    filesystem_async._results_queue = queue.SimpleQueue()
-    with _reporting(f"--save {save_dir}: checkpoint {position.iteration}", "written", "free space or choose another"):
-        dist_checkpointing.save(state, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
-    if trainable.gathers_params:
-        for chunk in trainable.wrapped:
-            chunk.enable_forward_pre_hook()
-    run = {
-        "iteration": position.iteration,
-        "consumed_samples": position.consumed_samples,
-        "coefficients": position.coefficients,
-        "scheduler": trainable.scheduler.state_dict(),
-        "optimizer_kind": optimizer_state.kind(trainable.optimizer),
-        "identity": dict(trainable.identity),
-        "layout": dict(trainable.layout),
-    }
-    folder = run_on_rank_zero(lambda: checkpoint_files.commit(partial, position.iteration, run))
-    logger.info("saved %s in %.1f s", folder, time.perf_counter() - started)
-
-
 def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position:
     """Load the latest checkpoint below `load_dir` and return its position; collective.
 
@@ -118,15 +84,15 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
     else:
         _check_identity(trainable.identity, run["identity"], folder)
-    state = _sharded_model(trainable)
+    state = sharded_model(trainable)
     same_layout = run["layout"] == trainable.layout
     request = None
     if not finetune:
         request = optimizer_state.LoadRequest(trainable.optimizer, state, run["optimizer_kind"])
         state["optimizer_state"] = request.tensors
         if same_layout:
-            state["rng"] = _sharded_rng(None)
-    with _reporting(f"--load {load_dir}: {folder.name}", "read", "resume from an older checkpoint or another"):
+            state["rng"] = sharded_rng(None)
+    with reporting(f"--load {load_dir}: {folder.name}", "read", "resume from an older checkpoint or another"):
         loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trainable.chunks):
         chunk.load_state_dict(loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
@@ -154,7 +120,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
 
 
 @contextlib.contextmanager
-def _reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
+def reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
     """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
 
     A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError that
@@ -209,7 +175,8 @@ def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder:
     _check_identity({"model": kept}, {"model": saved}, folder)
 
 
-def _sharded_model(trainable: Trainable) -> dict[str, Any]:
+def sharded_model(trainable: Trainable) -> dict[str, Any]:
+    """Return the weights of this rank as megatron-core saves and loads them."""
     chunks = trainable.chunks
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return {
@@ -228,7 +195,8 @@ def _load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -
         ) from None
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """Return the states of this rank's generators."""
     state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -242,5 +210,6 @@ def _set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
+def sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
+    """Return `rng_state` as megatron-core saves it; None asks for what was saved."""
     return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

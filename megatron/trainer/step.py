@@ -68,12 +68,14 @@ class JobSums:
         loss_sum, num_tokens: over the unmasked tokens of the global batch.
         exchanged_bytes: sent for attention.
         stop: some rank wants to leave.
+        is_writing: some rank still writes files of a checkpoint.
     """
 
     loss_sum: float
     num_tokens: int
     exchanged_bytes: int
     stop: bool
+    is_writing: bool
 
     @property
     def loss(self) -> float:
@@ -82,15 +84,26 @@ class JobSums:
 
 
 def sum_over_job(
-    logged: Sequence[dict[str, Any]], *, exchanged_bytes: int, stop: bool, device: torch.device
+    logged: Sequence[dict[str, Any]],
+    *,
+    exchanged_bytes: int,
+    stop: bool,
+    device: torch.device,
+    is_writing: bool = False,
 ) -> JobSums:
-    """Return the sums of all ranks, the same on each; one all-reduce of four numbers."""
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    """Return the sums of all ranks, the same on each; one all-reduce of five numbers."""
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
     # Tensor-parallel ranks hold the same losses, pipeline stages before the last none.
     if logged and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums[:2] = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
-    sums[2], sums[3] = float(exchanged_bytes), float(stop)
+    sums[2], sums[3], sums[4] = float(exchanged_bytes), float(stop), float(is_writing)
     with span("sums over the job"):
         dist.all_reduce(sums)
-        loss_sum, num_tokens, total_bytes, num_stops = sums.tolist()
-    return JobSums(loss_sum=loss_sum, num_tokens=int(num_tokens), exchanged_bytes=int(total_bytes), stop=num_stops > 0)
+        loss_sum, num_tokens, total_bytes, num_stops, num_writing = sums.tolist()
+    return JobSums(
+        loss_sum=loss_sum,
+        num_tokens=int(num_tokens),
+        exchanged_bytes=int(total_bytes),
+        stop=num_stops > 0,
+        is_writing=num_writing > 0,
+    )

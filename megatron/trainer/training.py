@@ -31,10 +31,15 @@ from megatron.trainer.log import Interval, StepRecord, dump_entry, iteration_lin
 from megatron.trainer.profiling import Profiling
 from megatron.trainer.refining import Refining
 from megatron.trainer.run import Run, set_up
+from megatron.trainer.saving import Saver
 from megatron.trainer.step import sum_over_job
 from megatron.trainer.summary import RunSummary
 
 logger = logging.getLogger(__name__)
+
+
+class NotFiniteError(DynamicCPError):
+    """Training diverged; on every rank, between two collectives."""
 
 
 def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None] | None = None) -> None:
@@ -65,7 +70,14 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
             contextlib.closing(wrapper),
             contextlib.closing(Profiling(args, run.device)) as profiling,
         ):
-            interrupted = _train(run, wrapper, refining, profiling, position, validation, signals, started, on_step)
+            saver = Saver(run.trainable, args.save, in_background=args.async_save)
+            try:
+                interrupted = _train(
+                    run, wrapper, refining, profiling, saver, position, validation, signals, started, on_step
+                )
+            except NotFiniteError:  # on all ranks: what was saved before is good
+                saver.finish()
+                raise
         if not interrupted:
             validation.log(position.iteration)
             Evaluation.of(run, "test").log(position.iteration)
@@ -76,6 +88,7 @@ def _train(
     wrapper: DataIteratorWrapper,
     refining: Refining,
     profiling: Profiling,
+    saver: Saver,
     position: Position,
     validation: Evaluation,
     signals: ExitSignals,
@@ -94,13 +107,16 @@ def _train(
         phase.enter(f"iteration {position.iteration + 1}, plan and samples")
         profiling.begin(position.iteration + 1)
         with span("iteration %d", position.iteration + 1):
-            record, stop = _train_step(
-                run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started)
+            record, stop, is_writing = _train_step(
+                run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started), saver.is_writing
             )
         profiling.end(position.iteration + 1)
         if stop:
             # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
             stop_waiting_after(math.inf)
+        if not is_writing:
+            phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
+            saver.finish()
         position.iteration += 1
         position.consumed_samples += record.num_samples
         if position.iteration == first:
@@ -121,12 +137,14 @@ def _train(
         due = bool(args.save_interval and position.iteration % args.save_interval == 0)
         if args.save is not None and (due or stop or finished) and saved != position.iteration:
             phase.enter(f"iteration {position.iteration}, saving")
-            checkpointing.save(run.trainable, position, args.save)
+            saver.save(position, wait=stop or finished)
             saved = position.iteration
         if stop and not finished:
             logger.info("leaving after iteration %d (%s)", position.iteration, signals.received or "as asked")
             interrupted = True
             break
+    phase.enter("waiting for the files of the last checkpoint")
+    saver.finish()
     if summary.num_iterations:
         logger.info("%s", summary.describe())
     return interrupted
@@ -146,15 +164,17 @@ def _train_step(
     refining: Refining,
     steps: Iterator[Step],
     wants_stop: Callable[[], bool],
-) -> tuple[StepRecord, bool]:
-    """Run one iteration; return what it did, and whether any rank wants to stop.
+    is_writing: Callable[[], bool],
+) -> tuple[StepRecord, bool, bool]:
+    """Run one iteration; return what it did, whether any rank wants to stop, and whether any still writes.
 
     Args:
         steps: of `wrapper`; the next one is run.
         wants_stop: whether this rank wants to; asked after the passes, so that a signal ends the iteration it came in.
+        is_writing: whether this rank still writes files of a checkpoint; asked then, too.
 
     Raises:
-        DynamicCPError: loss or gradient norm is not finite; the same on every rank.
+        NotFiniteError: loss or gradient norm is not finite; the same on every rank.
     """
     started = time.perf_counter()
     iteration, samples, data = next(steps)
@@ -163,7 +183,13 @@ def _train_step(
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     logged = run.run_schedule(data, wrapper, forward_only=False, forward_step_func=refining.forward_step)
-    sums = sum_over_job(logged, exchanged_bytes=wrapper.exchange_stats.bytes_sent, stop=wants_stop(), device=run.device)
+    sums = sum_over_job(
+        logged,
+        exchanged_bytes=wrapper.exchange_stats.bytes_sent,
+        stop=wants_stop(),
+        device=run.device,
+        is_writing=is_writing(),
+    )
     refining.end_step(iteration)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
@@ -191,7 +217,7 @@ def _train_step(
         exchanged_bytes=sums.exchanged_bytes,
         is_fallback=facts.fallback is not None,
     )
-    return record, sums.stop
+    return record, sums.stop, sums.is_writing
 
 
 def _late(args: argparse.Namespace, started: float) -> bool:
@@ -200,7 +226,7 @@ def _late(args: argparse.Namespace, started: float) -> bool:
 
 def _check_finite(what: str, value: float, iteration: int) -> None:
     if not math.isfinite(value):
-        raise DynamicCPError(
+        raise NotFiniteError(
             f"{what} is {value} at iteration {iteration}: nothing was saved since the last checkpoint; "
             "resume from it with a lower --lr or a smaller --clip-grad",
             iteration=iteration,

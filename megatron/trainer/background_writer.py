@@ -1,0 +1,102 @@
+"""The files of a checkpoint, written by a forked process beside the training.
+
+Forked and not spawned: the child sees the tensors as they are at that moment (host memory is copied on write) and has
+nothing to import. It must not touch CUDA, and does not: device tensors are copied to the host before. Nothing else
+runs in it, it leaves signals to its rank and dies with it, because it holds the rank's connections: peers would take a
+dead rank for alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import queue
+import signal
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from dynamic_cp.planner_process import die_with_parent
+from megatron.trainer.exits import EXIT_SIGNALS
+
+
+class WriteResults:
+    """What a writer says at its end, through a file in memory: of any size, and gone with the last process that has it.
+
+    In place of megatron-core's queue, which lives in a manager process that imports the program anew and outlives a
+    rank that is killed.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file: Any = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as this
+
+    def put(self, results: Any) -> None:
+        """Write the results, or the exception that took their place."""
+        pickle.dump(results, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Return what was put, or an exception when the writer ended before that."""
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except (EOFError, pickle.UnpicklingError):
+            return RuntimeError("the process that wrote it ended before it was done: killed, or out of memory?")
+
+
+class BackgroundWriter:
+    """At most one request at a time."""
+
+    def __init__(self) -> None:
+        self._calls = AsyncCallsQueue()
+
+    def start(self, request: AsyncRequest) -> None:
+        """Copy what is on a device and start to write; on all ranks."""
+        function = request.async_fn
+        if function is not None:
+            # A process of its own for every file, as megatron-core has it, could be killed unnoticed.
+            transforms, *_ = function.args
+            function = functools.partial(_write_all, os.getpid(), transforms)
+        self._calls.schedule_async_request(request._replace(async_fn=function))
+
+    def is_writing(self) -> bool:
+        """Return whether this rank's files are still being written."""
+        if not self._calls.async_calls:
+            return False
+        caller = self._calls.async_calls[0].async_caller
+        return not caller.is_current_async_call_done(blocking=False, no_dist=True)
+
+    def finalized(self) -> bool:
+        """Return whether all ranks have written their files; the first time that is so, finalize. Collective.
+
+        Raises:
+            CheckpointException: a rank could not write; on all ranks.
+        """
+        self._calls.maybe_finalize_async_calls(blocking=False)
+        return self._calls.get_num_unfinalized_calls() == 0
+
+
+def _write_all(parent: int, transforms: list[Any], _rank: int, buckets: Sequence[Any], results: WriteResults) -> None:
+    """Write this rank's files, in the forked process."""
+    die_with_parent(parent)
+    for number in EXIT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        started: queue.Queue[int] = queue.Queue()
+        started.put(index)  # the function counts its files down in it
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, started, use_fsync=True)
+        _, written_or_error = outcome.get()
+        if isinstance(written_or_error, Exception):
+            results.put(RuntimeError(f"{type(written_or_error).__name__}: {written_or_error}"))
+            return
+        written[index] = written_or_error
+    results.put(written)
