@@ -28,6 +28,8 @@ from dynamic_cp.types import Hardware, PlanOptions, Topology
 
 BUCKET_LAYERS = 2
 """Layers of the model that runs micro-batches."""
+_GROWTH = 0.01
+"""The longest layers must spend this share of their time on tokens, or there is no rate to see."""
 _DIGITS = 4
 _BACKWARD_FLOPS = 2.5
 """Of attention, over forward, as `dynamic_cp.exchanges` counts them."""
@@ -155,7 +157,7 @@ class _Fit:
         tokens = np.array([one.tokens for one in rows], np.float64)
         columns = np.stack([np.ones_like(tokens), tokens], axis=1)
         forward, backward = (fit_seconds(columns, seconds) for seconds in _both(rows))
-        if not (forward[1] > 0 and backward[1] > 0):
+        if min(part[1] * tokens.max() / (part[0] + part[1] * tokens.max()) for part in (forward, backward)) < _GROWTH:
             raise InvalidInputError(
                 f"layers of {tokens.min():.0f} to {tokens.max():.0f} tokens took equally long: "
                 "raise --max-tokens, the device is not busy"
@@ -328,13 +330,13 @@ class _Fit:
         def error(latency_s: float) -> float:
             self._values["exchange_latency_s_per_layer"] = latency_s
             measured = np.array([_total(one) for one in rows])
-            return float(np.abs(np.log(self._buckets_s(rows) / measured)).sum())
+            return float(np.sum(np.abs(np.log(self._buckets_s(rows) / measured))))
 
         tried = [0.0, *np.geomspace(1e-7, 1.0, 57).tolist()]
         for _ in range(3):
             best = min(range(len(tried)), key=lambda index: error(tried[index]))
             tried = np.linspace(tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)], 9).tolist()
-        return min(tried, key=error)
+        return float(min(tried, key=error))
 
     def _held_out(self) -> None:
         rows = self._rows.of("held_out")

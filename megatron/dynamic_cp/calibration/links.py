@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,21 +12,22 @@ from torch import Tensor
 from dynamic_cp.calibration.measurements import Measurement, Setup
 from megatron.dynamic_cp.attention.exchange import RingShift
 from megatron.dynamic_cp.calibration.device import Place
-from megatron.dynamic_cp.calibration.timing import Timer
+from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 _BYTES = {"cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28), "cpu": (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22)}
 _TURNS = 10
 
 
-def link_rows(place: Place, timer: Timer, setup: Setup) -> Iterator[Measurement]:
-    """Yield the seconds of every kind of transfer and size. Collective; nothing on one rank.
+def link_probes(place: Place, setup: Setup) -> list[Probe]:
+    """Return every kind of transfer at every size; [] on one rank. Collective: groups are made.
 
     Groups in a node hold all its ranks, those across nodes the ranks with one local number: each NIC is used at once.
     """
     size, node = place.num_ranks, place.ranks_per_node
     if size == 1:
-        return
+        return []
+    probes = []
     in_node = [range(first, min(first + node, size)) for first in range(0, size, node)]
     across = [range(local, size, node) for local in range(node)] if size > node else []
     for is_across, blocks in ((False, in_node), (True, across)):
@@ -35,14 +36,16 @@ def link_rows(place: Place, timer: Timer, setup: Setup) -> Iterator[Measurement]
             continue
         for num_bytes in _BYTES[place.device.type][:: 2 if setup.quick else 1]:
             for kind, run in _transfers(group, num_bytes, place.device).items():
-                yield Measurement(
+                row = Measurement(
                     section="links",
                     kind=kind,
                     cp_size=group.size(),
                     num_bytes=num_bytes,
                     across_nodes=is_across,
-                    forward_s=timer.turns(run, _TURNS),
+                    forward_s=0.0,
                 )
+                probes.append(Probe(row=row, forward=run, num_turns=_TURNS))
+    return probes
 
 
 def _group_of(rank: int, blocks: list[range]) -> dist.ProcessGroup | None:

@@ -17,10 +17,11 @@ from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import write_json, write_text
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.types import Hardware, Topology
+from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.command import measured_path
 from megatron.dynamic_cp.calibration.device import Place, set_up
 from megatron.dynamic_cp.calibration.model import SmallGPT
-from megatron.dynamic_cp.calibration.sections import RUN, Bench
+from megatron.dynamic_cp.calibration.sections import RUN
 from megatron.dynamic_cp.calibration.timing import Timer
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import run_on_all_ranks, run_on_rank_zero
@@ -91,27 +92,23 @@ def _measure(measured: Measurements, place: Place, output: str) -> None:
     if not todo:
         return
     try:
-        bench = Bench(
-            setup=setup,
-            place=place,
-            timer=Timer(
-                device=place.device,
-                window_s=_QUICK_WINDOW_S if setup.quick else _WINDOW_S[place.device.type],
-                num_windows=3 if setup.quick else 5,
-                alone=place.num_ranks == 1,
-            ),
-            gpt=run_on_all_ranks(lambda: SmallGPT(setup, place.device)),
-            groups=DynamicCPGroups.build(
-                Topology(num_lanes=place.num_ranks, ranks_per_node=place.ranks_per_node), timeout_s=_GROUPS_TIMEOUT_S
-            ),
+        gpt = run_on_all_ranks(lambda: SmallGPT(setup, place.device))
+        topology = Topology(num_lanes=place.num_ranks, ranks_per_node=place.ranks_per_node)
+        groups = DynamicCPGroups.build(topology, timeout_s=_GROUPS_TIMEOUT_S)
+        timer = Timer(
+            device=place.device,
+            window_s=_QUICK_WINDOW_S if setup.quick else _WINDOW_S[place.device.type],
+            num_windows=3 if setup.quick else 5,
+            alone=place.num_ranks == 1,
         )
         with progress("measuring") if place.rank == 0 else nullcontext(_say_nothing) as steps:
             for index, name in enumerate(todo):
-                rows = []
-                for row in RUN[name](bench):
-                    rows.append(row)
-                    steps(index, len(todo), f"{SECTIONS[name]} ({len(rows)})")
-                measured.sections[name] = tuple(rows)
+
+                def tell(text: str, index: int = index, name: str = name) -> None:
+                    steps(index, len(todo), f"{SECTIONS[name]}, {text}")
+
+                bench = Bench(setup=setup, place=place, timer=timer, gpt=gpt, groups=groups, tell=tell)
+                measured.sections[name] = tuple(RUN[name](bench))
                 run_on_rank_zero(lambda: write_text(measured_path(output), measured.to_json()))
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(

@@ -3,7 +3,8 @@
 On CUDA events, on CPU the clock. What is reported:
 
     CUDA                           median over calls
-    CPU, one rank                  a low quantile over calls: what another program delayed does not count
+    CPU, one rank                  a low quantile over calls of the process's CPU seconds (one thread: the same as by
+                                   the clock, less what other programs took)
     CPU, several ranks at once     means over windows in which all ranks compute, then a low quantile over windows.
                                    Ranks that share cores wait for one another, and that belongs to a step; the fastest
                                    single calls would be those that had a core for themselves.
@@ -12,19 +13,39 @@ On CUDA events, on CPU the clock. What is reported:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dynamic_cp.calibration.least_squares import Floats
+from dynamic_cp.calibration.measurements import Measurement
+from megatron.dynamic_cp.verify import collective_device
+
 Forward = Callable[[], Any]
 Backward = Callable[[Any], Any]
 
 _WARM_UP_CALLS = 3
-_LOW_QUANTILE = 0.2
+_LOW_QUANTILE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Something to measure.
+
+    Attributes:
+        row: what it is; its seconds are filled in.
+        forward, backward: the passes; backward gets what forward returned.
+        num_turns: all ranks call forward so often in a window; 0: each until the window is over.
+    """
+
+    row: Measurement
+    forward: Forward
+    backward: Backward | None = None
+    num_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,42 +64,51 @@ class Timer:
     num_windows: int
     alone: bool
 
-    def passes(self, forward: Forward, backward: Backward | None = None) -> tuple[float, float]:
-        """Return the seconds of `forward()` and of `backward(what forward returned)`, in turns as in training.
+    def measure(self, probes: Sequence[Probe], tell: Callable[[str], None] = lambda text: None) -> list[Measurement]:
+        """Return the rows of `probes` with their seconds. Collective over all ranks, if there are several.
 
-        Collective over all ranks, if there are several.
+        Window by window in turns: what disturbs the machine for a second then disturbs one window of several probes,
+        not all windows of one.
         """
-        run_backward = backward or (lambda _: None)
-        for _ in range(_WARM_UP_CALLS if self.device.type == "cuda" else 1):
-            run_backward(forward())
-        if self.device.type == "cuda":
-            windows = [self._window_on_gpu(forward, run_backward) for _ in range(self.num_windows)]
-        else:
-            windows = [self._window_on_cpu(forward, run_backward) for _ in range(self.num_windows)]
+        for probe in probes:
+            for _ in range(_WARM_UP_CALLS if self.device.type == "cuda" else 1):
+                _backward_of(probe)(probe.forward())
+        windows: list[list[Floats]] = [[] for _ in probes]
+        for turn in range(self.num_windows):
+            for index, probe in enumerate(probes):
+                tell(f"{turn * len(probes) + index + 1} of {self.num_windows * len(probes)}")
+                windows[index].append(self._window(probe))
+        return [self._row(probe, found) for probe, found in zip(probes, windows, strict=True)]
+
+    def _row(self, probe: Probe, windows: list[Floats]) -> Measurement:
+        """Return the row with the seconds of its windows, each [calls, forward | backward]."""
+        on_gpu = self.device.type == "cuda"
         if self.alone:
             calls = np.concatenate(windows)
-            quantile = 0.5 if self.device.type == "cuda" else _LOW_QUANTILE
-            seconds = np.quantile(calls, quantile, axis=0)
+            seconds = np.median(calls, axis=0) if on_gpu else np.quantile(calls, _LOW_QUANTILE, axis=0)
         else:
-            middle = np.median if self.device.type == "cuda" else np.mean
-            of_windows = torch.tensor(np.stack([middle(window, axis=0) for window in windows]), dtype=torch.float64)
-            seconds = np.quantile(mean_over_ranks(of_windows), _LOW_QUANTILE, axis=0)
-        return float(seconds[0]), float(seconds[1]) if backward is not None else 0.0
+            middle = np.median if on_gpu else np.mean
+            seconds = np.quantile(
+                mean_over_ranks(np.stack([middle(window, axis=0) for window in windows])), _LOW_QUANTILE, axis=0
+            )
+        return replace(probe.row, forward_s=float(seconds[0]), backward_s=float(seconds[1]) if probe.backward else 0.0)
 
-    def turns(self, run: Callable[[], Any], num_turns: int) -> float:
-        """Return the seconds of `run()` where all ranks must call it equally often. Collective."""
-        run()
-        found = []
-        for _ in range(self.num_windows):
-            self._start_together()
-            started = time.perf_counter()
-            for _ in range(num_turns):
-                run()
+    def _window(self, probe: Probe) -> Floats:
+        self._start_together()
+        if probe.num_turns:
+            started = self._now()
+            for _ in range(probe.num_turns):
+                probe.forward()
             self._finish()
-            found.append((time.perf_counter() - started) / num_turns)
-        if self.alone:
-            return float(np.quantile(found, _LOW_QUANTILE))
-        return float(np.quantile(mean_over_ranks(torch.tensor(found, dtype=torch.float64)), _LOW_QUANTILE))
+            return np.array([[(self._now() - started) / probe.num_turns, 0.0]])
+        if self.device.type == "cuda":
+            return self._on_gpu(probe.forward, _backward_of(probe))
+        return self._on_cpu(probe.forward, _backward_of(probe))
+
+    @property
+    def _now(self) -> Callable[[], float]:
+        is_one_thread = self.alone and self.device.type == "cpu" and torch.get_num_threads() == 1
+        return time.process_time if is_one_thread else time.perf_counter
 
     def _start_together(self) -> None:
         self._finish()
@@ -89,22 +119,20 @@ class Timer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _window_on_cpu(self, forward: Forward, backward: Backward) -> np.ndarray:
-        calls = []
-        self._start_together()
+    def _on_cpu(self, forward: Forward, backward: Backward) -> Floats:
+        calls, now = [], self._now
         ends = time.perf_counter() + self.window_s
         while not calls or time.perf_counter() < ends:
-            started = time.perf_counter()
+            started = now()
             output = forward()
-            middle = time.perf_counter()
+            middle = now()
             backward(output)
-            calls.append((middle - started, time.perf_counter() - middle))
+            calls.append((middle - started, now() - middle))
         return np.array(calls)
 
-    def _window_on_gpu(self, forward: Forward, backward: Backward) -> np.ndarray:
+    def _on_gpu(self, forward: Forward, backward: Backward) -> Floats:
         """Record events only; the host waits at the end. A few calls at least, at most as many as the window holds."""
         marks = []
-        self._start_together()
         ends = time.perf_counter() + self.window_s
         while len(marks) < 3 or (time.perf_counter() < ends and len(marks) < 50):
             three = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -120,9 +148,12 @@ class Timer:
         return np.array([[a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3] for a, b, c in marks])
 
 
-def mean_over_ranks(seconds: torch.Tensor) -> np.ndarray:
+def _backward_of(probe: Probe) -> Backward:
+    return probe.backward or (lambda output: None)
+
+
+def mean_over_ranks(seconds: Floats) -> Floats:
     """Return the mean of `seconds` over all ranks, on each of them. Collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    total = seconds.to(device)
+    total = torch.from_numpy(seconds).to(collective_device())
     dist.all_reduce(total)
-    return (total / dist.get_world_size()).cpu().numpy()
+    return np.asarray((total / dist.get_world_size()).cpu().numpy())

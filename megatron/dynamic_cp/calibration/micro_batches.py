@@ -1,0 +1,128 @@
+"""Whole micro-batches as the trainer runs them: packed, through megatron-core's schedule, on all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+
+from dynamic_cp.calibration.measurements import Measurement
+from dynamic_cp.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology, largest_power_of_two
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.calibration.bench import Bench
+from megatron.dynamic_cp.calibration.timing import Probe
+from megatron.dynamic_cp.micro_batches import micro_batches, pack_step
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+
+NUM_MICRO_BATCHES = 4
+_TINY_TOKENS = 16
+_HELD_OUT = {True: 6, False: 18}
+
+
+def buckets(bench: Bench) -> list[Measurement]:
+    """Micro-batches of next to no tokens."""
+    numbers = (1,) if bench.setup.quick else (1, 2)
+    return _measure(
+        bench,
+        [
+            micro_batch_probe(bench, "buckets", (_TINY_TOKENS * cp_size,) * number, cp_size)
+            for cp_size in _cp_sizes(bench)
+            for number in numbers
+        ],
+    )
+
+
+def held_out(bench: Bench) -> list[Measurement]:
+    """Random packs of lognormal lengths, the same on all ranks, at every CP size in turn."""
+    random = np.random.default_rng(20261121)
+    sizes, probes = _cp_sizes(bench), []
+    for index in range(_HELD_OUT[bench.setup.quick]):
+        cp_size = sizes[index % len(sizes)]
+        multiple = 2 * cp_size
+        room = cp_size * int(random.uniform(0.2, 1.0) * bench.setup.max_tokens)
+        longest = random.uniform(0.1, 1.0) * room
+        seqlens: list[int] = []
+        while not seqlens or (room >= multiple and len(seqlens) < 24):
+            drawn = min(longest, float(random.lognormal(np.log(max(longest / 4, 1.0)), 1.0)), room)
+            seqlen = max(1, int(drawn) // multiple) * multiple
+            seqlens.append(seqlen)
+            room -= seqlen
+            if random.random() < 0.1:
+                break
+        probes.append(micro_batch_probe(bench, "held_out", tuple(seqlens), cp_size))
+    return _measure(bench, probes)
+
+
+def _measure(bench: Bench, probes: Sequence[Probe]) -> list[Measurement]:
+    """Return the rows with the seconds of one micro-batch."""
+    return [replace(one, forward_s=one.forward_s / NUM_MICRO_BATCHES) for one in bench.measure(probes)]
+
+
+def _cp_sizes(bench: Bench) -> list[int]:
+    return [1 << k for k in range(largest_power_of_two(bench.place.num_ranks).bit_length())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """What is read of a sample."""
+
+    tokens: NDArray[np.generic]
+    labels: NDArray[np.generic]
+    loss_mask: NDArray[np.generic]
+
+
+def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_size: int) -> Probe:
+    """Return micro-batches in which all groups have packs of `seqlens` (of the whole group), as the trainer runs them.
+
+    Lanes beyond the last whole group have empty places.
+    """
+    num_lanes = bench.place.num_ranks
+    ids = iter(range(1_000_000))
+    firsts = range(0, num_lanes - num_lanes % cp_size, cp_size)
+    rest = range(firsts.stop, num_lanes)
+    plan = Plan(
+        topology=Topology(num_lanes=num_lanes, ranks_per_node=bench.place.ranks_per_node),
+        max_tokens_per_rank=max(bench.setup.max_tokens, sum(seqlens)),
+        micro_batches=tuple(
+            MicroBatch(
+                buckets=tuple(
+                    Bucket(
+                        first_lane=first,
+                        cp_size=cp_size,
+                        samples=tuple(Sample(sample_id=next(ids), seqlen=seqlen) for seqlen in seqlens),
+                    )
+                    for first in firsts
+                )
+                + tuple(Bucket(first_lane=lane) for lane in rest)
+            )
+            for _ in range(NUM_MICRO_BATCHES)
+        ),
+    )
+    lengths = {s.sample_id: s.seqlen for batch in plan.micro_batches for b in batch.buckets for s in b.samples}
+
+    def read(sample_id: int) -> _Tokens:
+        tokens = np.random.default_rng(sample_id).integers(bench.setup.shard.vocab_size, size=lengths[sample_id])
+        return _Tokens(tokens=tokens, labels=tokens, loss_mask=np.ones(len(tokens), np.float32))
+
+    planned = PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * num_lanes, reason="calibration")
+    packed = pack_step(lane_plan(plan, bench.groups.lane, PlanFacts.of(planned)), read)
+    schedule = get_forward_backward_func()
+
+    def run() -> None:
+        schedule(
+            forward_step_func=loss.forward_step,
+            data_iterator=micro_batches(packed, bench.groups, bench.device, "calibration", ExchangeStats()),
+            model=bench.gpt.ddp,
+            num_microbatches=NUM_MICRO_BATCHES,
+            seq_length=bench.setup.max_tokens,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    # One number for both passes: the schedule runs them in turns, and nothing waits between them.
+    row = Measurement(section=section, seqlens=seqlens, cp_size=cp_size, forward_s=0.0)
+    return Probe(row=row, forward=run, num_turns=1 if section == "held_out" else 3)

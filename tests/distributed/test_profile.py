@@ -1,0 +1,181 @@
+"""`dynamic-cp profile` on gloo ranks: measures, fits, writes what the planner takes, goes on, and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynamic_cp import PlanOptions, Sample, Topology, cli, load_hardware, load_model, plan_global_batch
+from dynamic_cp.calibration.measurements import EXCHANGES, SECTIONS
+from megatron.dynamic_cp.attention.thd import attention_thd
+from tests.distributed.harness import run_ranks
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 128,
+    "gated_linear_unit": True,
+}
+
+
+def words_for(folder: Path, *more: str) -> list[str]:
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    files = ["--model", str(folder / "model.json"), "--hardware", "cpu", "--output", str(folder / "out.json")]
+    return ["profile", *files, "--quick", "--device", "cpu", "--max-tokens", "512", *more]
+
+
+def run_command(words: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main(words)
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
+    for status, _, err in run_ranks(2, run_command, words_for(tmp_path, "--plot", str(tmp_path / "fit.svg"))):
+        assert status == 0, err
+    measured = json.loads((tmp_path / "out.json.measured.json").read_text())
+    assert list(measured["sections"]) == list(SECTIONS)
+    rows = [row for found in measured["sections"].values() for row in found]
+    assert min(row["forward_s"] for row in rows) > 0
+    for section in ("linear", "causal", "full", "ring", "edges"):
+        assert min(row["backward_s"] for row in measured["sections"][section]) > 0, section
+    assert {row["kind"] for row in measured["sections"]["links"]} == set(EXCHANGES)
+    assert {row["cp_size"] for row in measured["sections"]["held_out"]} == {1, 2}
+    assert b"<svg" in (tmp_path / "fit.svg").read_bytes()
+    hardware = load_hardware(tmp_path / "out.json")
+    assert "2 ranks at once" in hardware.source["bandwidth_in_node_bytes_per_s"]
+    assert "2 ranks at once" in hardware.source["attention_full_backward_flops_per_s"]
+    assert "2 ranks at once" not in hardware.source["bandwidth_across_nodes_bytes_per_s"]
+    plan = plan_global_batch(
+        [Sample(sample_id=index, seqlen=100 + 50 * index) for index in range(6)],
+        topology=Topology(num_lanes=2),
+        model=load_model(tmp_path / "model.json"),
+        hardware=hardware,
+        options=PlanOptions(max_tokens_per_rank=512, bytes_per_element=4),
+    )
+    assert plan.predicted_s > 0
+    # A measurement that is cut off goes on with what is missing, and measures nothing twice.
+    for name in ("buckets", "held_out"):
+        del measured["sections"][name]
+    (tmp_path / "out.json.measured.json").write_text(json.dumps(measured))
+    results = run_ranks(2, run_command, words_for(tmp_path, "--resume"))
+    again = json.loads((tmp_path / "out.json.measured.json").read_text())
+    assert [status for status, _, _ in results] == [0, 0]
+    assert "resumed: linear, causal, full, ring, edges, links measured on" in results[0][1]
+    assert list(again["sections"]) == list(SECTIONS)
+    for name in measured["sections"]:
+        assert again["sections"][name] == measured["sections"][name]
+    # Another job does not go on with them.
+    results = run_ranks(1, run_command, words_for(tmp_path, "--resume"))
+    assert results[0][0] == 2
+    assert "was measured with num_ranks 2, this is 1: leave --resume out" in results[0][2]
+
+
+def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (an emulated ring's output, that of real attention) where both must be the same."""
+    import torch.distributed as dist
+
+    from megatron.dynamic_cp.attention.ring import RingAttention
+    from megatron.dynamic_cp.calibration.emulation import emulated, no_transfers
+    from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+
+    def params(seqlen: int) -> DynamicPackedSeqParams:
+        return DynamicPackedSeqParams.build(
+            (seqlen,), torch.arange(seqlen), dist.group.WORLD, cp_comm_type="p2p", label="", stats=ExchangeStats()
+        )
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
+    with no_transfers():
+        first = RingAttention.apply(query, key, value, emulated(params(16), 2, 0), 0.25)
+    # Place 0 of two: all rows see their own past, the second half of them also all keys "of the later lane": the same.
+    own = attention_thd(query, key, value, params(8), 0.25)
+    scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(2, 1)) * 0.25
+    past = torch.ones(8, 8).tril().log()
+    both = torch.cat((scores + past, scores + torch.zeros(8, 8)), dim=2)[:, 4:].softmax(-1)
+    late = torch.einsum("hts,shd->thd", both, torch.cat((value, value)).repeat_interleave(2, 1))
+    return first, torch.cat((own[:4], late))
+
+
+def test_an_emulated_ring_computes_what_its_place_would() -> None:
+    ((first, expected),) = run_ranks(1, _emulated_ring)
+    assert torch.allclose(first, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--device", "cuda"], "--device cuda needs a GPU"),
+        (["--device", "tpu"], "'tpu' is not one of"),
+        (["--max-tokens", "100"], "--max-tokens is 100, at least 512 are needed"),
+        (["--tp", "3"], "--tp 3 does not suit --model"),
+        (["--model", "llama-2-70b"], "GB are free on"),
+        (["--model", "nothing"], "none of the bundled models"),
+        (["--hardware", "nothing"], "none of the bundled hardware"),
+        (["--output", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
+        (["--plot", "fit.pdf"], "--plot fit.pdf ends in .pdf, use .svg or .png"),
+        (["--resume"], "leave --resume out"),
+    ],
+    ids=lambda value: value[0] + value[-1] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_status_2(
+    tmp_path: Path, more: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if more[0] == "--device" and more[1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    ((status, out, err),) = run_ranks(1, _refused, words_for(tmp_path, *more))
+    assert status == 2
+    assert not out
+    assert message in err
+    assert err.startswith("dynamic-cp: error: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()
+
+
+def _refused(words: list[str]) -> Any:
+    from megatron.dynamic_cp.calibration import model
+
+    # Whatever this machine has: a model of 70 billion weights does not fit.
+    model.free_bytes = lambda device: 8_000_000_000
+    return run_command(words)
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Refuse())
+from dynamic_cp import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_without_torch_there_is_one_clear_line(tmp_path: Path) -> None:
+    for words, status in ((words_for(tmp_path), 2), (["profile", "--help"], 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == status, done.stderr
+        if status:
+            needs = "profile needs torch and megatron-core (No module named 'torch')"
+            assert done.stderr == f"dynamic-cp: error: {needs}: pip install 'megatron-dynamic-cp[train]'\n"
+        else:
+            assert "--max-tokens" in done.stdout

@@ -1,0 +1,317 @@
+"""The fit finds the coefficients that made the seconds, says how far off it is, and refuses what it cannot use."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamic_cp.calibration import Calibration, Measurement, Measurements, Setup, calibrate, hardware_as_dict
+from dynamic_cp.calibration.fit import FitError, Point, buckets_s
+from dynamic_cp.calibration.least_squares import fit_seconds
+from dynamic_cp.calibration.measurements import SECTIONS
+from dynamic_cp.calibration.picture import save_picture
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Sample, Topology
+
+MODEL = ModelShape(
+    num_layers=8,
+    hidden_size=1024,
+    ffn_hidden_size=4096,
+    num_attention_heads=16,
+    num_query_groups=4,
+    kv_channels=64,
+    vocab_size=32000,
+    gated_linear_unit=True,
+)
+SETUP = Setup(
+    device="a synthetic device",
+    torch_version="0",
+    model=MODEL,
+    tp_size=2,
+    element_bytes=2,
+    num_ranks=4,
+    ranks_per_node=4,
+    max_tokens=16384,
+    quick=False,
+    date="2026-11-21",
+)
+TRUTH = replace(
+    load_hardware("h100"),
+    linear_flops_per_s=2.5e14,
+    linear_extra_tokens=0.0,
+    linear_backward_over_forward=1.9,
+    attention_flops_per_s=3.0e14,
+    attention_extra_tokens=300.0,
+    attention_full_flops_per_s=4.0e14,
+    attention_full_extra_tokens=150.0,
+    attention_backward_flops_per_s=2.2e14,
+    attention_backward_extra_tokens=500.0,
+    attention_full_backward_flops_per_s=2.9e14,
+    attention_full_backward_extra_tokens=250.0,
+    ring_step_overhead_s_per_layer=3e-5,
+    forward_overhead_s_per_layer=9e-5,
+    backward_overhead_s_per_layer=1.6e-4,
+    overhead_s_per_bucket_stage=4e-4,
+    exchange_latency_s_per_layer=2.5e-4,
+    bandwidth_in_node_bytes_per_s=1.2e11,
+    p2p_bandwidth_bytes_per_s=6e10,
+    collective_bandwidth_in_node_bytes_per_s=2e11,
+    head_flops_per_s=4e14,
+    memory_bandwidth_bytes_per_s=1.5e12,
+)
+LENGTHS = tuple(1 << k for k in range(8, 15))
+SHARE_OF_ATTENTION = 0.3
+"""Of the overhead of a layer: attention is called alone as well."""
+
+
+def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) -> Measurements:
+    """Return what a device with the coefficients `truth` would measure, each number with relative normal noise."""
+    random = np.random.default_rng(seed)
+    shard = setup.shard
+    sections: dict[str, list[Measurement]] = {name: [] for name in SECTIONS}
+
+    def add(section: str, forward_s: float, backward_s: float = 0.0, **about: object) -> None:
+        spread = np.exp(noise * random.standard_normal(2))
+        row = Measurement(section=section, forward_s=forward_s * spread[0], backward_s=backward_s * spread[1], **about)
+        sections[section].append(row)
+
+    overheads = truth.forward_overhead_s_per_layer, truth.backward_overhead_s_per_layer
+    flops = 2.0 * shard.query_size
+    for tokens in LENGTHS:
+        linear_s = 2 * shard.linear_weights_per_layer * tokens / truth.linear_flops_per_s
+        alone = [(1 - SHARE_OF_ATTENTION) * one for one in overheads]
+        add("linear", alone[0] + linear_s, alone[1] + truth.linear_backward_over_forward * linear_s, seqlens=(tokens,))
+        for seqlens in ((tokens,), (tokens // 4,) * 4):
+            seconds = [SHARE_OF_ATTENTION * one for one in overheads]
+            seconds[0] += sum(
+                flops * n * (n + truth.attention_extra_tokens) / truth.attention_flops_per_s for n in seqlens
+            )
+            seconds[1] += sum(
+                2.5 * flops * n * (n + truth.attention_backward_extra_tokens) / truth.attention_backward_flops_per_s
+                for n in seqlens
+            )
+            add("causal", *seconds, seqlens=seqlens)
+        step = flops * tokens * (tokens + truth.attention_full_extra_tokens) / truth.attention_full_flops_per_s
+        back = tokens * (tokens + truth.attention_full_backward_extra_tokens)
+        back *= 2.5 * flops / truth.attention_full_backward_flops_per_s
+        launch = truth.ring_step_overhead_s_per_layer
+        add("full", launch + step, 2 * launch + back, seqlens=(tokens,))
+        head = 2 * shard.hidden_size * shard.vocab_size / truth.head_flops_per_s
+        memory = 1 / truth.memory_bandwidth_bytes_per_s
+        add(
+            "edges",
+            1e-5 + tokens * (head + 22 * shard.vocab_size * memory),
+            1e-5 + tokens * (truth.linear_backward_over_forward * head + 14 * shard.vocab_size * memory),
+            seqlens=(tokens,),
+            kind="head",
+        )
+        add(
+            "edges",
+            1e-5 + tokens * 2 * shard.hidden_size * 2 * memory,
+            1e-5 + tokens * shard.hidden_size * (2 + 8) * memory,
+            seqlens=(tokens,),
+            kind="embedding",
+        )
+    for num_bytes in (1 << 12, 1 << 20, 1 << 24, 1 << 28):
+        about = {"num_bytes": num_bytes, "cp_size": 4}
+        add("links", 2e-5 + num_bytes / truth.bandwidth_in_node_bytes_per_s, kind="ring_shift", **about)
+        add("links", 2e-5 + num_bytes / truth.p2p_bandwidth_bytes_per_s, kind="hop", **about)
+        add(
+            "links",
+            2e-5 + 1.5 * num_bytes / truth.collective_bandwidth_in_node_bytes_per_s,
+            kind="all_reduce",
+            **about,
+        )
+    packs = [(cp, (16 * cp,)) for cp in (1, 2, 4)]
+    rows = [Measurement(section="buckets", seqlens=seqlens, cp_size=cp, forward_s=1.0) for cp, seqlens in packs]
+    packs = [(cp, tuple(8 * int(n) for n in random.integers(8, 800, size=4))) for cp in (1, 2, 4) * 8]
+    rows += [Measurement(section="held_out", seqlens=seqlens, cp_size=cp, forward_s=1.0) for cp, seqlens in packs]
+    # The same seconds as the planner's: what is under test is whether the coefficients come back.
+    for one, seconds in zip(rows, buckets_s(truth, setup, rows).tolist(), strict=True):
+        add(one.section, seconds, seqlens=one.seqlens, cp_size=one.cp_size)
+    return Measurements(setup=setup, sections={name: tuple(found) for name, found in sections.items() if found})
+
+
+def fitted(noise: float, seed: int = 0) -> Calibration:
+    return calibrate(load_hardware("a100-80gb"), synthetic(TRUTH, noise, seed), name="fitted")
+
+
+RATES = [
+    "linear_flops_per_s",
+    "linear_backward_over_forward",
+    "attention_flops_per_s",
+    "attention_full_flops_per_s",
+    "attention_backward_flops_per_s",
+    "attention_full_backward_flops_per_s",
+    "bandwidth_in_node_bytes_per_s",
+    "p2p_bandwidth_bytes_per_s",
+    "collective_bandwidth_in_node_bytes_per_s",
+]
+EXTRA_TOKENS = [
+    "attention_extra_tokens",
+    "attention_full_extra_tokens",
+    "attention_backward_extra_tokens",
+    "attention_full_backward_extra_tokens",
+]
+"""With noise other terms can stand for them: the seconds are what counts then, and the error says how near they are."""
+CONSTANTS = [
+    "ring_step_overhead_s_per_layer",
+    "forward_overhead_s_per_layer",
+    "backward_overhead_s_per_layer",
+    "overhead_s_per_bucket_stage",
+    "exchange_latency_s_per_layer",
+    "head_flops_per_s",
+    "memory_bandwidth_bytes_per_s",
+]
+
+
+def test_without_noise_every_coefficient_comes_back() -> None:
+    found = fitted(0.0)
+    for name in RATES + EXTRA_TOKENS + CONSTANTS:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=5e-3), name
+    assert {error.name for error in found.errors} >= {"linear", "causal", "full", "edges", "buckets", "held_out"}
+    assert max(error.p95 for error in found.errors) < 0.005
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_noise_rates_come_back_nearly(seed: int) -> None:
+    found = fitted(0.03, seed)
+    for name in RATES:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=0.12), name
+    for name in CONSTANTS:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=0.6), name
+    held_out = found.error("held_out")
+    assert held_out is not None
+    assert held_out.num_points == 24
+    assert not held_out.fitted
+    assert 0.005 < held_out.median < 0.05
+
+
+def test_held_out_rows_are_not_fitted() -> None:
+    measured = synthetic(TRUTH, 0.0, 0)
+    slower = tuple(replace(one, forward_s=2 * one.forward_s) for one in measured.sections["held_out"])
+    other = Measurements(setup=SETUP, sections={**measured.sections, "held_out": slower})
+    base = load_hardware("h100")
+    assert calibrate(base, other, name="x").hardware == calibrate(base, measured, name="x").hardware
+    error = calibrate(base, other, name="x").error("held_out")
+    assert error is not None
+    assert error.median == pytest.approx(0.5, abs=0.01)
+    assert error.predicted_over_measured == pytest.approx(0.5, abs=0.01)
+
+
+def test_errors_are_the_median_and_95th_percentile_of_relative_errors() -> None:
+    row = Measurement(section="linear", forward_s=1.0)
+    points = [
+        Point(measurement=row, direction="both", measured_s=2.0, predicted_s=2.0 + off)
+        for off in (0.0, 0.2, -0.4, 0.6, 2.0)
+    ]
+    error = FitError.of("linear", points, fitted=True)
+    assert error.median == pytest.approx(0.2)
+    assert error.p95 == pytest.approx(np.percentile([0.0, 0.1, 0.2, 0.3, 1.0], 95))
+    assert error.predicted_over_measured == pytest.approx(12.4 / 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    constant=st.floats(1e-6, 1e-2),
+    slope=st.floats(1e-9, 1e-5),
+    square=st.sampled_from([0.0, 1e-10, 1e-8]),
+    outlier=st.integers(0, 11),
+)
+def test_least_squares_finds_sums_beside_an_outlier(constant: float, slope: float, square: float, outlier: int) -> None:
+    x = np.array([2.0**k for k in range(4, 16)])
+    columns = np.stack([np.ones_like(x), x, x * x], axis=1)
+    seconds = columns @ [constant, slope, square]
+    clean = fit_seconds(columns, seconds)
+    assert np.allclose(columns @ clean, seconds, rtol=1e-6)
+    assert (clean >= 0).all()
+    seconds[outlier] *= 3
+    rest = np.arange(len(x)) != outlier
+    relative = np.abs(columns @ fit_seconds(columns, seconds) - seconds)[rest] / seconds[rest]
+    assert np.median(relative) < 0.05
+
+
+def test_one_rank_keeps_links_and_says_so() -> None:
+    setup = replace(SETUP, num_ranks=1, ranks_per_node=1)
+    measured = synthetic(TRUTH, 0.0, 0)
+    alone = [one for one in measured.sections["buckets"] if one.cp_size == 1]
+    sections = {**measured.sections, "links": (), "buckets": tuple(alone), "held_out": ()}
+    found = calibrate(load_hardware("a100-80gb"), Measurements(setup=setup, sections=sections), name="x")
+    base = load_hardware("a100-80gb")
+    for name in ("bandwidth_in_node_bytes_per_s", "exchange_latency_s_per_layer", "p2p_bandwidth_bytes_per_s"):
+        assert getattr(found.hardware, name) == getattr(base, name)
+        assert found.hardware.source[name] == base.source[name]
+        assert name not in found.changed
+    assert any("torchrun" in why for why in found.kept.values())
+
+
+def test_a_hardware_file_comes_back_with_its_sources_and_plans(tmp_path) -> None:
+    from dynamic_cp import plan_global_batch
+
+    found = fitted(0.02)
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(hardware_as_dict(found.hardware)))
+    loaded = load_hardware(path)
+    assert loaded == replace(found.hardware, source=loaded.source)
+    assert len(found.changed) > 15
+    for name in found.changed:
+        assert loaded.source[name].startswith("measured by dynamic-cp profile on a synthetic device, 4 ranks at once")
+        assert "2026-11-21" in loaded.source[name]
+    assert "dynamic-cp profile on" not in loaded.source["hbm_bytes"]
+    planned = plan_global_batch(
+        [Sample(sample_id=index, seqlen=900 * (index + 1)) for index in range(8)],
+        topology=Topology(num_lanes=4),
+        model=MODEL,
+        hardware=loaded,
+        options=PlanOptions(max_tokens_per_rank=8192),
+    )
+    assert planned.predicted_s > 0
+
+
+def test_measurements_come_back_and_belong_to_one_setup(tmp_path) -> None:
+    measured = synthetic(TRUTH, 0.02, 1)
+    path = tmp_path / "some.measured.json"
+    path.write_text(measured.to_json())
+    loaded = Measurements.load(path, replace(SETUP, date="2027-01-01"))
+    assert loaded.sections == measured.sections
+    assert loaded.setup == SETUP
+    for change in ({"tp_size": 1}, {"device": "another"}, {"model": replace(MODEL, hidden_size=512)}, {"num_ranks": 8}):
+        (name,) = change
+        with pytest.raises(InvalidInputError, match=rf"measured with {name} .*leave --resume out"):
+            Measurements.load(path, replace(SETUP, **change))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"setup": {}, "sections": {}}', "[1]", '{"setup": 3}'])
+def test_a_file_that_holds_no_measurements_is_refused(tmp_path, text) -> None:
+    path = tmp_path / "some.measured.json"
+    path.write_text(text)
+    with pytest.raises(InvalidInputError, match="no file of measurements"):
+        Measurements.load(path, SETUP)
+    with pytest.raises(InvalidInputError, match=r"cannot read .*leave --resume out"):
+        Measurements.load(tmp_path / "nowhere.json", SETUP)
+
+
+def test_seconds_that_do_not_grow_are_refused() -> None:
+    measured = synthetic(TRUTH, 0.0, 0)
+    flat = tuple(replace(one, forward_s=1e-3, backward_s=1e-3) for one in measured.sections["linear"])
+    with pytest.raises(InvalidInputError, match="took equally long: raise --max-tokens"):
+        calibrate(TRUTH, Measurements(setup=SETUP, sections={**measured.sections, "linear": flat}), name="x")
+    with pytest.raises(InvalidInputError, match="0 rows of section linear"):
+        calibrate(TRUTH, Measurements(setup=SETUP), name="x")
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_picture_is_drawn(tmp_path, ending) -> None:
+    path = tmp_path / f"fit.{ending}"
+    save_picture(str(path), SETUP, fitted(0.05))
+    content = path.read_bytes()
+    assert len(content) > 5000
+    if ending == "svg":
+        assert b"Layer without attention" in content
+        assert b"mathdefault" not in content
