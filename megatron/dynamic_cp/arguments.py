@@ -148,7 +148,10 @@ def _tokens_or_auto(text: str) -> int | str:
 
 def cp_comm_types(args: argparse.Namespace) -> tuple[CpCommType, ...]:
     """Return the exchanges that the planner may choose from."""
-    return EXCHANGES if args.cp_comm_type == "auto" else (args.cp_comm_type,)
+    if args.cp_comm_type != "auto":
+        return (args.cp_comm_type,)
+    left_out = getattr(args, "cp_comm_types_left_out", ())  # set once the layers are chosen (trainer/layers.py)
+    return tuple(one for one in EXCHANGES if one not in left_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.arguments import add_dynamic_cp_arguments
+from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.validation import complete_and_check
 
@@ -112,6 +113,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
     _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")
+    group.add_argument(
+        "--transformer-impl",
+        choices=TRANSFORMER_IMPLS,
+        help="layers of megatron-core with torch's attention, or those of TransformerEngine; default: the latter where "
+        "they can be used (installed, CUDA, --bf16), else local",
+    )
     for flag in ALREADY_SO:
         _switch(group, flag, help=argparse.SUPPRESS)
 

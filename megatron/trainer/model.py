@@ -88,7 +88,7 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig, vocab_rows
         chunks.append(
             GPTModel(
                 config=config,
-                transformer_layer_spec=gpt_block_spec(config, vp_stage),
+                transformer_layer_spec=gpt_block_spec(config, vp_stage, transformer_impl=args.transformer_impl),
                 vocab_size=vocab_rows,
                 max_sequence_length=args.max_position_embeddings,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

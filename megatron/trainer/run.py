@@ -29,7 +29,7 @@ from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import checkpoint_files, derive, memory, model
+from megatron.trainer import checkpoint_files, derive, layers, memory, model
 from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
@@ -38,6 +38,7 @@ from megatron.trainer.index_once import index_once
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
 from megatron.trainer.step import run_schedule
+from megatron.trainer.warm_up import warm_up_device
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ def set_up(args: argparse.Namespace) -> Run:
         )
     if args.use_pytorch_profiler and args.profile_dir is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.profile_dir, "--profile-dir", InvalidInputError))
+    layer_choice = layers.choose(args, device)
+    logger.info("%s", layer_choice.describe())
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
     hardware = run_on_rank_zero(lambda: _hardware(args, hardware_name))
     data_config, vocab_size, splits = _data(args, device)
@@ -169,6 +172,8 @@ def set_up(args: argparse.Namespace) -> Run:
     wrapped = model.wrap_chunks(args, config, chunks, topology.num_lanes, device)
     optimizer = model.build_optimizer(args, config, wrapped)
     scheduler = model.build_scheduler(args, optimizer)
+    if device.type == "cuda":
+        warm_up_device(args, config, chunks, wrapped, groups, device)
     if args.hidden_dropout > 0:
         seed(args.seed, groups.lane)
     run = Run(

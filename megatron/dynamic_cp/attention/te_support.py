@@ -1,6 +1,6 @@
 """What TransformerEngine can exchange for packed sequences (THD), by version: the only place that knows.
 
-    choose_impl(...)             TransformerEngine's layers or our own, and why
+    choose_layers(...)           TransformerEngine's layers or local ones, and why; refuses what the version lacks
     way(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
 
 Our wrapper shares out heads by all-to-all (`heads`), then calls TransformerEngine's attention with the local heads: in
@@ -12,11 +12,13 @@ Source: the assertions of `context_parallel.py` in TransformerEngine 2.9 to 2.20
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CpCommType
+from dynamic_cp.types import CP_COMM_TYPES, CpCommType
 
 Release = tuple[int, int]
 TransformerImpl = Literal["local", "transformer_engine"]
@@ -27,6 +29,10 @@ OLDEST: Release = (2, 9)
 
 NATIVE_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 """First version whose attention over a CP group does this exchange with packed sequences."""
+
+HEAD_DIM_MULTIPLE = 8
+LARGEST_HEAD_DIM = 256
+"""Of the flash and cuDNN kernels that TransformerEngine calls."""
 
 WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
 """Exchanges that our wrapper does around any version."""
@@ -78,35 +84,94 @@ def missing_exchanges(exchanges: Sequence[CpCommType], version: str) -> tuple[Cp
     return tuple(one for one in exchanges if release < NATIVE_SINCE[one] and one not in WRAPPED)
 
 
-def choose_impl(
-    requested: TransformerImpl | None, *, on_cuda: bool, version: str | None, why_missing: str
-) -> tuple[TransformerImpl, str]:
-    """Return (implementation of the layers, the reason for it).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChoice:
+    """Which layers a run has.
+
+    Attributes:
+        impl: of the layers.
+        reason: why.
+        left_out: exchanges that --cp-comm-type auto does not choose from, because this version lacks them.
+    """
+
+    impl: TransformerImpl
+    reason: str
+    left_out: tuple[CpCommType, ...] = ()
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        without = f"; the planner does without {', '.join(self.left_out)}" if self.left_out else ""
+        return f"layers: {self.impl} ({self.reason}){without}"
+
+
+def choose_layers(
+    requested: TransformerImpl | None,
+    exchange: CpCommType | Literal["auto"],
+    *,
+    on_cuda: bool,
+    bf16: bool,
+    head_dim: int,
+    version: str | None,
+    why_missing: str = "",
+) -> LayerChoice:
+    """Return the layers of a run: TransformerEngine's where they can be used and local ones are not asked for.
 
     Args:
         requested: --transformer-impl.
+        exchange: --cp-comm-type.
         on_cuda: whether this run trains on CUDA devices.
+        bf16: whether it trains in bf16.
+        head_dim: --kv-channels.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
-        UnsupportedFeatureError: TransformerEngine is asked for and cannot be used.
+        UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
+            for.
     """
-    usable = on_cuda and version is not None and release_of(version) >= OLDEST
     if requested == "local":
-        return "local", "--transformer-impl local"
-    if usable:
-        return "transformer_engine", f"TransformerEngine {version} is installed"
+        return LayerChoice(impl="local", reason="--transformer-impl local")
+    obstacle = None
     if not on_cuda:
-        reason = "TransformerEngine needs CUDA devices, this run trains on the CPU"
+        obstacle = "TransformerEngine needs CUDA devices, this run trains on the CPU"
     elif version is None:
-        reason = f"TransformerEngine cannot be imported ({why_missing})"
+        obstacle = f"TransformerEngine {shown(OLDEST)} or newer is needed, it cannot be imported ({why_missing})"
+    elif release_of(version) < OLDEST:
+        obstacle = f"TransformerEngine {version} is installed, {shown(OLDEST)} is needed"
+    elif not bf16:
+        obstacle = "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"
+    elif head_dim % HEAD_DIM_MULTIPLE or head_dim > LARGEST_HEAD_DIM:
+        obstacle = (
+            f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
+            f"{LARGEST_HEAD_DIM}, they are {head_dim}"
+        )
+    if obstacle is not None and requested is None:
+        return LayerChoice(impl="local", reason=obstacle)
+    if obstacle is not None:
+        raise UnsupportedFeatureError(
+            f"--transformer-impl {requested}: {obstacle}; change that (docs/how-to/transformer-engine.md), or use "
+            "--transformer-impl local",
+            installed=version,
+            needed=shown(OLDEST),
+        )
+    assert version is not None
+    if exchange == "auto":
+        left_out = missing_exchanges(CP_COMM_TYPES, version)
     else:
-        reason = f"TransformerEngine {version} is installed, {shown(OLDEST)} is needed"
-    if requested is None:
-        return "local", reason
-    raise UnsupportedFeatureError(
-        f"--transformer-impl {requested}: {reason}; install another version (docs/how-to/transformer-engine.md), or "
-        "drop the flag for torch's own attention",
-        installed=version,
-        needed=shown(OLDEST),
-    )
+        left_out = ()
+        way(exchange, version, kv_heads=1, inner_cp_size=1)
+    reason = f"TransformerEngine {version} is installed"
+    return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out)
+
+
+def installed_version() -> tuple[str | None, str]:
+    """Return (version of the TransformerEngine that megatron-core uses, ""), or (None, why it uses none)."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.utils import get_te_version
+
+    if HAVE_TE:
+        return str(get_te_version()), ""
+    try:
+        importlib.import_module("transformer_engine.pytorch.fp8")
+    except ImportError as error:
+        return None, str(error)
+    return None, "it can be imported now, and could not be when megatron-core was"

@@ -1,0 +1,170 @@
+"""Before the first step on a GPU: every kernel of attention is planned, and memory for the largest pack is taken."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from dynamic_cp.errors import MemoryLimitError
+from megatron.dynamic_cp.arguments import cp_comm_types
+from megatron.dynamic_cp.attention.te_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.verify import run_on_all_ranks
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second one from torch 2.9
+
+
+def warm_up_device(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    chunks: Sequence[GPTModel],
+    wrapped: Sequence[DistributedDataParallel],
+    groups: DynamicCPGroups,
+    device: torch.device,
+) -> None:
+    """Attend once to a pack of each kind, and run one pack of the token limit through each chunk; collective.
+
+    Leaves gradients at zero and random states as they were.
+
+    Raises:
+        MemoryLimitError: the token limit does not fit in the device's memory; the same on every rank.
+    """
+    advice = allocator_advice(os.environ)
+    if advice:
+        logger.info("%s", advice)
+    limit = args.max_seqlen_per_dp_cp_rank
+    tp_size = config.tensor_model_parallel_size
+    query_heads = config.num_attention_heads // tp_size
+    packs = warm_up_packs(
+        groups.groups,
+        groups.outer_groups,
+        cp_comm_types(args),
+        max_tokens_per_rank=limit,
+        query_heads=query_heads,
+    )
+    started = time.perf_counter()
+    sent = _within_memory(
+        lambda: warm_up_attention(
+            chunks[0].decoder.layers[0].self_attention.core_attention,
+            packs,
+            groups,
+            query_heads=query_heads,
+            kv_heads=config.num_query_groups // tp_size,
+            head_dim=config.kv_channels,
+            dtype=config.params_dtype,
+            device=device,
+        ),
+        limit,
+    )
+    attended = time.perf_counter()
+    _within_memory(lambda: run_chunks(config, chunks, wrapped, groups, limit, device), limit)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    logger.info(
+        "warm-up: %d packs of attention in %.1f s with %d bytes sent per rank, a pack of %d tokens through each model "
+        "chunk in %.1f s; %.2f GB of device memory reserved",
+        len(packs),
+        attended - started,
+        sent,
+        limit,
+        time.perf_counter() - attended,
+        reserved / 1e9,
+    )
+
+
+def allocator_advice(environment: Mapping[str, str]) -> str:
+    """Return a line for the log where the allocator is not set up for packs of changing length, else ""."""
+    if any("expandable_segments" in environment.get(name, "") for name in ALLOC_CONF):
+        return ""
+    return (
+        f"every micro-batch has its own length: export {ALLOC_CONF[0]}=expandable_segments:True keeps the allocator's "
+        "memory in one piece"
+    )
+
+
+def run_chunks(
+    config: TransformerConfig,
+    chunks: Sequence[GPTModel],
+    wrapped: Sequence[DistributedDataParallel],
+    groups: DynamicCPGroups,
+    num_tokens: int,
+    device: torch.device,
+) -> None:
+    """Run a pack of `num_tokens` on a lane by itself forward and backward through each chunk, as if there was no
+    pipeline; collective among tensor-parallel ranks.
+
+    Gradients are zero afterwards, random states as before.
+    """
+    tp_size = config.tensor_model_parallel_size
+    num_tokens -= num_tokens % tp_size  # as plans do with sequence parallelism
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = (torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states())
+    zeros = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    for chunk, parallel in zip(chunks, wrapped, strict=True):
+        seqlens = _split(num_tokens)
+        params = DynamicPackedSeqParams.build(
+            seqlens,
+            torch.cat([torch.arange(seqlen, device=device) for seqlen in seqlens]),
+            groups.group(groups.lane, 1),
+            cp_comm_type="p2p",
+            label="start-up (warm-up of the allocator)",
+            stats=ExchangeStats(),
+        )
+        if not chunk.pre_process:
+            rows = num_tokens // (tp_size if config.sequence_parallel else 1)
+            hidden = torch.zeros(rows, 1, config.hidden_size, dtype=config.params_dtype, device=device)
+            chunk.set_input_tensor(hidden.requires_grad_())
+        gathers = parallel.ddp_config.overlap_param_gather
+        if gathers:  # nothing has been sent yet that they could wait for
+            parallel.disable_forward_pre_hook(param_sync=False)
+        with parallel.no_sync():
+            labels = zeros if chunk.post_process else None
+            out = parallel(zeros, zeros, None, labels=labels, packed_seq_params=params)
+            out.sum().backward()
+        if gathers:
+            parallel.enable_forward_pre_hook()
+        parallel.zero_grad_buffer()
+    torch.set_rng_state(states[0])
+    torch.cuda.set_rng_state(states[1])
+    tracker.set_states(states[2])
+
+
+def _split(num_tokens: int) -> tuple[int, ...]:
+    """Return at most 32 lengths of together `num_tokens`."""
+    number = min(PACKED_SEQUENCES, num_tokens)
+    return tuple(num_tokens // number + (index < num_tokens % number) for index in range(number))
+
+
+def _within_memory(compute: Callable[[], T], limit: int) -> T:
+    """Run `compute` on all ranks; collective.
+
+    Raises:
+        MemoryLimitError: the device of a rank is too small; on every rank.
+    """
+
+    def on_this_rank() -> T:
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            raise MemoryLimitError(
+                f"start-up: {limit} padded tokens per rank (--max-seqlen-per-dp-cp-rank) do not fit in the device's "
+                f"memory ({str(error).splitlines()[0]}): lower the limit, raise the largest CP size, or recompute "
+                "activations (--recompute-granularity full)",
+                max_tokens_per_rank=limit,
+            ) from error
+
+    return run_on_all_ranks(on_this_rank)
