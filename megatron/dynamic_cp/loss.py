@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.nvtx import bucket_span, span
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -38,6 +39,7 @@ def forward_step(
     """Run the next micro-batch through `model`; megatron-core calls the returned function on the last stage."""
     batch = next(data_iterator)
     params = batch["packed_seq_params"]
+    phase.enter_micro_batch(params.label, len(params.positions))
     with span("%s", params.label), bucket_span("forward", params):
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
     return output, partial(sum_of_losses, batch["loss_mask"])

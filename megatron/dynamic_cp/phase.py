@@ -1,16 +1,47 @@
-"""What this rank is doing, in words: for errors that come from outside, a lost rank or a store that does not answer."""
+"""What this rank is doing, in words: for errors that come from outside, a lost rank, a store that does not answer, a
+device out of memory.
+"""
 
 from __future__ import annotations
 
+import time
+from typing import NamedTuple
+
+
+class MicroBatch(NamedTuple):
+    """The micro-batch begun last: its place in the run and its tokens on this rank."""
+
+    label: str
+    num_tokens: int
+
+
 _current = "starting up"
+_micro_batch: MicroBatch | None = None
+_since_s = time.monotonic()
 
 
 def enter(phase: str) -> None:
     """Say what begins now, such as "iteration 5, saving"."""
-    global _current
-    _current = phase
+    global _current, _micro_batch, _since_s
+    _current, _micro_batch, _since_s = phase, None, time.monotonic()
+
+
+def enter_micro_batch(label: str, num_tokens: int) -> None:
+    """Say that the forward pass of a micro-batch begins, with its padded tokens on this rank."""
+    global _micro_batch, _since_s
+    _micro_batch, _since_s = MicroBatch(label, num_tokens), time.monotonic()
 
 
 def current() -> str:
     """Return what was entered last."""
     return _current
+
+
+def micro_batch() -> MicroBatch | None:
+    """Return the micro-batch begun last in this phase."""
+    return _micro_batch
+
+
+def seconds() -> float:
+    """Return how long ago something was entered last."""
+    return time.monotonic() - _since_s

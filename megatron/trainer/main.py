@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import warnings
 from collections.abc import Sequence
@@ -23,15 +24,18 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         for message in NOT_FOR_USERS:
             warnings.filterwarnings("ignore", message=f"(?s).*({message})")
+        from megatron.trainer.failures import explained
         from megatron.trainer.initialize import shut_down
         from megatron.trainer.training import pretrain
 
-        pretrain(args)
-        shut_down()
+        with explained(args):
+            pretrain(args)
+            shut_down()
 
     return exit_code_of(parse_and_train)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and end the process."""
+    faulthandler.enable()  # NCCL's watchdog aborts the process: this says where the rank was waiting
     leave(run(argv))

@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_of_vectors
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from megatron.dynamic_cp.arguments import check_supported
@@ -48,6 +49,7 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
         init_method_std=args.init_method_std,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=0.0,
+        attention_backend=AttnBackend[args.attention_backend],
         bf16=args.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -21,6 +21,7 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, Topology
 from megatron.dynamic_cp.arguments import cp_comm_types
+from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
@@ -168,6 +169,8 @@ def set_up(args: argparse.Namespace) -> Run:
         device=device,
     )
     config = model.transformer_config(args, device)
+    if args.transformer_impl == "local":
+        run_on_all_ranks(lambda: prepare_kernel(config, device), device)
     chunks = model.build_chunks(args, config, vocab_rows)
     wrapped = model.wrap_chunks(args, config, chunks, topology.num_lanes, device)
     optimizer = model.build_optimizer(args, config, wrapped)

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.attention.kernels import choose_kernel
+from megatron.dynamic_cp.attention.kernels_check import check_kernel
 from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_kernel(config: TransformerConfig, device: torch.device) -> None:
+    """Choose the kernel that `TorchTHDAttention` will use, log why, and check it on the device; at start-up.
+
+    Raises:
+        UnsupportedFeatureError: no kernel can do what `config` asks for here, or it computes something else.
+    """
+    kernel = choose_kernel(config.attention_backend.name, device, config.params_dtype, config.kv_channels)
+    tp_size = config.tensor_model_parallel_size
+    error = check_kernel(
+        kernel,
+        device,
+        config.params_dtype,
+        heads=config.num_attention_heads // tp_size,
+        kv_heads=max(1, config.num_query_groups // tp_size),
+        head_dim=config.kv_channels,
+    )
+    if error:
+        logger.info("attention kernel %s checked: %.4f of the norm away from the portable one", kernel.name, error)
 
 
 class TorchTHDAttention(MegatronModule):

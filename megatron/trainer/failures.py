@@ -1,0 +1,114 @@
+"""What the device or the network does to a run, told in the run's own words: where, how many tokens, what to change.
+
+The rank that sees it ends with exit code 2 like any other error of a run (`exits`); its launcher then ends the others,
+which wait for it in a collective. Nothing is exchanged first: the device has no memory for it, or the network is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import DynamicCPError
+from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.attention.exchange import ExchangeError
+
+# Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which
+# knows the group but not the iteration, ends the process.
+REPORTED_AFTER = 0.8
+
+
+class OutOfDeviceMemoryError(DynamicCPError):
+    """A micro-batch, or what is built at start-up, did not fit into the device's memory."""
+
+
+class LostCollectiveError(DynamicCPError):
+    """A transfer between ranks failed or timed out."""
+
+
+@contextlib.contextmanager
+def explained(args: argparse.Namespace) -> Iterator[None]:
+    """Raise what the body raises, with an error of the device or the network as a DynamicCPError.
+
+    Raises:
+        OutOfDeviceMemoryError: instead of torch's.
+        LostCollectiveError: instead of torch's and of a failed exchange in a CP group.
+    """
+    with _reporting_stalls(60 * args.distributed_timeout_minutes):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
+        except (ExchangeError, dist.DistBackendError) as error:
+            raise lost_collective(error, args.distributed_timeout_minutes) from error
+
+
+def out_of_memory(error: Exception, token_limit: int | str) -> OutOfDeviceMemoryError:
+    """Return the error of a rank whose device has no memory left, where `phase` says it is.
+
+    Args:
+        token_limit: --max-seqlen-per-dp-cp-rank.
+    """
+    running = phase.micro_batch()
+    what = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")
+    if running is None:
+        return OutOfDeviceMemoryError(
+            f"{phase.current()}: {what}; use more ranks for the model (--tensor-model-parallel-size, "
+            "--pipeline-model-parallel-size), or --use-distributed-optimizer"
+        )
+    return OutOfDeviceMemoryError(
+        f"{phase.current()}, at or after {running.label}, with {running.num_tokens} tokens on this rank: {what}; lower "
+        f"--max-seqlen-per-dp-cp-rank, which is {token_limit}, or recompute activations (--recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1)",
+        label=running.label,
+        num_tokens=running.num_tokens,
+        token_limit=token_limit,
+    )
+
+
+def lost_collective(error: Exception, timeout_minutes: float) -> LostCollectiveError:
+    """Return the error of a rank that could not exchange something. NCCL's and our exchanges name the group."""
+    running = phase.micro_batch()
+    where = phase.current() + ("" if running is None else f", at or after {running.label}")
+    what = str(error).splitlines()[0].rstrip(". ")
+    return LostCollectiveError(
+        f"{where}: rank {os.environ.get('RANK', '0')}: {what}; another rank has probably ended, see the logs of all; "
+        f"if one was only slow, raise --distributed-timeout-minutes, which is {timeout_minutes:g}; resume from the "
+        "last checkpoint"
+    )
+
+
+@contextlib.contextmanager
+def _reporting_stalls(timeout_s: float) -> Iterator[None]:
+    """Say on stderr, once per place, that this rank does not get on."""
+    done = threading.Event()
+
+    def watch() -> None:
+        limit_s = REPORTED_AFTER * timeout_s
+        while not done.wait(max(0.05, limit_s - phase.seconds())):
+            waited_s = phase.seconds()
+            if waited_s < limit_s:
+                continue
+            running = phase.micro_batch()
+            where = phase.current() + ("" if running is None else f", at or after {running.label}")
+            print(
+                f"rank {os.environ.get('RANK', '0')} has been in {where} for {waited_s:.0f} s: does it wait for a rank "
+                f"that has ended? Exchanges time out after {timeout_s:.0f} s (--distributed-timeout-minutes)",
+                file=sys.stderr,
+                flush=True,
+            )
+            while phase.seconds() >= waited_s and not done.wait(0.1 * limit_s):
+                pass
+
+    threading.Thread(target=watch, name="dynamic-cp-stalls", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,113 @@
+"""What a run says and how it ends when the device or the network fails: raised here by the attention's kernel."""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.attention import kernels
+from megatron.trainer import failures
+from tests.distributed.harness import run_ranks
+from tests.trainer.commandline import command_line
+from tests.trainer.training_ranks import Ended, _command_on_one_rank
+
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free. "
+    "Including non-PyTorch memory, this process has 77 GiB memory in use."
+)
+LOST = dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:4210, remote process exited\nLast error: socket")
+
+
+def _with_failing_kernel(error: Exception, failing_rank: int, words: list[str]) -> Ended:
+    """Run the command; on one rank the third call of the backward pass fails."""
+    if dist.get_rank() == failing_rank:
+        calls = []
+        choose = kernels.choose_kernel.__wrapped__
+
+        def failing_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+            def backward(*args: Any) -> Any:
+                calls.append(args)
+                if len(calls) == 15:
+                    raise error
+                return original(*args)
+
+            return backward
+
+        original = kernels.CPU
+        failing = kernels.Kernel(name="cpu", forward=original.forward, backward=failing_backward(original.backward))
+        kernels.CPU = failing
+        assert choose("auto", torch.device("cpu"), torch.float32, 16) is failing
+    return _command_on_one_rank(words)
+
+
+def end_of(error: Exception, failing_rank: int) -> list[Ended]:
+    words = command_line("--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 64")
+    return run_ranks(2, _with_failing_kernel, error, failing_rank, words, timeout_s=60)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_out_of_memory_names_the_micro_batch_and_the_limit(failing_rank: int) -> None:
+    ended = end_of(OUT_OF_MEMORY, failing_rank)
+    said = ended[failing_rank].stderr.strip()
+    assert ended[failing_rank].code == 2
+    assert "\n" not in said
+    found = re.search(
+        r"iteration (\d+), forward and backward passes, at or after step (\d+), micro-batch \d+, "
+        r"lanes \d\.\.\d, with (\d+) tokens on this rank: CUDA out of memory\. Tried to allocate 2\.00 GiB; lower "
+        r"--max-seqlen-per-dp-cp-rank, which is 64, or recompute activations",
+        said,
+    )
+    assert found, said
+    assert found[1] == found[2]
+    assert 0 < int(found[3]) <= 64
+    # The other rank waits in a collective until it sees that its peer has gone; it does not train on.
+    assert ended[1 - failing_rank].code != 0
+    assert max(one.seconds for one in ended) < 40
+
+
+def test_a_failed_collective_names_place_and_rank() -> None:
+    ended = end_of(LOST, 1)
+    said = ended[1].stderr.strip()
+    assert ended[1].code == 2
+    assert re.search(
+        r"error \(rank 1\): iteration \d+, forward and backward passes, at or after step \d+, micro-batch \d+, "
+        r"lanes \d\.\.\d: rank 1: NCCL error in: ProcessGroupNCCL\.cpp:4210, remote process exited; another rank has "
+        r"probably ended, see the logs of all; if one was only slow, raise --distributed-timeout-minutes, which is 10",
+        said,
+    ), said
+    assert "\n" not in said
+
+
+def test_memory_that_ends_outside_a_micro_batch() -> None:
+    phase.enter("iteration 3, the optimizer's step")
+    said = str(failures.out_of_memory(OUT_OF_MEMORY, 4096))
+    assert said.startswith(
+        "iteration 3, the optimizer's step: CUDA out of memory. Tried to allocate 2.00 GiB; use more"
+    )
+    phase.enter("starting up")
+
+
+def test_a_rank_that_does_not_get_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before NCCL's watchdog, which does not know the iteration, ends the process."""
+    phase.enter("iteration 7, forward and backward passes")
+    phase.enter_micro_batch("step 7, micro-batch 2, lanes 0..3", 64)
+    args = Namespace(distributed_timeout_minutes=0.5 / 60, max_seqlen_per_dp_cp_rank=64)
+    with failures.explained(args):
+        time.sleep(0.2)
+        assert not capsys.readouterr().err
+        time.sleep(0.7)
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, "said once"
+        phase.enter("iteration 8, plan and samples")
+        time.sleep(0.1)
+    assert "in iteration 7, forward and backward passes, at or after step 7, micro-batch 2, lanes 0..3 for" in said
+    assert not capsys.readouterr().err
+    phase.enter("starting up")
