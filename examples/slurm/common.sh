@@ -15,7 +15,7 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 export RUN_DIR=${RUN_DIR:-$PWD/runs/$SLURM_JOB_NAME}
 
 # Node 0 of SLURM's list is the rendezvous. A port of its own for each job that shares the node.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # `| head` may kill scontrol by SIGPIPE
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
@@ -47,25 +47,19 @@ launch() {
   trap 'STOP_ASKED=USR1' USR1
   trap 'STOP_ASKED=TERM' TERM
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=1 --unbuffered \
-    "${SRUN_OPTIONS[@]}" "${CONTAINER[@]}" bash "$REPO/examples/slurm/node.sh" "$@" &
-  local step=$! asking='' code again
-  while true; do
+    "${SRUN_OPTIONS[@]}" "${CONTAINER[@]}" "$PYTHON" "$REPO/examples/slurm/node.py" "$@" &
+  local step=$! asking code=0
+  wait "$step" || code=$?
+  if [[ $STOP_ASKED != 0 ]]; then # that cut the wait short
+    trap '' USR1 TERM
+    echo "SIG$STOP_ASKED: asking the ranks to save and leave"
+    # Again and again: ranks that are still starting do not listen yet.
+    while kill -USR1 "$step" 2>/dev/null; do sleep "${RESEND_S:-10}"; done >/dev/null 2>&1 &
+    asking=$!
     code=0
     wait "$step" || code=$?
-    if [[ $STOP_ASKED != 0 && -z $asking ]]; then
-      echo "SIG$STOP_ASKED: asking the ranks to save and leave"
-      # Again and again: ranks that are still starting do not listen yet.
-      while kill -USR1 "$step" 2>/dev/null; do sleep "${RESEND_S:-10}"; done >/dev/null 2>&1 &
-      asking=$!
-    fi
-    if ! kill -0 "$step" 2>/dev/null; then break; fi # else a signal cut the wait short
-  done
-  if ((code > 128)); then # the signal's, if the step ended in the same moment: bash still knows the step's own
-    again=0
-    wait "$step" || again=$?
-    if ((again != 127)); then code=$again; fi
+    kill "$asking" 2>/dev/null || true
   fi
-  if [[ -n $asking ]]; then kill "$asking" 2>/dev/null || true; fi
   trap - USR1 TERM
   return "$code"
 }

@@ -1,0 +1,146 @@
+"""What the jobs of examples/slurm start, on which node, with which flags: no rank runs here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from dynamic_cp.catalog import load_hardware
+from megatron.trainer import derive, memory
+from megatron.trainer.arguments import parse_args
+from tests.cluster.conftest import ROOT, Cluster
+
+SLURM = ROOT / "examples" / "slurm"
+SCRIPTS = sorted([*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh"), *(ROOT / "docker").glob("*.sh")])
+JOBS = ["single_node", "multi_node", "requeue", "pyxis", "apptainer", "docker"]
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def flags_of(words: list[str]) -> list[str]:
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def test_scripts_are_there() -> None:
+    assert {path.stem for path in SCRIPTS} >= {*JOBS, "table1", "common", "model", "entrypoint"}
+
+
+def test_shell_scripts_are_clean() -> None:
+    for script in SCRIPTS:
+        first = script.read_text(encoding="utf-8").splitlines()[0]
+        shell = "sh" if first == "#!/bin/sh" else "bash"
+        assert first in ("#!/bin/sh", "#!/usr/bin/env bash", "# shellcheck shell=bash"), script
+        subprocess.run([shell, "-n", str(script)], check=True, timeout=20)
+    if shutil.which("shellcheck"):  # all at once: the jobs source the shared ones
+        command = ["shellcheck", *(str(script.relative_to(ROOT)) for script in SCRIPTS)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_starts_its_ranks_on_every_node_in_order(
+    cluster: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = 1 if job == "single_node" else 2
+    code, output = cluster.run(f"--nodes={nodes}", f"examples/slurm/{job}.sbatch", "--lr", "3e-6", MOUNTS="/data:/data")
+    assert code == 0, output
+    started = cluster.launches()
+    assert [option(call["words"], "--node-rank") for call in started] == [str(node) for node in range(nodes)]
+    for call in started:
+        words, environment = call["words"], call["environment"]
+        assert words[:4] == ["-m", "torch.distributed.run", "--rdzv-backend", "static"]
+        assert option(words, "--nnodes") == str(nodes)
+        assert option(words, "--nproc-per-node") == "8"
+        assert option(words, "--master-addr") == "gpu1"
+        assert option(words, "--master-port") == str(20000 + 4242)
+        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert environment["OMP_NUM_THREADS"] == "1"
+        assert environment["NCCL_NVLS_ENABLE"] == "0"
+        assert call["cwd"] == str(ROOT)
+    (step,) = cluster.calls("srun")
+    assert {"--distribution=block", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(step["words"])
+    run_dir = cluster.environment["RUN_DIR"]
+    seen_inside = {
+        "pyxis": f"--container-mounts={run_dir}:{run_dir},/data:/data",
+        "apptainer": f"{run_dir}:{run_dir}",
+        "docker": f"{run_dir}:{run_dir}",
+    }
+    assert job not in seen_inside or seen_inside[job] in step["words"]
+    assert not cluster.calls("scontrol")[1:]  # nothing is requeued
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    args = parse_args(flags_of(started[-1]["words"]), 8 * nodes)
+    assert args.dynamic_cp
+    assert args.lr == 3e-6  # flags behind the job's name win
+    assert args.save == args.load == run_dir
+    limit = memory.max_tokens_per_rank(args, derive.model_shape(args, 128256), load_hardware("h100"))
+    assert limit * derive.topology(args).max_cp_size >= args.seq_length
+
+
+def test_data_are_words_of_their_own(cluster: Cluster) -> None:
+    code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long 0.7 /data/short")
+    assert code == 0, output
+    (call,) = cluster.launches()
+    args = parse_args(flags_of(call["words"]), 8)
+    assert args.data_path == ["0.3", "/data/long", "0.7", "/data/short"]
+    assert not args.mock_data
+
+
+@pytest.mark.parametrize("job", ["requeue", "docker"])
+def test_a_failure_is_the_jobs_and_is_not_requeued(cluster: Cluster, job: str) -> None:
+    code, output = cluster.run("--nodes=1", f"examples/slurm/{job}.sbatch", STUB_CODE="3")
+    assert code == 3, output
+    assert not cluster.calls("scontrol")[1:]
+
+
+def ends_after_a_signal(cluster: Cluster, job: str, number: int, **environment: str) -> tuple[int, str]:
+    """Signal the batch script while its rank is still starting, as long as nobody listens to USR1."""
+    running = cluster.start(
+        "--nodes=1",
+        f"examples/slurm/{job}.sbatch",
+        STUB_RANK="1",
+        RESEND_S="0.3",
+        **environment,
+    )
+    assert running.stdout is not None
+    while not cluster.launches():
+        assert running.poll() is None
+    running.send_signal(number)
+    output, _ = running.communicate(timeout=25)
+    return running.returncode, output
+
+
+@pytest.mark.parametrize("job", ["requeue", "docker"])
+def test_a_signal_that_comes_too_early_is_repeated_until_the_ranks_listen(cluster: Cluster, job: str) -> None:
+    code, output = ends_after_a_signal(cluster, job, signal.SIGUSR1)
+    assert code == 0, output
+    assert "SIGUSR1: asking the ranks to save and leave" in output
+    assert output.count("rank saved") == 1
+    requeued = [call["words"] for call in cluster.calls("scontrol")[1:]]
+    assert requeued == ([["requeue", "4242"]] if job == "requeue" else [])
+
+
+def test_restarts_come_to_an_end(cluster: Cluster) -> None:
+    code, output = ends_after_a_signal(cluster, "requeue", signal.SIGUSR1, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    assert code == 0, output
+    assert "3 restarts reach MAX_RESTARTS" in output
+    assert not cluster.calls("scontrol")[1:]
+
+
+def test_sigterm_saves_and_leaves_requeueing_to_slurm(cluster: Cluster) -> None:
+    code, output = ends_after_a_signal(cluster, "requeue", signal.SIGTERM)
+    assert code == 0, output
+    assert output.count("rank saved") == 1
+    assert not cluster.calls("scontrol")[1:]
+
+
+def test_requeue_has_time_to_save() -> None:
+    directives = re.findall(r"^#SBATCH (\S+)$", (SLURM / "requeue.sbatch").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"--requeue", "--open-mode=append", "--signal=B:USR1@300"} <= set(directives)
