@@ -175,7 +175,7 @@ class _Fit:
         for section, infix in (("causal", ""), ("full", "_full")):
             rows = self._at_least(section, 3)
             columns = np.array([[1.0, one.tokens, one.tokens_squared] for one in rows])
-            solved = [fit_seconds(columns, seconds) for seconds in _both(rows)]
+            solved = [_attention_terms(columns, seconds) for seconds in _both(rows)]
             for direction, times, part in (("", 1.0, solved[0]), ("_backward", _BACKWARD_FLOPS, solved[1])):
                 if not part[2] > 0:
                     raise InvalidInputError(
@@ -350,7 +350,7 @@ class _Fit:
         """Constants of the causal kernels, which are part of the overhead of a layer."""
         rows = self._rows.of("causal")
         columns = np.array([[1.0, one.tokens, one.tokens_squared] for one in rows])
-        forward, backward = (float(fit_seconds(columns, seconds)[0]) for seconds in _both(rows))
+        forward, backward = (float(_attention_terms(columns, seconds)[0]) for seconds in _both(rows))
         return {"causal": (forward, backward)}
 
     def _compare_buckets(self, section: str, rows: Sequence[Measurement], *, fitted: bool) -> None:
@@ -404,6 +404,15 @@ def buckets_s(hardware: Hardware, setup: Setup, rows: Sequence[Measurement]) -> 
         PlanOptions(max_tokens_per_rank=setup.max_tokens, bytes_per_element=setup.element_bytes),
     )
     return np.array([sum(cost_model.cost(one.cp_size, 0, one.tokens, one.tokens_squared, "p2p")) for one in rows])
+
+
+def _attention_terms(columns: Floats, seconds: Floats) -> Floats:
+    """Return [constant, per token, per squared token]; short sequences may hide the last, which then takes all."""
+    found = fit_seconds(columns, seconds)
+    if not found[2] > 0:
+        found[1] = 0.0
+        found[[0, 2]] = fit_seconds(columns[:, [0, 2]], seconds)
+    return found
 
 
 def _wire_share(one: Measurement) -> float:
