@@ -1,0 +1,306 @@
+"""Chats: exactly the tokens that the assistant wrote are learned, whichever template and tokenizer write them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.trainer.data import json_lines, tokenizer
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.chat_lines import build_chat_reader
+from megatron.trainer.data.entries import index_entries
+from megatron.trainer.data.json_text import LineError
+from tests.unit.data.helpers import config
+from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, TEXTS, write_tokenizer
+
+CHATS = [
+    [("system", "Be brief."), ("user", "What runs past the mill?"), ("assistant", " The river.\n")],
+    [("user", "naïve ☃?"), ("assistant", "Yes."), ("user", ""), ("assistant", ""), ("user", "The river?")],
+    [("user", "x" * 50), ("assistant", "ü" * 30), ("tool", "assistant"), ("assistant", "assistant\n\n")],
+]
+TEMPLATES = {"plain": PLAIN_TEMPLATE, "marked": MARKED_TEMPLATE}
+
+
+def messages_of(chat):
+    return [{"role": role, "content": content} for role, content in chat]
+
+
+def line_of(chat, **more):
+    return json.dumps({"messages": messages_of(chat)} | more).encode()
+
+
+def flags(*paths, **changes):
+    values = {"sft": True, "overlong": "error", "seq_length": 512} | changes
+    return config(*(paths or ("x",)), **values)
+
+
+def reader_of(one):
+    return build_chat_reader(one, tokenizer.build(one))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {name: write_tokenizer(root / name, template) for name, template in TEMPLATES.items()}
+
+
+def hugging_face(folder, *paths, **changes):
+    return flags(*paths, tokenizer="HuggingFaceTokenizer", tokenizer_model=str(folder), **changes)
+
+
+def expected_pieces(chat):
+    """Return (text, is it learned) one after the other, as a reader of chatml would cut a chat."""
+    for role, content in chat:
+        yield f"<|im_start|>{role}\n", False
+        yield f"{content}<|im_end|>", role == "assistant"
+        yield "\n", False
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("kind", ["bytes", "plain", "marked", "named"])
+def test_exactly_what_the_assistant_wrote_is_learned(folders, kind, chat):
+    one = flags() if kind == "bytes" else hugging_face(folders["plain" if kind == "named" else kind])
+    if kind == "named":
+        one = hugging_face(folders["plain"], chat_template="chatml")
+    reader = reader_of(one)
+    tokens, is_target = reader.tokens(line_of(chat))
+    pieces = [(tokenizer.build(one).encode(text.encode()), learned) for text, learned in expected_pieces(chat)]
+    assert tokens.tolist() == np.concatenate([ids for ids, _ in pieces]).tolist()
+    assert is_target.tolist() == [learned for ids, learned in pieces for _ in ids]
+    assert reader.measure(line_of(chat)) == (len(tokens), int(is_target.argmax()), int(is_target.sum()))
+    assert 0 < is_target.sum() < len(tokens)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_tokens_and_mask_are_those_of_transformers(folders, kind):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folders[kind]), local_files_only=True)
+    for chat in CHATS:
+        found = theirs.apply_chat_template(
+            messages_of(chat), return_dict=True, return_assistant_tokens_mask=kind == "marked"
+        )
+        tokens, is_target = reader_of(hugging_face(folders[kind])).tokens(line_of(chat))
+        assert tokens.tolist() == list(found["input_ids"])
+        if kind == "marked":
+            assert is_target.astype(int).tolist() == found["assistant_masks"]
+
+
+def test_turns_without_a_token_at_their_end_keep_their_newline(tmp_path):
+    path = tmp_path / "words.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokens, is_target = reader_of(flags(chat_template=str(path))).tokens(line_of([("user", "a"), ("assistant", "b ")]))
+    assert bytes(tokens.astype(np.uint8)) == b"user: a\nassistant: b\n"
+    assert bytes(tokens[is_target].astype(np.uint8)) == b" b\n"
+
+
+def test_templates_get_special_tokens_tools_and_no_clock(folders, tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{{ eos_token }}{{ tools | tojson }}{{ strftime_now is defined }}"
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    )
+    reader = reader_of(hugging_face(folders["plain"], chat_template=str(path)))
+    text, spans = reader.chat_format.spans(messages_of([("user", "<q>"), ("assistant", "a")]), [{"n": "<é>"}])
+    assert text == '<|endoftext|>[{"n": "<é>"}]False<q>;a;'
+    assert [text[span.start : span.stop] for span in spans] == ["<q>", "a"]
+
+
+BAD_LINES = [
+    (b'{"messages": [{"role": "user"', "is not JSON"),
+    (b'{"text": "x"}', "has no field 'messages' (it has 'text')"),
+    (b'{"messages": []}', "field 'messages' is 0 messages: at least one"),
+    (b'{"messages": "x"}', "field 'messages' is a str"),
+    (b'{"messages": ["x"]}', "message 1 is a str, not an object"),
+    (line_of([("user", "x"), ("bot", "y")]), "message 2 has role 'bot': use one of system, developer, user"),
+    (b'{"messages": [{"content": "x"}]}', "message 1 has role None"),
+    (b'{"messages": [{"role": "user"}]}', "message 1 (user): its content is missing"),
+    (b'{"messages": [{"role": "assistant", "content": null}]}', "its content is a NoneType, not a string"),
+    (b'{"messages": [{"role": "user", "content": ["x"]}]}', "its content is a list, not a string"),
+    (line_of([("system", "x")]), "has no assistant message, 1 of system"),
+    (line_of([("user", "\ufdd0"), ("assistant", "y")]), "message 1 (user) has the noncharacter"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_LINES)
+def test_bad_chats_name_file_and_line(tmp_path, line, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line_of(CHATS[0]) + b"\n\n" + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        build_splits(flags(path))
+    assert f"{path} line 3 " in str(caught.value).replace("line 3:", "line 3 ")
+    assert said in str(caught.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    """As templates do that drop the reasoning of earlier answers: the prefix is not what the whole begins with."""
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last or m.role == 'user' else 'cut' }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    reader = reader_of(flags(chat_template=str(path)))
+    reader.tokens(line_of(CHATS[1][:2]))
+    with pytest.raises(
+        LineError, match=r"message 2 \(assistant\): the chat template .* writes earlier messages in ano"
+    ):
+        reader.tokens(line_of(CHATS[1][:4]))
+
+
+def test_a_token_across_the_beginning_of_an_answer_is_refused(tmp_path):
+    """Without special tokens a tokenizer may merge the end of the prompt with the answer's first letters."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.train_from_iterator([*TEXTS, "A:yes a|b " * 50], trainers.BpeTrainer(vocab_size=400, show_progress=False))
+    made.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ 'Q: ' + m.content + ' ' if m.role == 'user' else 'A:' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    one = hugging_face(tmp_path, chat_template=str(path), eod_id=0)
+    assert [made.id_to_token(i) for i in made.encode("A:yes").ids] == ["▁A:yes"]
+    with pytest.raises(LineError, match=r"message 2 \(assistant\): a token lies across its beginning \(near .*A:yes"):
+        reader_of(one).tokens(line_of([("user", "is it"), ("assistant", "yes")]))
+    # Pieces begin with a space that the whole does not have there, but beginnings of the whole agree.
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} A:{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}|{% endif %}{% endfor %}"
+    )
+    tokens, is_target = reader_of(one).tokens(line_of([("user", "is it"), ("assistant", " mill")]))
+    assert [made.id_to_token(i) for i in tokens[is_target]] == ["▁mill"]
+    assert made.id_to_token(tokens[-1]) == "|"
+    assert len(made.encode("|").ids) == 2
+
+
+def write_chats(path, chats):
+    path.write_bytes(b"".join(line_of(chat) + b"\n" for chat in chats))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bytes", "plain"])
+def test_samples_carry_the_mask_of_their_labels(folders, tmp_path, kind):
+    path = write_chats(tmp_path / "a.jsonl", CHATS)
+    one = flags(path) if kind == "bytes" else hugging_face(folders["plain"], path)
+    stream = build_splits(one).train
+    expected = {}
+    for chat in CHATS:
+        tokens, is_target = reader_of(one).tokens(line_of(chat))
+        expected[tuple(tokens)] = is_target
+    seen = set()
+    for sample in stream.global_batch(0, stream.num_samples):
+        values = stream.read(sample.sample_id)
+        whole = (*values.tokens, values.labels[-1])
+        assert sample.seqlen == len(whole) - 1
+        assert values.loss_mask.dtype == np.float32
+        assert values.loss_mask.tolist() == expected[whole][1:].astype(float).tolist()
+        assert values.labels.tolist() == list(whole[1:])
+        seen.add(whole)
+    assert seen == set(expected)
+    total = sum(int(mask.sum()) for mask in expected.values())
+    assert f"loss on the {total} of {sum(map(len, expected))} tokens that assistants wrote" in stream.describe()
+
+
+def test_overlong_chats(tmp_path):
+    path = write_chats(tmp_path / "a.jsonl", CHATS)
+    measures = [reader_of(flags()).measure(line_of(chat)) for chat in CHATS]
+    limit = min(first for _, first, _ in measures) + 3
+    assert min(length for length, *_ in measures) - 1 > limit
+    assert sum(first <= limit for _, first, _ in measures) == 1
+    with pytest.raises(
+        DataError, match=rf"line 1 predicts \d+ tokens, --seq-length is {limit} .* --overlong truncate or drop$"
+    ):
+        build_splits(flags(path, seq_length=limit))
+    with pytest.raises(DataError, match="0 samples"):
+        build_splits(flags(path, seq_length=limit, overlong="drop"))
+    with pytest.raises(InvalidInputError, match="--sft and --overlong split exclude each other"):
+        flags(path, overlong="split")
+    stream = build_splits(flags(path, seq_length=limit, overlong="truncate")).train
+    assert stream.num_samples == 1, "only one chat has an answer within the limit"
+    assert "2 left out because no assistant's token is left of them" in stream.describe()
+    values = stream.read(0)
+    assert len(values.tokens) == limit
+    assert 0 < values.loss_mask.sum() < limit
+
+
+def test_index_is_cached_by_template_and_the_same_for_any_processes(tmp_path, monkeypatch):
+    path = write_chats(tmp_path / "a.jsonl", CHATS * 4)
+    monkeypatch.setattr(json_lines, "TOKENIZED_RANGE_BYTES", 300)
+    real, asked = json_lines.map_in_processes, []
+    found = []
+    for k in (1, 2):
+        monkeypatch.setattr(
+            json_lines, "map_in_processes", lambda f, t, n, *, k=k, **o: asked.append(len(t)) or real(f, t, k, **o)
+        )
+        found.append(index_entries(flags(path, cache_path=str(tmp_path / str(k))))[0].index)
+    assert found[0].header == found[1].header
+    assert asked[0] > 3
+    index_entries(flags(path, cache_path=str(tmp_path / "2")))
+    assert len(asked) == 2, "the second time it comes from the cache"
+    other = tmp_path / "t.jinja"
+    other.write_text("{% for m in messages %}{% generation %}{{ m.content }}.{% endgeneration %}{% endfor %}")
+    index = index_entries(flags(path, cache_path=str(tmp_path / "2"), chat_template=str(other)))[0].index
+    assert len(asked) == 3
+    assert index.columns["lengths"].tolist() != found[0].columns["lengths"].tolist()
+
+
+def test_the_fingerprint_sees_the_mask(tmp_path):
+    """Two templates that write the same text but mark other parts of it are two streams."""
+    path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
+    prints = []
+    for before, after in (("{% generation %}", ""), ("", "{% generation %}")):
+        template = tmp_path / "t.jinja"
+        parts = [
+            "{% for m in messages %}",
+            before,
+            "{{ m.role }}",
+            after,
+            "{{ m.content }}{% endgeneration %}{% endfor %}",
+        ]
+        template.write_text("".join(parts))
+        prints.append(build_splits(flags(path, chat_template=str(template))).train.fingerprint())
+    assert prints[0] != prints[1]
+
+
+def test_a_chat_that_changed_is_an_error(tmp_path):
+    path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
+    stream = build_splits(flags(path)).train
+    write_chats(path, [[("user", "other"), ("assistant", "chat")]])
+    with pytest.raises(DataError, match=re.escape(f"{path} line 1 has ") + r"\d+ tokens but had \d+"):
+        stream.read(0)
+
+
+def test_flags_that_contradict_chats(folders, tmp_path):
+    path = write_chats(tmp_path / "a.jsonl", CHATS)
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "p.idx").write_text("x")
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    none = write_tokenizer(tmp_path / "none", template=None)
+    cases = [
+        (lambda: config(path, chat_template="chatml"), "--chat-template chatml needs --sft"),
+        (lambda: config(mock=True, sft=True, overlong="drop"), "--sft and --mock-data exclude each other"),
+        (lambda: index_entries(flags(tmp_path / "a.txt")), "--sft reads chats from JSONL, .* has 1 other files"),
+        (lambda: index_entries(flags(tmp_path / "p")), r"is \.bin/\.idx data, which has no loss mask"),
+        (lambda: reader_of(flags(chat_template="chatlm")), "chatlm is no file and none of chatml"),
+        (lambda: reader_of(flags(chat_template=str(tmp_path / "bad.jinja"))), "is no Jinja template, line 1"),
+        (lambda: reader_of(hugging_face(none)), "has no chat template: name a file or chatml"),
+        (
+            lambda: reader_of(flags(tokenizer="NullTokenizer", vocab_size=9)),
+            "--sft needs a tokenizer that reads text",
+        ),
+    ]
+    for make, said in cases:
+        with pytest.raises(InvalidInputError, match=said):
+            make()
+    text_reader = config(path)
+    with pytest.raises(DataError, match=r"has no field 'text' .* or read chats with --sft"):
+        build_splits(text_reader)
