@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.verify import run_on_rank_zero
 from megatron.trainer import checkpoint_files, optimizer_state
+from megatron.trainer.extra_states import load_weights, without_extra_states
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
     else:
         _check_identity(trainable.identity, run["identity"], folder)
-    state = sharded_model(trainable)
+    state = without_extra_states(sharded_model(trainable))
     same_layout = run["layout"] == trainable.layout
     request = None
     if not finetune:
@@ -95,7 +96,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     with reporting(f"--load {load_dir}: {folder.name}", "read", "resume from an older checkpoint or another"):
         loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trainable.chunks):
-        chunk.load_state_dict(loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
+        load_weights(chunk, loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
     if request is None:
         trainable.optimizer.reload_model_params()
         logger.info("loaded the weights of %s", folder)

@@ -126,7 +126,7 @@ def run_chunks(
         )
         if not chunk.pre_process:
             rows = num_tokens // (tp_size if config.sequence_parallel else 1)
-            hidden = torch.zeros(rows, 1, config.hidden_size, dtype=config.params_dtype, device=device)
+            hidden = torch.ones(rows, 1, config.hidden_size, dtype=config.params_dtype, device=device)
             chunk.set_input_tensor(hidden.requires_grad_())
         gathers = parallel.ddp_config.overlap_param_gather
         if gathers:  # nothing has been sent yet that they could wait for

@@ -1,0 +1,254 @@
+"""What is decided and done about TransformerEngine before the first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from dynamic_cp.errors import DisagreementError, DynamicCPError, MemoryLimitError, UnsupportedFeatureError
+from dynamic_cp.types import CP_COMM_TYPES, Topology
+from megatron.dynamic_cp.attention import te_support
+from megatron.dynamic_cp.attention.te_support import choose_layers, missing_exchanges, way
+from megatron.dynamic_cp.attention.te_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
+from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
+from megatron.trainer import layers, warm_up
+from tests.distributed import fake_transformer_engine as fake
+from tests.distributed import parity, reference
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+
+GPU = {"on_cuda": True, "bf16": True, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("version", "lacking"),
+    [
+        ("2.9.0", ("all_gather",)),
+        ("2.11.0+5671fd36", ("all_gather",)),
+        ("2.17.1", ("all_gather",)),
+        ("2.18.0.dev0", ()),
+        ("2.20.2", ()),
+    ],
+)
+def test_auto_leaves_out_what_a_version_lacks(version: str, lacking: tuple[str, ...]) -> None:
+    choice = choose_layers(None, "auto", version=version, **GPU)
+    assert (choice.impl, choice.left_out) == ("transformer_engine", lacking)
+    assert version in choice.describe()
+    assert ("all_gather" in choice.describe()) == bool(lacking)
+
+
+def test_who_does_an_exchange() -> None:
+    def ways(version: str, kv_heads: int) -> list[str]:
+        possible = [one for one in CP_COMM_TYPES if one not in missing_exchanges(CP_COMM_TYPES, version)]
+        sizes = {"a2a": 4, "a2a+p2p": 2}
+        return [
+            f"{one} {way(one, version, kv_heads=kv_heads, inner_cp_size=sizes.get(one, 1))}" for one in sorted(possible)
+        ]
+
+    assert ways("2.10.0", 8) == ["a2a wrapped", "a2a+p2p wrapped", "p2p native"]
+    assert ways("2.11.0", 8) == ["a2a native", "a2a+p2p wrapped", "p2p native"]
+    assert ways("2.18.0", 8) == ["a2a native", "a2a+p2p wrapped", "all_gather native", "p2p native"]
+    assert ways("2.19.0", 8) == ["a2a native", "a2a+p2p native", "all_gather native", "p2p native"]
+    assert ways("2.19.0", 2) == ["a2a wrapped", "a2a+p2p native", "all_gather native", "p2p native"]
+    assert ways("2.19.0", 1) == ["a2a wrapped", "a2a+p2p wrapped", "all_gather native", "p2p native"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"exchange": "all_gather", "version": "2.11.0"}, ["all_gather", "2.18", "2.11.0 is installed", "p2p"]),
+        ({"version": "2.7.0"}, ["2.7.0 is installed", "2.9 is needed", "--transformer-impl local"]),
+        ({"version": None, "why_missing": "No module named 'transformer_engine'"}, ["2.9", "No module", "local"]),
+        ({"on_cuda": False}, ["needs CUDA devices", "--transformer-impl local"]),
+        ({"bf16": False}, ["--bf16", "fp32"]),
+        ({"head_dim": 36}, ["--kv-channels", "multiple of 8", "36"]),
+        ({"head_dim": 264}, ["up to 256", "264"]),
+    ],
+)
+def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said: list[str]) -> None:
+    settings = {"exchange": "p2p", "version": "2.11.0", **GPU, **changed}
+    with pytest.raises(UnsupportedFeatureError) as error:
+        choose_layers("transformer_engine", **settings)
+    assert all(part in str(error.value) for part in said), str(error.value)
+    if "exchange" not in changed:
+        assert choose_layers(None, **settings).impl == "local", "and nobody asked for it"
+        assert choose_layers("local", **settings).reason == "--transformer-impl local"
+
+
+def choose_on_this_rank(versions: tuple[str | None, ...]) -> str:
+    layers.installed_version = lambda: (versions[dist.get_rank()], "not there")
+    args = SimpleNamespace(transformer_impl="transformer_engine", cp_comm_type="p2p", bf16=True, kv_channels=64)
+    original = layers.choose_layers
+    layers.choose_layers = lambda *args, **kwargs: original(*args, **{**kwargs, "on_cuda": True})
+    try:
+        layers.choose(args, torch.device("cpu"))
+    except DynamicCPError as error:
+        return f"{type(error).__name__}: {error}"
+    return args.transformer_impl
+
+
+def test_all_ranks_choose_alike() -> None:
+    assert run_ranks(2, choose_on_this_rank, ("2.11.0", "2.11.0")) == ["transformer_engine"] * 2
+    for said in run_ranks(2, choose_on_this_rank, ("2.11.0", None)):
+        assert said.startswith("UnsupportedFeatureError")
+        assert "(not there)" in said
+    for said in run_ranks(2, choose_on_this_rank, ("2.11.0", "2.12.0")):
+        assert said.startswith(DisagreementError.__name__)
+        assert "version of TransformerEngine" in said
+
+
+# What is warmed.
+
+
+def test_buckets_are_those_of_cudnn() -> None:
+    assert token_buckets(700) == (700,)
+    assert token_buckets(1024) == (1024,)
+    assert token_buckets(10_000) == (1024, 2048, 4096, 8192, 10_000)
+    assert token_buckets(100_000) == (1024, 2048, 4096, 8192, 16384, 32768, 65536, 98304, 100_000)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 8])
+@pytest.mark.parametrize("rank_tokens", [2, 7, 64, 1023, 1024, 4100])
+def test_a_pack_fills_its_bucket(rank_tokens: int, cp_size: int) -> None:
+    seqlens = pack_of(rank_tokens, cp_size)
+    assert sum(seqlens) == rank_tokens // 2 * 2 * cp_size
+    assert len(seqlens) == min(32, rank_tokens // 2)
+    assert all(seqlen % (2 * cp_size) == 0 < seqlen for seqlen in seqlens)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 6, 8])
+@pytest.mark.parametrize("exchanges", [("p2p",), ("a2a",), CP_COMM_TYPES])
+def test_lanes_warm_the_same_in_their_groups(num_lanes: int, exchanges: tuple[str, ...]) -> None:
+    """Each pack of a group is in the lists of all its lanes, in one order; each lane meets what plans may ask of it."""
+    of_lane = []
+    for lane in range(num_lanes):
+        blocks = lane_blocks(lane, num_lanes)
+        two_levels = two_level_blocks(lane, blocks, (2, 4) if "a2a+p2p" in exchanges else ())
+        packs = warm_up_packs(blocks, two_levels, exchanges, max_tokens_per_rank=3000, query_heads=4)
+        assert [pack.rank_tokens for pack in packs[:3]] == [1024, 2048, 3000]
+        assert {(pack.cp_size, pack.cp_comm_type) for pack in packs} >= {(1, "p2p")} | {
+            (size, one)
+            for _, size in blocks
+            for one in exchanges
+            if size > 1 and (one == "all_gather" or (one == "a2a" and 4 % size == 0))
+        }
+        assert {pack.inner_cp_size for pack in packs if pack.cp_comm_type == "a2a+p2p"} == {
+            inner for _, _, inner in two_levels
+        }
+        if "p2p" in exchanges:
+            assert max(size for _, size in blocks) in {p.cp_size for p in packs if p.cp_comm_type == "p2p"}
+        of_lane.append(packs)
+    for lane, packs in enumerate(of_lane):
+        for other in range(num_lanes):
+            shared = [[p for p in mine if p.first_lane <= lane < p.first_lane + p.cp_size] for mine in of_lane]
+            both = [p for p in packs if p.first_lane <= other < p.first_lane + p.cp_size]
+            assert both == [p for p in shared[other] if p in both]
+
+
+def warm_on_this_rank() -> tuple[int, int]:
+    """Return (bytes that warming sent, forward passes that the fake saw)."""
+    fake.install("2.11.0")
+    initialize_model_parallel()
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron.dynamic_cp.attention.transformer_engine import TransformerEngineAttention
+
+    exchanges = ("p2p", "a2a", "a2a+p2p")
+    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=exchanges, inner_sizes=(2,))
+    config = reference.transformer_config(reference.LLAMA)
+    packs = warm_up_packs(
+        groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=64, query_heads=config.num_attention_heads
+    )
+    sent = warm_up_attention(
+        TransformerEngineAttention(config, 1, AttnMaskType.causal, "self"),
+        packs,
+        groups,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert len(fake.DotProductAttention.forwards) == len(packs) == 5
+    return sent, len(packs)
+
+
+def test_warming_attends_to_every_pack() -> None:
+    for sent, _ in run_ranks(4, warm_on_this_rank, timeout_s=60):
+        assert sent > 0
+
+
+def run_chunks_on_this_rank(layout: parity.Layout) -> None:
+    """Run the warm-up of the allocator; check that it leaves no trace, and that it did run."""
+    initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
+    groups = DynamicCPGroups.build(layout.topology, timeout_s=30)
+    config, chunks = parity.build_chunks(layout, reference.LLAMA)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.distributed_optimizer,
+        overlap_param_gather=layout.distributed_optimizer,
+    )
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+    largest = []
+    for model in wrapped:
+        reset = model.zero_grad_buffer
+
+        def look_and_reset(model=model, reset=reset) -> None:
+            largest.append(max(p.main_grad.abs().max().item() for p in model.parameters() if p.requires_grad))
+            reset()
+
+        model.zero_grad_buffer = look_and_reset
+    random = torch.get_rng_state(), tensor_parallel.get_cuda_rng_tracker().get_states()["model-parallel-rng"].clone()
+    warm_up.run_chunks(config, chunks, wrapped, groups, 97, torch.device("cpu"))
+    assert len(largest) == len(chunks)
+    assert all(value > 0 for value in largest), "no gradient was computed"
+    for model in wrapped:
+        assert all(not p.main_grad.any() for p in model.parameters())
+    assert torch.equal(random[0], torch.get_rng_state())
+    assert torch.equal(random[1], tensor_parallel.get_cuda_rng_tracker().get_states()["model-parallel-rng"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        parity.Layout(1, pp=2, vpp=2, config={"hidden_dropout": 0.1}),
+        parity.Layout(1, tp=2, sp=True, distributed_optimizer=True),
+    ],
+    ids=["pp2_vpp2_dropout", "tp2_sp_distributed_optimizer"],
+)
+def test_a_pack_through_the_chunks_leaves_no_trace(layout: parity.Layout) -> None:
+    run_ranks(2, run_chunks_on_this_rank, layout, timeout_s=60)
+
+
+def run_out_of_memory() -> str:
+    def compute() -> None:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    try:
+        warm_up._within_memory(compute, 8192)
+    except MemoryLimitError as error:
+        return str(error)
+    return ""
+
+
+def test_a_limit_beyond_the_memory_is_named_on_all_ranks() -> None:
+    for said in run_ranks(2, run_out_of_memory):
+        assert all(part in said for part in ("8192", "--max-seqlen-per-dp-cp-rank", "Tried to allocate", "rank 1"))
+
+
+def test_advice_about_the_allocator_is_given_once_needed() -> None:
+    assert "expandable_segments:True" in warm_up.allocator_advice({})
+    assert not warm_up.allocator_advice({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_no_version_is_found_where_none_is_installed() -> None:
+    pytest.importorskip("megatron.core")
+    version, why = te_support.installed_version()
+    if version is not None:
+        pytest.skip(f"TransformerEngine {version} is installed")
+    assert "transformer_engine" in why
