@@ -106,6 +106,8 @@ def latest(load_dir: str) -> Path | None:
         raise CheckpointError(
             f"{tracker} cannot be read: {error}; write the iteration to resume from into it"
         ) from None
+    if text == "release":  # converted weights of Megatron-LM
+        return Path(load_dir) / text
     if not text.isdecimal():
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, not an iteration: write the one to resume from into it")
     folder = Path(load_dir) / _name(int(text))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import checkpoint_files, optimizer_state
+from megatron.trainer import checkpoint_files, interchange, optimizer_state
 from megatron.trainer.extra_states import load_weights, without_extra_states
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Trainable:
         chunks: unwrapped model chunks of this pipeline stage.
         wrapped: the same, wrapped for data parallelism.
         identity: JSON values that must be equal when a run goes on: model, data, seed.
+        arguments: flags of the run under Megatron-LM's names, for a Megatron-LM that loads its checkpoints.
         layout: JSON values that decide whether random states fit: TP, PP, lanes.
         has_dropout: whether random states matter.
         gathers_params: weights are gathered by the next forward pass and stale until then.
@@ -61,6 +62,7 @@ class Trainable:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     identity: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     layout: Mapping[str, int]
     has_dropout: bool
     gathers_params: bool
@@ -76,7 +78,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     Raises:
         CheckpointError: damaged, missing, or of another model, data set or seed; the same on every rank.
     """
-    found = run_on_rank_zero(lambda: _find(load_dir, required))
+    found = run_on_rank_zero(lambda: _find(load_dir, required, trainable.identity["model"], finetune))
     if found is None:
         logger.info("no checkpoint in %s: starting afresh", load_dir)
         return Position()
@@ -84,7 +86,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     if finetune:
         _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
     else:
-        _check_identity(trainable.identity, run["identity"], folder)
+        _check_identity({part: trainable.identity[part] for part in run["identity"]}, run["identity"], folder)
     state = without_extra_states(sharded_model(trainable))
     same_layout = run["layout"] == trainable.layout
     request = None
@@ -105,6 +107,14 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     _load_scheduler(trainable.scheduler, run["scheduler"])
     if same_layout:
         _set_rng_state(loaded["rng"])
+    elif "data" not in run["identity"]:
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s is Megatron-LM's: weights, optimizer, schedule and position are taken over, the order of its data "
+                "and its random states are not: training goes on with sample %d of this run's own order",
+                folder,
+                run["consumed_samples"],
+            )
     elif trainable.has_dropout and dist.get_rank() == 0:
         logger.warning(
             "the checkpoint was saved as %s, this run is %s: random states do not fit, dropout goes on differently",
@@ -137,7 +147,10 @@ def reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be {verb} ({error}): {remedy} {what.split()[0]}") from None
 
 
-def _find(load_dir: str, required: bool) -> tuple[Path, dict[str, Any]] | None:
+def _find(
+    load_dir: str, required: bool, model: Mapping[str, Any], weights_only: bool
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder of the latest checkpoint, and what its manifest says, or would say if it is Megatron-LM's."""
     folder = checkpoint_files.latest(load_dir)
     if folder is None:
         if required:
@@ -146,7 +159,8 @@ def _find(load_dir: str, required: bool) -> tuple[Path, dict[str, Any]] | None:
                 "check the path or drop --exit-on-missing-checkpoint"
             )
         return None
-    return folder, checkpoint_files.verify(folder)
+    theirs = interchange.read_run(folder, model, weights_only=weights_only)
+    return folder, theirs or checkpoint_files.verify(folder)
 
 
 def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:

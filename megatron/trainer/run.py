@@ -198,6 +198,7 @@ def set_up(args: argparse.Namespace) -> Run:
             optimizer=optimizer,
             scheduler=scheduler,
             identity={"model": derive.model_identity(args, vocab_rows), "data": _data_identity(data_config, splits)},
+            arguments={**vars(args), "padded_vocab_size": vocab_rows},
             layout={
                 "tp": topology.tp_size,
                 "pp": topology.pp_size,

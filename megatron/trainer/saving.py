@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from megatron.dynamic_cp.nvtx import span
 from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import checkpoint_files, optimizer_state
+from megatron.trainer import checkpoint_files, interchange, optimizer_state
 from megatron.trainer.background_writer import BackgroundWriter, WriteResults
 from megatron.trainer.checkpointing import Position, Trainable, reporting, rng_state, sharded_model, sharded_rng
 
@@ -75,7 +75,7 @@ class Saver:
         partial = run_on_rank_zero(lambda: checkpoint_files.begin(save_dir, position.iteration))
         run = _run_values(trainable, position)
         with self._reporting(position.iteration):
-            request = self._request(partial, in_background)
+            request = self._request(partial, position, in_background)
             if in_background:
                 self._writer.start(request)
             else:
@@ -129,17 +129,24 @@ class Saver:
         held_up_s = unnamed.blocked_s + waited_s + now_s - named_since_s
         logger.info("saved %s in %.1f s, training waited %.2f s", folder, now_s - unnamed.started_s, held_up_s)
 
-    def _request(self, partial: Path, in_background: bool) -> AsyncRequest:
+    def _request(self, partial: Path, position: Position, in_background: bool) -> AsyncRequest:
         """Return how megatron-core writes the state of this rank, after planning that with the others."""
         state = sharded_model(self._trainable)
         state["optimizer"] = optimizer_state.sharded_for_save(self._trainable.optimizer, state)
         state["rng"] = sharded_rng(rng_state())
+        state |= interchange.values_for_megatron_lm(
+            self._trainable.arguments,
+            position.iteration,
+            position.consumed_samples,
+            self._trainable.scheduler.state_dict(),
+        )
         filesystem_async._results_queue = WriteResults() if in_background else queue.SimpleQueue()
         return dist_checkpointing.save(
             state,
             str(partial),
             TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
             async_sharded_save=True,
+            content_metadata=dict(interchange.CONTENT_METADATA),
         )
 
     def _reporting(self, iteration: int) -> Any:

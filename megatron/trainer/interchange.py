@@ -1,0 +1,141 @@
+"""Checkpoints of Megatron-LM (core_v0.16.1, --ckpt-format torch_dist): reading theirs, and writing what they read.
+
+Both programs save with the same functions of megatron-core, so weights and optimizer have the same names. What differs
+are the values beside them: Megatron-LM keeps its arguments, iteration and schedule in the checkpoint's common part,
+this trainer in a manifest. So every checkpoint of this trainer has Megatron-LM's values, too, and `--load` recognizes
+a folder that has only those.
+
+Taken over: weights, optimizer state, learning-rate schedule, iteration, number of consumed samples.
+Not: the order of the data (this trainer goes on with its own sample of that number) and random states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from dynamic_cp.errors import CheckpointError
+from megatron.trainer import checkpoint_files, optimizer_state
+
+CONTENT_METADATA = {
+    **optimizer_state.SHARDING,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""What Megatron-LM must know to ask for the optimizer's tensors by the right names."""
+_WRITTEN_BY = "written_by"
+_THIS = "megatron-dynamic-cp"
+
+
+def values_for_megatron_lm(
+    arguments: Mapping[str, Any], iteration: int, consumed_samples: int, scheduler: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what Megatron-LM wants to find beside weights and optimizer.
+
+    Args:
+        arguments: flags of this run under Megatron-LM's names.
+        scheduler: state of the learning-rate schedule.
+    """
+    args = argparse.Namespace(**arguments)
+    args.iteration = iteration
+    args.consumed_train_samples = consumed_samples
+    args.consumed_valid_samples = args.skipped_train_samples = 0
+    args.add_bias_linear = not args.disable_bias_linear
+    args.no_save_optim = False
+    args.no_save_rng = True  # ours are per rank and not in its form: it goes on with its own
+    setattr(args, _WRITTEN_BY, _THIS)
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "opt_param_scheduler": dict(scheduler),
+        "num_floating_point_operations_so_far": 0,
+    }
+
+
+def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> dict[str, Any] | None:
+    """Return what the manifest of one of our checkpoints would say of Megatron-LM's checkpoint `folder`.
+
+    None: it is none of Megatron-LM's. On one rank; unpickles the folder's common values.
+
+    Args:
+        model: `derive.model_identity` of this run.
+        weights_only: only they are wanted.
+
+    Raises:
+        CheckpointError: it is one, of a kind that cannot be read.
+    """
+    if (folder / checkpoint_files.MANIFEST).exists() or not (folder / "metadata.json").exists():
+        return None
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} has no {checkpoint_files.MANIFEST}, and its common.pt cannot be read as Megatron-LM's "
+            f"({type(error).__name__}: {error}): resume from an older checkpoint by writing its iteration into "
+            f"{checkpoint_files.TRACKER}"
+        ) from error
+    except CheckpointingException as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}; resume from an older checkpoint") from error
+    args = common.get("args")
+    if "checkpoint_version" not in common or args is None or getattr(args, _WRITTEN_BY, None) == _THIS:
+        return None
+    if not weights_only:
+        _check_optimizer(folder, args, common)
+    return {
+        "iteration": common.get("iteration", 0),
+        "consumed_samples": getattr(args, "consumed_train_samples", 0),
+        "coefficients": None,
+        "scheduler": common.get("opt_param_scheduler"),
+        "optimizer_kind": _optimizer_kind(args),
+        "identity": {"model": _model_identity(args, model)},
+        "layout": {},
+    }
+
+
+def _check_optimizer(folder: Path, args: argparse.Namespace, common: Mapping[str, Any]) -> None:
+    if "optimizer" not in common or "opt_param_scheduler" not in common:
+        raise CheckpointError(
+            f"{folder} of Megatron-LM has no optimizer state (--no-save-optim, or converted weights): "
+            "load its weights with --finetune"
+        )
+    if getattr(args, "fp16", False):
+        raise CheckpointError(f"{folder} of Megatron-LM was trained with --fp16: load its weights with --finetune")
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {}
+    kind = metadata.get("distrib_optim_sharding_type")
+    if _optimizer_kind(args) == "distributed" and kind != optimizer_state.SHARDING["distrib_optim_sharding_type"]:
+        raise CheckpointError(
+            f"{folder} of Megatron-LM has its distributed optimizer as {kind}, fully_reshardable can be read: save it "
+            "with --dist-ckpt-optim-fully-reshardable, or load its weights with --finetune",
+            kind=kind,
+        )
+
+
+def _optimizer_kind(args: argparse.Namespace) -> str:
+    if getattr(args, "use_distributed_optimizer", False):
+        return "distributed"
+    return "plain_16bit" if getattr(args, "bf16", False) else "plain_fp32"
+
+
+def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `model` with what Megatron-LM's arguments say in its place; what they do not say, shapes will tell."""
+    said = dict(vars(args))
+    said["vocab_size"] = said.get("padded_vocab_size")
+    said["gated_linear_unit"] = said.get("swiglu")
+    if "add_bias_linear" in said:
+        said["disable_bias_linear"] = not said["add_bias_linear"]
+    if not said.get("group_query_attention", True):
+        said["num_query_groups"] = said.get("num_attention_heads")
+    left = set(model)
+    if model["position_embedding_type"] != "learned_absolute":
+        left.discard("max_position_embeddings")  # no weight and no angle depends on it
+    if model["position_embedding_type"] != "rope":
+        left -= {"rotary_base", "rotary_percent", "rotary_interleaved"}
+    return {name: said[name] if name in left and said.get(name) is not None else own for name, own in model.items()}

@@ -1,0 +1,258 @@
+"""A checkpoint of a static-CP run of megatron-core, written as Megatron-LM writes it, goes on here, and goes back.
+
+The stock side is megatron-core with context_parallel_size=2, its own model, sharding of the batch, gradients, optimizer
+and checkpoint functions, called as Megatron-LM's megatron/training/checkpointing.py (core_v0.16.1) calls them.
+Attention under CP needs TransformerEngine there: ours takes its place (tests/distributed/test_static_cp.py). Both sides
+train on the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from dynamic_cp.padding import padded_seqlens
+from megatron.dynamic_cp import optimizer_checkpoint
+from megatron.dynamic_cp.loss import sum_of_losses
+from megatron.trainer import initialize, model
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.index_once import index_once
+from megatron.trainer.run import data_config
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_static_cp import StaticGroupAttention
+from tests.trainer.commandline import command_line
+from tests.trainer.test_training import DYNAMIC, SHARDED
+from tests.trainer.training_ranks import losses, run_command, train
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+CP_SIZE, DP_SIZE = 2, 2
+VOCAB_ROWS = 264  # bytes and the end of a document, in multiples of 8
+TRACKER = "latest_checkpointed_iteration.txt"
+# Sums of gradients come in another order; measured 1e-7.
+TOLERANCE = 1e-5
+# Names and values as Megatron-LM's argument parser has them, not ours.
+MEGATRON_LM_ARGUMENTS = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "max_position_embeddings": 4096,  # of no weight and no angle, and not ours
+    "padded_vocab_size": VOCAB_ROWS,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": CP_SIZE,
+    "data_parallel_size": DP_SIZE,
+    "world_size": CP_SIZE * DP_SIZE,
+    "bf16": False,
+    "fp16": False,
+}
+
+
+class Stock:
+    """A run of megatron-core on one rank."""
+
+    def __init__(self, words: list[str]) -> None:
+        args = self.args = parse_args(words, dist.get_world_size())
+        optimizer_checkpoint.install()  # megatron-core cannot load its distributed optimizer around torch's AdamW
+        parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
+        initialize.seed(args.seed)
+        config = model.transformer_config(args, CPU)
+        config.context_parallel_size = CP_SIZE
+        spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        spec.submodules.self_attention.submodules.core_attention = StaticGroupAttention
+        self.chunk = GPTModel(
+            config,
+            spec,
+            vocab_size=VOCAB_ROWS,
+            max_sequence_length=args.max_position_embeddings,
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="rope",
+        )
+        self.wrapped = model.wrap_chunks(args, config, [self.chunk], CP_SIZE * DP_SIZE, CPU)
+        self.optimizer = model.build_optimizer(args, config, self.wrapped)
+        self.scheduler = model.build_scheduler(args, self.optimizer)
+        data = data_config(args)
+        self.stream = build_splits(data, index_once(data, CPU)).train
+        self.iteration = self.consumed_samples = 0
+
+    def step(self) -> float:
+        """Train on the next global batch, one sample per micro-batch; return its loss."""
+        samples = self.stream.global_batch(self.consumed_samples, self.args.global_batch_size)
+        mine = list(samples)[parallel_state.get_data_parallel_rank() :: DP_SIZE]
+        self.wrapped[0].zero_grad_buffer()
+        self.optimizer.zero_grad()
+        logged = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=map(self._micro_batch, mine),
+            model=self.wrapped[0],
+            num_microbatches=len(mine),
+            seq_length=self.args.seq_length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        sums = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
+        dist.all_reduce(sums)
+        self.optimizer.step()
+        self.scheduler.step(increment=len(samples))
+        self.iteration += 1
+        self.consumed_samples += len(samples)
+        return float(sums[0] / sums[1])
+
+    def _micro_batch(self, sample: Any) -> tuple[dict[str, torch.Tensor], PackedSeqParams]:
+        read = self.stream.read(sample.sample_id)
+        (seqlen,) = padded_seqlens((sample.seqlen,), CP_SIZE)
+        columns = {name: torch.as_tensor(getattr(read, name)) for name in ("tokens", "labels", "loss_mask")}
+        pad = seqlen - sample.seqlen
+        whole = {name: torch.nn.functional.pad(column, (0, pad))[None] for name, column in columns.items()}
+        whole["position_ids"] = torch.arange(seqlen)[None]
+        ends = torch.tensor([0, seqlen], dtype=torch.int32)
+        return get_batch_on_this_cp_rank(whole), PackedSeqParams("thd", ends, ends, ends, ends, seqlen, seqlen)
+
+    def _metadata(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self.args.use_distributed_optimizer:
+            metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        return metadata
+
+    def _state(self, metadata: dict[str, Any], **loading: bool) -> dict[str, Any]:
+        """Return what Megatron-LM's generate_state_dict returns."""
+        group = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        args = argparse.Namespace(
+            **MEGATRON_LM_ARGUMENTS,
+            use_distributed_optimizer=self.args.use_distributed_optimizer,
+            consumed_train_samples=self.consumed_samples,
+        )
+        state = {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
+        state["model"] = self.chunk.sharded_state_dict(metadata={**metadata, **group})
+        state["optimizer"] = self.optimizer.sharded_state_dict(state, metadata={**metadata, **group}, **loading)
+        state["opt_param_scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def save(self, folder: str) -> None:
+        state = self._state(self._metadata())
+        random = [{"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": _tracker_states()}]
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        state["rng_state"] = ShardedObject("rng_state", random, (1, 1), (0, 0), replica_id=replica)
+        state["num_floating_point_operations_so_far"] = 0
+        checkpoint = Path(folder) / f"iter_{self.iteration:07d}"
+        if dist.get_rank() == 0:
+            checkpoint.mkdir(parents=True)
+            (Path(folder) / TRACKER).write_text(str(self.iteration))
+        dist.barrier()
+        filesystem_async._results_queue = queue.SimpleQueue()
+        dist_checkpointing.save(state, str(checkpoint), content_metadata=self._metadata())
+
+    def load(self, folder: str) -> None:
+        """Load as Megatron-LM's load_checkpoint does, strictly."""
+        checkpoint = f"{folder}/iter_{int((Path(folder) / TRACKER).read_text()):07d}"
+        common = dist_checkpointing.load_common_state_dict(checkpoint)
+        saved = common["args"]
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
+            assert getattr(saved, name) == MEGATRON_LM_ARGUMENTS[name]
+        assert getattr(saved, "add_position_embedding", True)
+        assert (saved.tensor_model_parallel_size, saved.pipeline_model_parallel_size) == (1, 1)
+        assert saved.no_save_rng
+        assert not getattr(saved, "no_save_optim", False)
+        assert common["checkpoint_version"] == 3.0
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+        state = dist_checkpointing.load(self._state(metadata, is_loading=True), checkpoint)
+        self.iteration, self.consumed_samples = state["iteration"], state["args"].consumed_train_samples
+        self.chunk.load_state_dict(state["model"], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+
+
+def _tracker_states() -> dict[str, Any]:
+    return tensor_parallel.get_cuda_rng_tracker().get_states()
+
+
+def _forward_step(data_iterator: Any, gpt: Any) -> Any:
+    batch, params = next(data_iterator)
+    output = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+    return output, lambda token_losses: sum_of_losses(batch["loss_mask"], token_losses)
+
+
+def _stock_run(words: list[str], until: int, *, load: str | None = None, save: dict[int, str] | None = None) -> Any:
+    """Return the losses of the iterations up to `until`; `save` is iteration -> folder."""
+    run = Stock(words)
+    if load is not None:
+        run.load(load)
+    found = []
+    while run.iteration < until:
+        found.append(run.step())
+        if run.iteration in (save or {}):
+            run.save(save[run.iteration])
+    return found
+
+
+def _words(*more: str) -> list[str]:
+    return command_line("--mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", *more)
+
+
+@pytest.fixture(scope="module", params=["", SHARDED])
+def stock(request, tmp_path_factory):
+    """(words, losses of 6 iterations, folder of a checkpoint at 2) of the uninterrupted stock run."""
+    folder = str(tmp_path_factory.mktemp("stock"))
+    words = _words(request.param)
+    (found, *others) = run_ranks(4, _stock_run_saving, words, folder)
+    assert all(other == found for other in others)
+    assert len(found) == 6
+    return request.param, found, folder
+
+
+def _stock_run_saving(words: list[str], folder: str) -> list[float]:
+    return _stock_run(words, 6, save={2: folder})
+
+
+def _stock_run_resumed(words: list[str], folder: str) -> list[float]:
+    return _stock_run(words, 6, load=folder)
+
+
+def test_there_and_back(stock, tmp_path, capfd):
+    words, expected, folder = stock
+    ours = train(4, DYNAMIC, words, f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}")
+    assert sorted(ours) == [3, 4]
+    assert losses(ours) == pytest.approx(expected[2:4], rel=TOLERANCE)
+    assert ours[3].learning_rate > 0
+    said = capfd.readouterr().out
+    assert said.count("is Megatron-LM's") == 1
+    assert "training goes on with sample 24 of this run's own order" in said
+    back = run_ranks(4, _stock_run_resumed, _words(words), str(tmp_path))[0]
+    assert back == pytest.approx(expected[4:], rel=TOLERANCE)
+
+
+def test_weights_alone_and_what_is_refused(stock, tmp_path):
+    _, expected, folder = stock
+    tuned = train(2, DYNAMIC.replace("48", "64"), f"--train-iters 1 --lr-decay-iters 8 --finetune --load {folder}")
+    assert list(tuned) == [1]
+    assert losses(tuned)[0] != expected[0]
+    refused = f"{DYNAMIC.replace('48', '128')} --load {folder}"
+    (ended,) = run_command(1, refused, "--num-layers 2")
+    assert ended.code == 2
+    assert "num_layers = 4, this run has 2" in ended.stderr
