@@ -66,10 +66,11 @@ def kv_heads_of(query_heads: int, kv_heads: int, inner_cp_size: int) -> KvHeads:
 def heads_of_rank(model: ModelShape, tp_size: int) -> tuple[int, int] | None:
     """Return (query heads, KV heads) of a TP rank; None where they are not whole numbers.
 
-    With fewer KV heads than TP ranks every rank keeps a whole one.
+    With fewer KV heads than TP ranks every rank keeps a whole one, which as many ranks must share each.
     """
-    kv_heads, rest = divmod(model.num_query_groups, tp_size)
-    if model.num_attention_heads % tp_size or (rest and kv_heads):
+    kv_heads = model.num_query_groups // tp_size
+    smaller, larger = sorted((model.num_query_groups, tp_size))
+    if model.num_attention_heads % tp_size or larger % smaller:
         return None
     query_heads = model.num_attention_heads // tp_size
     return (query_heads, max(1, kv_heads)) if query_heads % max(1, kv_heads) == 0 else None

@@ -131,7 +131,11 @@ class DynamicCPGroups:
         built = time.perf_counter()
         stats = ExchangeStats()
         to_warm = [(group, flat_exchanges(exchanges, group.size(), query_heads)) for group in groups.values()]
-        to_warm += [(group, ("a2a",)) for size, group in inner_groups.items() if "a2a" not in exchanges]
+        to_warm += [
+            (group, ("a2a",))
+            for group in inner_groups.values()
+            if "a2a" not in exchanges or group not in groups.values()
+        ]
         to_warm += [(group, ("p2p",)) for group in outer_groups.values()]
         for group, used in to_warm:
             warm_up(group, used, stats, device or collective_device())

@@ -80,13 +80,16 @@ class Lanes:
         topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
         largest = options.max_cp_size or topology.max_cp_size
         two_level = "a2a+p2p" in options.cp_comm_types
+        possible = inner_sizes(
+            "a2a+p2p", largest, (heads, 1), lanes_in_one_node(topology), allowed=options.inner_cp_sizes
+        )
         groups = DynamicCPGroups.build(
             topology,
             timeout_s=timeout_s,
             min_cp_size=options.min_cp_size,
             max_cp_size=options.max_cp_size,
             exchanges=options.cp_comm_types,
-            inner_sizes=inner_sizes("a2a+p2p", largest, (heads, 1), lanes_in_one_node(topology)) if two_level else (),
+            inner_sizes=possible if two_level else (),
             query_heads=heads,
             device=device,
             lane_ranks=flat.mesh.flatten().tolist(),

@@ -75,3 +75,13 @@ def test_heads_that_cannot_be_shared_out_are_refused():
     bucket = Bucket(first_lane=0, cp_size=2)
     with pytest.raises(UnsupportedFeatureError, match="cannot be split among 3 TP ranks"):
         sent_bytes_of(bucket, TOKENS, TINY_MODEL, 3, ELEMENT)
+
+
+def test_figures_of_the_drawing_of_the_four_exchanges():
+    """docs/drawings/exchanges: CP 8 on two nodes of 4 lanes, in keys and values of a lane's tokens."""
+    kv = 16 * HEAD
+    assert sent(8, "p2p")[:2] == sent(8, "all_gather")[:2] == (kv, 7)
+    assert (sent(8, "a2a").inner, sent(8, "a2a").ring_steps) == (1.75 * kv, 0)
+    two_levels = sent(8, "a2a+p2p", 4)
+    assert (two_levels.inner, two_levels.ring_step, two_levels.ring_steps) == (1.5 * kv, kv, 1)
+    assert sent(8, "a2a").inner * 4 / 7 == kv  # 4 of the 7 others are on the other node

@@ -51,3 +51,21 @@ def test_heads_of_a_tp_rank():
     assert heads_of_rank(TINY_MODEL, 4) == (1, 1)
     assert heads_of_rank(TINY_MODEL, 3) is None
     assert heads_of_rank(replace(TINY_MODEL, num_attention_heads=12, num_query_groups=3), 2) is None
+
+
+def test_every_tp_rank_has_the_kv_heads_of_its_query_heads():
+    """Of 12 query and 3 KV heads on 4 ranks, rank 1 would have query heads 3 to 5, of KV heads 0 and 1."""
+    num_possible = 0
+    for kv_heads in range(1, 9):
+        for group in range(1, 9):
+            model = replace(TINY_MODEL, num_attention_heads=kv_heads * group, num_query_groups=kv_heads)
+            for tp_size in range(1, 17):
+                heads = heads_of_rank(model, tp_size)
+                if heads is None:
+                    continue
+                num_possible += 1
+                query_heads, held = heads
+                for rank in range(tp_size):
+                    serving = {head // group for head in range(rank * query_heads, (rank + 1) * query_heads)}
+                    assert len(serving) == held, (kv_heads, group, tp_size)
+    assert num_possible > 150
