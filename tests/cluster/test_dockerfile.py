@@ -1,0 +1,165 @@
+"""What can be said of the Dockerfile without building it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from importlib.metadata import requires
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+
+from tests.cluster.conftest import ROOT
+
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+PINNED_TAG = re.compile(r"\d+\.\d+(\.\d+)?-[\w-]+")
+
+
+class Instruction(NamedTuple):
+    """One instruction: the stage it stands in, its name in capitals, the rest as one line."""
+
+    stage: str
+    name: str
+    rest: str
+
+
+def instructions() -> list[Instruction]:
+    found, stage = [], ""
+    joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", TEXT, flags=re.MULTILINE))
+    for line in filter(None, map(str.strip, joined.splitlines())):
+        name, _, rest = line.partition(" ")
+        if name == "FROM":
+            stage = rest.rpartition(" AS ")[2]
+        found.append(Instruction(stage, name, re.sub(r"\s+", " ", rest)))
+    return found
+
+
+ALL = instructions()
+STAGES = [one.stage for one in ALL if one.name == "FROM"]
+IMAGES = ("cpu", "gpu")
+
+
+def of(stage: str, name: str) -> list[str]:
+    return [one.rest for one in ALL if (one.stage, one.name) == (stage, name)]
+
+
+def test_it_is_read_whole() -> None:
+    known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "ENTRYPOINT", "CMD"}
+    assert {one.name for one in ALL} == known
+    assert STAGES == ["wheel", "cpu", "transformer-engine", "gpu"]  # the last is what `docker build .` makes
+
+
+def test_bases_are_pinned() -> None:
+    tags = dict(one.rest.split("=") for one in ALL[:2])
+    assert set(tags) == {"NGC", "PYTHON"}
+    for tag in tags.values():
+        assert PINNED_TAG.fullmatch(tag), tag
+    for one in ALL:
+        if one.name == "FROM":
+            assert re.match(r"(python:\$\{PYTHON\}|nvcr\.io/nvidia/pytorch:\$\{NGC\}) AS ", one.rest), one.rest
+    assert "latest" not in TEXT
+
+
+def test_what_pip_installs_is_pinned() -> None:
+    commands = [part for one in ALL if one.name == "RUN" for part in one.rest.split("&&") if "pip install" in part]
+    assert len(commands) == 6
+    for command in commands:
+        assert "--no-cache-dir" in command
+        assert "--constraint" in command or "==" in command or "/wheels/" in command, command
+    assert not [one for one in ALL if "apt-get" in one.rest]  # nor lists of packages to clean up
+
+
+def test_constraints_cover_what_the_trainer_needs() -> None:
+    text = (ROOT / "docker" / "constraints.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in text.lower().splitlines() if not line.startswith("#"))
+    needed = [Requirement(line) for line in requires("megatron-dynamic-cp") or []]
+    names = {
+        one.name.lower()
+        for one in needed
+        if one.marker is None or one.marker.evaluate({"extra": "train"}) or one.marker.evaluate({"extra": "report"})
+    }
+    assert len(names) >= 10
+    assert names - {"torch"} <= set(pins), names - set(pins)
+    for one in needed:
+        if one.name.lower() in pins:
+            assert one.specifier.contains(pins[one.name.lower()]), one
+    assert f"megatron-core=={pins['megatron-core']}" in TEXT
+
+
+def test_images_run_as_a_user_who_may_write_where_runs_go() -> None:
+    for stage in IMAGES:
+        assert of(stage, "USER") == ["trainer"]
+        (added,) = [one for one in of(stage, "RUN") if "useradd" in one]
+        assert "install -d -o trainer /runs" in added
+        order = [one.name for one in ALL if one.stage == stage]
+        last_root_step = max(index for index, one in enumerate(order) if one == "COPY")
+        assert order.index("USER") > last_root_step
+        assert [one for one in of(stage, "ENV") if "RUN_DIR=/runs" in one]
+
+
+def test_sources_exist_and_are_sent_to_the_build() -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignore
+    sent = {line[1:] for line in ignore if line.startswith("!")}
+    looked_at = 0
+    for one in ALL:
+        if one.name == "COPY" and not one.rest.startswith("--from="):
+            *sources, _target = one.rest.split()
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert source.split("/")[0] in sent, source
+                looked_at += 1
+        elif one.name == "COPY":
+            stage = one.rest.split()[0].removeprefix("--from=")
+            assert STAGES.index(stage) < STAGES.index(one.stage)
+    assert looked_at >= 10
+    assert sent == {name for name in sent if (ROOT / name).exists()}
+
+
+def test_jobs_find_the_code_where_the_images_have_it() -> None:
+    for stage in IMAGES:
+        assert of(stage, "WORKDIR") == ["/opt/dynamic-cp"]
+        copied = {word for one in of(stage, "COPY") for word in one.split()}
+        assert {"pretrain_gpt.py", "examples", "docker/entrypoint.sh"} <= copied
+        (entry,) = of(stage, "ENTRYPOINT")
+        assert json.loads(entry)[-1] == "/opt/dynamic-cp/docker/entrypoint.sh"
+    assert os.access(ROOT / "docker" / "entrypoint.sh", os.X_OK)
+    assert (ROOT / json.loads(of("cpu", "CMD")[0])[1]).is_file()
+
+
+def entry(folder: Path, *words: str, gpus: int | None = None, **environment: str) -> list[str]:
+    """Return what the entry point starts, on a machine with `gpus` GPUs (None: without nvidia-smi)."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(exist_ok=True)
+    commands = {"python3": 'printf "%s\\n" "$@"'}
+    if gpus is not None:
+        commands["nvidia-smi"] = f"seq {gpus}"
+    for name, text in commands.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (bin_folder / name).chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "docker" / "entrypoint.sh", *words],
+        env={"PATH": f"{bin_folder}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_the_entry_point_starts_a_rank_per_gpu(tmp_path: Path) -> None:
+    def ranks(**how: object) -> str:
+        words = entry(tmp_path, "pretrain_gpt.py", "--dynamic-cp", "--lr", "a b", **how)  # type: ignore[arg-type]
+        assert words[:3] == ["-m", "torch.distributed.run", "--standalone"]
+        assert words[-4:] == ["pretrain_gpt.py", "--dynamic-cp", "--lr", "a b"]
+        return words[words.index("--nproc-per-node") + 1]
+
+    assert ranks() == "4"
+    assert ranks(RANKS_PER_NODE="3") == "3"
+    assert ranks(gpus=8) == "8"
+    assert ranks(gpus=8, RANKS_PER_NODE="2") == "2"
+    assert entry(tmp_path, "echo", "as it is") == ["as it is"]
