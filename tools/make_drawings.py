@@ -74,9 +74,9 @@ class Canvas:
             f'stroke-width="1.5"{dash}/>'
         )
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+    def arrow(self, x1: float, y1: float, x2: float, y2: float, ink: str = "") -> None:
         """Add a vertical or horizontal line with a head at its end."""
-        ink = self.theme.muted
+        ink = ink or self.theme.muted
         self.line(x1, y1, x2, y2, ink)
         if x1 == x2:
             back = -7 if y2 > y1 else 7
@@ -85,6 +85,14 @@ class Canvas:
             back = -7 if x2 > x1 else 7
             points = f"{x2:g},{y2:g} {x2 + back:g},{y2 - 4:g} {x2 + back:g},{y2 + 4:g}"
         self._shapes.append(f'<polygon points="{points}" fill="{ink}"/>')
+
+    def arc(self, x1: float, x2: float, y: float, depth: float, ink: str = "") -> None:
+        """Add a curve between two points of one height; `depth` pixels below it, or above if negative."""
+        middle = (x1 + x2) / 2
+        self._shapes.append(
+            f'<path d="M{x1:g},{y:g} Q{middle:g},{y + 2 * depth:g} {x2:g},{y:g}" fill="none" '
+            f'stroke="{ink or self.theme.muted}" stroke-width="1.2"/>'
+        )
 
     def bucket(self, x: float, y: float, width: float, height: float, cp_size: int, text: str, size: int = 14) -> None:
         """Add a bucket in the colour of its CP size."""
@@ -279,12 +287,92 @@ def ahead(theme: Theme) -> str:
     return canvas.svg()
 
 
+_LANE_X = tuple(158 + 56 * lane + 16 * (lane // 4) for lane in range(8))
+"""Middle of lane 0 to 7; 0 to 3 are on one node."""
+
+
+def _ring(canvas: Canvas, y: float, across: str) -> None:
+    for lane in range(7):
+        canvas.arrow(_LANE_X[lane] + 13, y, _LANE_X[lane + 1] - 13, y, across if lane == 3 else "")
+    for x1, y1, x2, y2 in ((_LANE_X[7], y + 12, _LANE_X[7], y + 34), (_LANE_X[7], y + 34, _LANE_X[0], y + 34)):
+        canvas.line(x1, y1, x2, y2, across)
+    canvas.arrow(_LANE_X[0], y + 34, _LANE_X[0], y + 13, across)
+
+
+def _gather(canvas: Canvas, y: float, across: str) -> None:
+    for node in (0, 4):
+        canvas.line(_LANE_X[node], y + 34, _LANE_X[node + 3], y + 34)
+        for x in _LANE_X[node : node + 4]:
+            canvas.arrow(x, y + 34, x, y + 13)
+    canvas.line(_LANE_X[3], y + 34, _LANE_X[4], y + 34, across)
+
+
+def _pairs(canvas: Canvas, y: float, across: str, *, between_nodes: bool) -> None:
+    for first in range(8):
+        for second in range(first + 1, 8):
+            apart = _LANE_X[second] - _LANE_X[first]
+            if first // 4 == second // 4:
+                canvas.arc(_LANE_X[first], _LANE_X[second], y + 12, 6 + apart / 14)
+            elif between_nodes:
+                canvas.arc(_LANE_X[first], _LANE_X[second], y + 12, 6 + apart / 14, across)
+
+
+def _all_to_all(canvas: Canvas, y: float, across: str) -> None:
+    _pairs(canvas, y, across, between_nodes=True)
+
+
+def _two_levels(canvas: Canvas, y: float, across: str) -> None:
+    _pairs(canvas, y, across, between_nodes=False)
+    for lane in range(4):
+        canvas.arc(_LANE_X[lane], _LANE_X[lane + 4], y - 12, -22, across)
+
+
+def exchanges(theme: Theme) -> str:
+    """What moves between the lanes of a CP group in each of the four exchanges, with bytes and steps."""
+    canvas = Canvas(theme, 662, "Four ways to exchange among 8 lanes on two nodes")
+    canvas.text(0, 18, "CP 8 on two nodes of 4 lanes: what a lane sends forward in one layer", bold=True)
+    canvas.text(
+        0, 38, "1 kv = keys and values of a lane's tokens. Multi-head attention: queries are half as much,", size=13
+    )
+    canvas.text(0, 55, "outputs, too. Every lane has a NIC of its own.", size=13)
+    across = theme.series[1]
+    rows = (
+        ("p2p", "a ring", _ring, "7 steps of 1 kv, each behind the attention of the one before",
+         "NIC: 7 kv over one of each node, one after the other"),
+        ("all_gather", "all at once", _gather, "7 kv at once; attention waits for them",
+         "NIC: priced as in p2p, 7 kv over one of each node"),
+        ("a2a", "heads for tokens", _all_to_all, "2 all-to-alls (q, k, v; then outputs), 1.75 kv; attention waits",
+         "NIC: 1 kv of it, over the lane's own"),
+        ("a2a+p2p", "inner 4, outer 2", _two_levels, "2 all-to-alls in the node, 1.5 kv; between them a ring: 1 step",
+         "NIC: 1 kv over the lane's own, hidden as in p2p"),
+    )  # fmt: skip
+    for index, (name, how, draw, steps, crossing) in enumerate(rows):
+        top = 68 + index * 143
+        y = top + 48
+        canvas.line(0, top, WIDTH, top, theme.grid)
+        canvas.text(0, y - 2, name, bold=True)
+        canvas.text(0, y + 16, how, theme.muted, 12)
+        for node in (0, 4):
+            canvas.box(_LANE_X[node] - 24, y - 22, _LANE_X[3] - _LANE_X[0] + 48, 44, theme.band)
+        draw(canvas, y, across)
+        for lane, x in enumerate(_LANE_X):
+            canvas.bucket(x - 13, y - 12, 26, 24, 8, f"{lane}", 13)
+        canvas.text(_LANE_X[0] - 24, top + 113, steps, size=13)
+        canvas.text(_LANE_X[0] - 24, top + 131, crossing, theme.muted, 13)
+    canvas.line(0, 648, 24, 648, across)
+    canvas.text(32, 652, "between the nodes", theme.muted, 12)
+    canvas.line(160, 648, 184, 648)
+    canvas.text(192, 652, "inside a node", theme.muted, 12)
+    return canvas.svg()
+
+
 ALL: dict[str, Callable[[Theme], str]] = {
     "one-cp-size": one_cp_size,
     "words": words,
     "zigzag": zigzag,
     "quotas": quotas,
     "ahead": ahead,
+    "exchanges": exchanges,
 }
 
 
