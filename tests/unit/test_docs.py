@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from dynamic_cp import cli
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.arguments import build_parser, parse_args
 from tools import flags_page, make_drawings
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +152,14 @@ def check_not_run(words: list[str]) -> None:
         assert args.dynamic_cp
     elif words[0] == "sh":
         assert (ROOT / words[1]).is_file()
+    elif words[0] == "sbatch":
+        (script,) = [word for word in words if word.endswith(".sbatch")]
+        assert (ROOT / script).is_file()
+        needed = ("--num-layers=1", "--hidden-size=8", "--num-attention-heads=1", "--seq-length=8", "--lr=1")
+        build_parser().parse_args([*needed, *words[words.index(script) + 1 :]])
+    elif words[0] == "docker":
+        if "pretrain_gpt.py" in words:
+            assert parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8).dynamic_cp
     else:
         assert words[0] in ("python3", ".venv/bin/pip", "pip", "."), words
 
@@ -202,6 +210,9 @@ def test_flags_named_on_pages_exist() -> None:
     for script in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tools").glob("*.py")]:
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
     others = {"--nproc-per-node", "--help", "--version", "--index-url"}
+    others |= {"--nodes"}  # sbatch's, and below docker's
+    others |= {"--target", "--build-arg", "--rm", "--gpus", "--ipc", "--ulimit", "--user", "--shm-size", "--device"}
+    others |= {"--network"}
     named = 0
     for page in PAGES:
         if page.name in ("planner.md", "LOG.md"):  # commands of other tools
