@@ -1,0 +1,135 @@
+"""The fake's signatures and our table of versions against the Python sources of TransformerEngine itself.
+
+    pip download --no-deps transformer_engine==2.11.0 transformer_engine==2.18.0 ...     # 1 MB each, no binaries
+    TE_SOURCES=FOLDER_OF_THE_WHEELS python -m pytest tests/distributed/test_transformer_engine_sources.py
+
+TE_SOURCES is a folder with wheels, or wheels and folders of installed packages with ":" between them; without it an
+installed TransformerEngine is compared. Sources are parsed, not imported, so that no CUDA library is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dynamic_cp.types import CP_COMM_TYPES
+from megatron.dynamic_cp.attention.te_support import missing_exchanges, release_of, way
+from tests.distributed import fake_transformer_engine as fake
+
+FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"
+
+
+class Sources(NamedTuple):
+    """Two files of a TransformerEngine."""
+
+    version: str
+    attention: ast.Module
+    context_parallel: ast.Module
+
+
+def _read(place: Path, name: str) -> str:
+    if place.suffix == ".whl":
+        with zipfile.ZipFile(place) as wheel:
+            return wheel.read(name).decode()
+    return (place / name).read_text()
+
+
+def _sources(place: Path, version: str) -> Sources:
+    files = ("dot_product_attention.py", "context_parallel.py")
+    return Sources(version, *(ast.parse(_read(place, f"{FOLDER}/{name}")) for name in files))
+
+
+def _find() -> Iterator[Sources]:
+    for word in filter(None, os.environ.get("TE_SOURCES", "").split(":")):
+        place = Path(word)
+        wheels = [place] if place.suffix == ".whl" else sorted(place.glob("transformer_engine-*.whl"))
+        for wheel in wheels:
+            yield _sources(wheel, wheel.name.split("-")[1])
+        if not wheels:
+            (about,) = place.glob("transformer_engine-*.dist-info")
+            yield _sources(place, about.name.removesuffix(".dist-info").split("-")[1])
+    if "TE_SOURCES" not in os.environ:
+        try:
+            installed = metadata.distribution("transformer_engine")
+        except metadata.PackageNotFoundError:
+            return
+        yield _sources(Path(str(installed.locate_file(""))), installed.version)
+
+
+SOURCES = list(_find())
+
+
+@pytest.fixture(params=SOURCES or [None], ids=[one.version for one in SOURCES] or ["none"])
+def sources(request: pytest.FixtureRequest) -> Sources:
+    if request.param is None:
+        pytest.skip("no sources of TransformerEngine: install it, or set TE_SOURCES (see this file)")
+    return request.param
+
+
+def definition(module: ast.Module, name: str) -> ast.AST:
+    """Return the class or function NAME, or the method CLASS.NAME."""
+    found: ast.AST = module
+    for part in name.split("."):
+        found = next(node for node in ast.walk(found) if getattr(node, "name", None) == part)
+    return found
+
+
+def signature(module: ast.Module, method: str) -> dict[str, str]:
+    """Return parameter -> its default as text, "" if it has none; without self."""
+    arguments = definition(module, f"DotProductAttention.{method}").args  # type: ignore[attr-defined]
+    assert not arguments.posonlyargs
+    assert not arguments.kwonlyargs
+    assert arguments.vararg is arguments.kwarg is None
+    defaults = [""] * (len(arguments.args) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
+    return dict(list(zip((a.arg for a in arguments.args), defaults, strict=True))[1:])
+
+
+def fake_signature(method: str) -> dict[str, str]:
+    parameters = list(inspect.signature(getattr(fake.DotProductAttention, method)).parameters.values())[1:]
+    return {p.name: "" if p.default is inspect.Parameter.empty else repr(p.default) for p in parameters}
+
+
+@pytest.mark.parametrize("method", ["__init__", "set_context_parallel_group", "forward"])
+def test_signatures_are_those_of_the_fake(sources: Sources, method: str) -> None:
+    """In 2.11 the same; later versions may add parameters with defaults, which nothing here passes."""
+    real, ours = signature(sources.attention, method), fake_signature(method)
+    if release_of(sources.version) == (2, 11):
+        assert list(real.items()) == list(ours.items())
+        return
+    added = {name: default for name, default in real.items() if name not in ours}
+    assert all(added.values()), f"{added} must be passed"
+    # query, key and value have defaults of None from 2.20.
+    required = {name for name, default in ours.items() if not default}
+    kept = [(name, "" if name in required else default) for name, default in real.items() if name in ours]
+    assert kept == list(ours.items())
+
+
+def refuses_thd(node: ast.AST) -> bool:
+    """Return whether a function asserts plainly that the format is not thd."""
+    return any(ast.unparse(one.test) == "qkv_format != 'thd'" for one in ast.walk(node) if isinstance(one, ast.Assert))
+
+
+def test_exchanges_with_thd_are_those_of_the_table(sources: Sources) -> None:
+    """What a version refuses for packed sequences, by its own assertions, is what our table calls missing there."""
+    places = {
+        "p2p": "AttnFuncWithCPAndKVP2P.forward",
+        "a2a": "AttnFuncWithCPAndQKVOA2A.forward",
+        "all_gather": "AttnFuncWithCPAndKVAllGather.forward",
+        "a2a+p2p": "attn_forward_func_with_cp",
+    }
+    refused = {one for one, place in places.items() if refuses_thd(definition(sources.context_parallel, place))}
+    missing = set(missing_exchanges(CP_COMM_TYPES, sources.version))
+    wrapped = {
+        one
+        for one in places
+        if one not in missing and way(one, sources.version, kv_heads=8, inner_cp_size=2) == "wrapped"
+    }
+    assert refused == missing | wrapped
