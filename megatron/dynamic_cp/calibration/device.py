@@ -100,8 +100,12 @@ def cpu_name() -> str:
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass  # not Linux on x86: the general name stays
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{name}, {cores} cores"
+    return f"{name}, {num_cores()} cores"
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use; the ranks of a node are taken to share them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _join(backend: str) -> None:

@@ -44,7 +44,7 @@ def link_probes(place: Place, setup: Setup) -> list[Probe]:
                     across_nodes=is_across,
                     forward_s=0.0,
                 )
-                probes.append(Probe(row=row, forward=run, num_turns=_TURNS))
+                probes.append(Probe(row=row, forward=run, num_turns=_TURNS, waits=True))
     return probes
 
 

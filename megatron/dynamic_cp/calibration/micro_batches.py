@@ -18,7 +18,7 @@ from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.micro_batches import micro_batches, pack_step
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 
-NUM_MICRO_BATCHES = 4
+NUM_MICRO_BATCHES = {"buckets": 4, "held_out": 2}
 _TINY_TOKENS = 16
 _HELD_OUT = {True: 6, False: 18}
 
@@ -59,7 +59,7 @@ def held_out(bench: Bench) -> list[Measurement]:
 
 def _measure(bench: Bench, probes: Sequence[Probe]) -> list[Measurement]:
     """Return the rows with the seconds of one micro-batch."""
-    return [replace(one, forward_s=one.forward_s / NUM_MICRO_BATCHES) for one in bench.measure(probes)]
+    return [replace(one, forward_s=one.forward_s / NUM_MICRO_BATCHES[one.section]) for one in bench.measure(probes)]
 
 
 def _cp_sizes(bench: Bench) -> list[int]:
@@ -99,7 +99,7 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
                 )
                 + tuple(Bucket(first_lane=lane) for lane in rest)
             )
-            for _ in range(NUM_MICRO_BATCHES)
+            for _ in range(NUM_MICRO_BATCHES[section])
         ),
     )
     lengths = {s.sample_id: s.seqlen for batch in plan.micro_batches for b in batch.buckets for s in b.samples}
@@ -117,7 +117,7 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
             forward_step_func=loss.forward_step,
             data_iterator=micro_batches(packed, bench.groups, bench.device, "calibration", ExchangeStats()),
             model=bench.gpt.ddp,
-            num_microbatches=NUM_MICRO_BATCHES,
+            num_microbatches=NUM_MICRO_BATCHES[section],
             seq_length=bench.setup.max_tokens,
             micro_batch_size=1,
             forward_only=False,
@@ -125,4 +125,4 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
 
     # One number for both passes: the schedule runs them in turns, and nothing waits between them.
     row = Measurement(section=section, seqlens=seqlens, cp_size=cp_size, forward_s=0.0)
-    return Probe(row=row, forward=run, num_turns=1 if section == "held_out" else 3)
+    return Probe(row=row, forward=run, num_turns=1 if section == "held_out" else 3, waits=cp_size > 1)

@@ -19,7 +19,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.types import Hardware, Topology
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.command import measured_path
-from megatron.dynamic_cp.calibration.device import Place, set_up
+from megatron.dynamic_cp.calibration.device import Place, num_cores, set_up
 from megatron.dynamic_cp.calibration.model import SmallGPT
 from megatron.dynamic_cp.calibration.sections import RUN
 from megatron.dynamic_cp.calibration.timing import Timer
@@ -100,6 +100,7 @@ def _measure(measured: Measurements, place: Place, output: str) -> None:
             window_s=_QUICK_WINDOW_S if setup.quick else _WINDOW_S[place.device.type],
             num_windows=3 if setup.quick else 5,
             alone=place.num_ranks == 1,
+            ranks_per_core=max(1.0, place.ranks_per_node / num_cores()),
         )
         with progress("measuring") if place.rank == 0 else nullcontext(_say_nothing) as steps:
             for index, name in enumerate(todo):

@@ -1,13 +1,11 @@
 """Seconds of a forward and a backward pass, as little disturbed as can be.
 
-On CUDA events, on CPU the clock. What is reported:
-
-    CUDA                           median over calls
-    CPU, one rank                  a low quantile over calls of the process's CPU seconds (one thread: the same as by
-                                   the clock, less what other programs took)
-    CPU, several ranks at once     means over windows in which all ranks compute, then a low quantile over windows.
-                                   Ranks that share cores wait for one another, and that belongs to a step; the fastest
-                                   single calls would be those that had a core for themselves.
+CUDA                    median over calls, by events
+CPU, one thread         CPU seconds of the process, a low quantile over calls: what other programs take does not count.
+                        Where N ranks that measure share C < N cores, N / C times as much: all of them are busy in a
+                        step. Caches and hyperthreads are shared while measuring, so they are in the numbers.
+CPU, several threads    the same by the clock
+what ranks wait in      by the clock, a low quantile over windows
 """
 
 from __future__ import annotations
@@ -40,12 +38,14 @@ class Probe:
         row: what it is; its seconds are filled in.
         forward, backward: the passes; backward gets what forward returned.
         num_turns: all ranks call forward so often in a window; 0: each until the window is over.
+        waits: for other ranks.
     """
 
     row: Measurement
     forward: Forward
     backward: Backward | None = None
     num_turns: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,14 @@ class Timer:
         window_s: of one window; calls go on until it is over, on all ranks.
         num_windows: windows of a measurement.
         alone: no other rank measures.
+        ranks_per_core: that measure, at least 1.
     """
 
     device: torch.device
     window_s: float
     num_windows: int
     alone: bool
+    ranks_per_core: float = 1.0
 
     def measure(self, probes: Sequence[Probe], tell: Callable[[str], None] = lambda text: None) -> list[Measurement]:
         """Return the rows of `probes` with their seconds. Collective over all ranks, if there are several.
@@ -83,32 +85,31 @@ class Timer:
     def _row(self, probe: Probe, windows: list[Floats]) -> Measurement:
         """Return the row with the seconds of its windows, each [calls, forward | backward]."""
         on_gpu = self.device.type == "cuda"
-        if self.alone:
+        if self.alone or on_gpu:
             calls = np.concatenate(windows)
             seconds = np.median(calls, axis=0) if on_gpu else np.quantile(calls, _LOW_QUANTILE, axis=0)
+            seconds = seconds if self.alone else mean_over_ranks(seconds)
         else:
-            middle = np.median if on_gpu else np.mean
-            seconds = np.quantile(
-                mean_over_ranks(np.stack([middle(window, axis=0) for window in windows])), _LOW_QUANTILE, axis=0
-            )
+            means = mean_over_ranks(np.stack([window.mean(axis=0) for window in windows]))
+            shared = self.ranks_per_core if self._in_cpu_seconds(probe) else 1.0
+            seconds = shared * np.quantile(means, _LOW_QUANTILE, axis=0)
         return replace(probe.row, forward_s=float(seconds[0]), backward_s=float(seconds[1]) if probe.backward else 0.0)
 
     def _window(self, probe: Probe) -> Floats:
         self._start_together()
+        now = time.process_time if self._in_cpu_seconds(probe) else time.perf_counter
         if probe.num_turns:
-            started = self._now()
+            started = now()
             for _ in range(probe.num_turns):
                 probe.forward()
             self._finish()
-            return np.array([[(self._now() - started) / probe.num_turns, 0.0]])
+            return np.array([[(now() - started) / probe.num_turns, 0.0]])
         if self.device.type == "cuda":
             return self._on_gpu(probe.forward, _backward_of(probe))
-        return self._on_cpu(probe.forward, _backward_of(probe))
+        return self._on_cpu(probe.forward, _backward_of(probe), now)
 
-    @property
-    def _now(self) -> Callable[[], float]:
-        is_one_thread = self.alone and self.device.type == "cpu" and torch.get_num_threads() == 1
-        return time.process_time if is_one_thread else time.perf_counter
+    def _in_cpu_seconds(self, probe: Probe) -> bool:
+        return self.device.type == "cpu" and torch.get_num_threads() == 1 and not probe.waits
 
     def _start_together(self) -> None:
         self._finish()
@@ -119,8 +120,8 @@ class Timer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _on_cpu(self, forward: Forward, backward: Backward) -> Floats:
-        calls, now = [], self._now
+    def _on_cpu(self, forward: Forward, backward: Backward, now: Callable[[], float]) -> Floats:
+        calls = []
         ends = time.perf_counter() + self.window_s
         while not calls or time.perf_counter() < ends:
             started = now()
