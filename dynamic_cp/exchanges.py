@@ -107,8 +107,9 @@ class AttentionPrices:
         query_heads, kv_heads = self._heads or ("no whole number", "none")
         return (
             "a2a needs the query heads of a TP rank to be a multiple of the lanes that share them out (of the CP size, "
-            "or with a2a+p2p of an inner size above 1 and below the CP size that divides the lanes of a node); here "
-            f"are {query_heads} query heads, {kv_heads} KV heads, {self._node_lanes} lanes in every node"
+            "or with a2a+p2p of an inner size above 1 and below the CP size whose blocks each lie in one node); here "
+            f"are {query_heads} query heads, {kv_heads} KV heads, and blocks of at most {self._node_lanes} lanes "
+            "lie in one node"
         )
 
     def price(self, exchange: str, cp_size: int, inner: int, link: int) -> tuple[Convex, Convex]:

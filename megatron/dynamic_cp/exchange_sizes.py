@@ -74,7 +74,7 @@ def _rule(exchange: str, query_heads: int, node_lanes: int) -> str:
         return f"it must divide the {query_heads} query heads of a tensor-parallel rank"
     return (
         "an inner size must lie above 1 and below it and divide both the "
-        f"{query_heads} query heads of a tensor-parallel rank and the {node_lanes} lanes that share a node"
+        f"{query_heads} query heads of a tensor-parallel rank and the blocks of {node_lanes} lanes that lie in one node"
     )
 
 
@@ -95,7 +95,7 @@ def _check_inner_sizes(
         elif query_heads % size:
             reason = f"it does not divide the {query_heads} query heads of a tensor-parallel rank"
         elif node_lanes % size:
-            reason = f"it does not divide the {node_lanes} lanes that share a node"
+            reason = f"it does not divide the blocks of {node_lanes} lanes that lie in one node"
         if reason is not None:
             raise InvalidInputError(
                 f"--dynamic-cp-inner-sizes {size} is not possible: {reason}; give another size, or drop the flag to "

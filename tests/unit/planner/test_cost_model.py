@@ -58,8 +58,11 @@ def test_an_inner_size_that_cannot_be_is_refused():
         model.cost(8, 0, 64, 64, "a2a+p2p", 8)
     with pytest.raises(UnsupportedFeatureError, match=r"a2a\+p2p cannot serve a group of 2 lanes.*4 query heads"):
         model.cost(2, 0, 64, 64, "a2a+p2p")
-    with pytest.raises(UnsupportedFeatureError, match=r"1 lanes in every node"):
+    with pytest.raises(UnsupportedFeatureError, match=r"blocks of at most 1 lanes lie in one node"):
         tiny_cost_model(Topology(num_lanes=8, ranks_per_node=1)).cost(8, 0, 64, 64, "a2a+p2p", 2)
+    # Six lanes share a node, but only pairs are blocks that lie in one and divide it.
+    with pytest.raises(UnsupportedFeatureError, match=r"blocks of at most 2 lanes lie in one node"):
+        tiny_cost_model(Topology(num_lanes=12, ranks_per_node=6)).cost(8, 0, 64, 64, "a2a+p2p", 4)
 
 
 def test_tensor_parallelism_divides_compute_and_whole_kv_heads():
