@@ -6,6 +6,7 @@ directly: backward must run in the lane's own thread, where torch has one per de
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -111,7 +112,7 @@ def attend(
     Args:
         inputs_THD: q, k, v and the gradient of the output, of the whole pack, on the device.
         inner: lanes that exchange heads in a2a+p2p.
-        around: makes a context manager that each lane's forward and backward pass run inside.
+        around: makes a context manager that the forward and backward passes of all lanes run inside.
     """
     device = inputs_THD[0].device
     board = Board(cp_size)
@@ -123,6 +124,10 @@ def attend(
         (starts + torch.from_numpy(packed_shard_positions(padded_seqlens, cp_size, rank))).to(device)
         for rank in range(cp_size)
     ]
+
+    inside = contextlib.ExitStack()
+    begin = threading.Barrier(cp_size, lambda: inside.enter_context(around()) if around else None, TIMEOUT_S)
+    end = threading.Barrier(cp_size, inside.close, TIMEOUT_S)
 
     def lane(rank: int) -> list[Tensor]:
         two_levels = exchange == "a2a+p2p" and cp_size > 1
@@ -139,9 +144,11 @@ def attend(
         q, k, v, grad = (x[tokens[rank]] for x in inputs_THD)
         function = EXCHANGES[exchange if cp_size > 1 else "p2p"]
         context = _Context()
-        with torch.no_grad(), around() if around is not None else mock.MagicMock():
+        begin.wait()
+        with torch.no_grad():
             out = function.forward(context, q, k, v, params, q.shape[-1] ** -0.5, kernel)
             grads = function.backward(context, grad)
+        end.wait()
         return [out, *grads[:3]]
 
     with (
@@ -149,6 +156,7 @@ def attend(
         mock.patch.object(all_gather, "all_gather_tokens", _all_gather),
         mock.patch.object(all_gather, "reduce_scatter_tokens", _reduce_scatter),
         mock.patch.object(heads, "all_to_all_heads", _all_to_all),
+        inside,
         ThreadPoolExecutor(cp_size) as pool,
     ):
         lanes = list(pool.map(lane, range(cp_size)))

@@ -1,0 +1,60 @@
+"""The judge of the attention tests on a GPU: softmax over the whole matrix of scores, in float64, on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda", 0)
+
+# Errors in norm. bfloat16 keeps 8 bits: rounding the exact result costs 1.7e-3 of its norm, and the kernels round the
+# weights of softmax as well before they multiply; a merge in bfloat16 costs 7e-3 and more.
+OUT_TOLERANCE = 4e-3
+GRAD_TOLERANCE = 1e-2
+# Largest error, absolute: it is float32 throughout, of products of bfloat16 numbers.
+LSE_TOLERANCE = 2e-3
+# The portable kernel in float32.
+FLOAT32_TOLERANCE = 1e-5
+
+
+def random_inputs(
+    num_rows: int, num_columns: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """Return q_THD, k_SHD, v_SHD and the gradient of the output on the device."""
+    generator = torch.Generator(device=DEVICE).manual_seed(num_rows + 7 * num_columns + heads)
+    shapes = [(num_rows, heads), (num_columns, kv_heads), (num_columns, kv_heads), (num_rows, heads)]
+    return [torch.randn(*shape, head_dim, generator=generator, device=DEVICE).to(dtype) for shape in shapes]
+
+
+def exact(
+    inputs: list[Tensor], row_seqlens: tuple[int, ...], column_seqlens: tuple[int, ...], *, causal: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Return (out and the gradients of q, k, v; lse_HT), each sequence by itself, float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
+    outs, lses = [], []
+    for query, key, value in zip(q.split(row_seqlens), k.split(column_seqlens), v.split(column_seqlens), strict=True):
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", query, key) * query.shape[-1] ** -0.5
+        if causal:
+            above = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(above, float("-inf"))
+        outs.append(torch.einsum("hts,shd->thd", scores.softmax(-1), value))
+        lses.append(scores.detach().logsumexp(-1))
+    out = torch.cat(outs)
+    grads = torch.autograd.grad(out, (q, k, v), inputs[3].double())
+    return [out.detach(), *grads], torch.cat(lses, dim=1)
+
+
+def error_in_norm(actual: Tensor, expected: Tensor) -> float:
+    """Return |actual - expected| / |expected|; not a number where something is."""
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
+    """Check out and gradients by the tolerances of `dtype`."""
+    out, grad = (OUT_TOLERANCE, GRAD_TOLERANCE) if dtype == torch.bfloat16 else 2 * (FLOAT32_TOLERANCE,)
+    names = ("out", "grad of q", "grad of k", "grad of v")
+    errors = {name: error_in_norm(x, y) for name, x, y in zip(names, actual, expected, strict=True)}
+    assert all(error <= (out if name == "out" else grad) for name, error in errors.items()), errors

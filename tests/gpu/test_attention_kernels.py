@@ -1,0 +1,142 @@
+"""Each kernel on the device against float64, and what a run asks of it: no waiting, memory linear in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron.dynamic_cp.attention import kernels_cudnn, kernels_flash
+from megatron.dynamic_cp.attention.kernels import CUDNN, FLASH, KERNELS, PORTABLE, Kernel, choose_kernel
+from megatron.dynamic_cp.attention.kernels_check import TOLERANCE, check_kernel
+from megatron.dynamic_cp.attention.packs import Pack
+from tests.distributed import emulated_lanes
+from tests.gpu.judge import DEVICE, LSE_TOLERANCE, assert_close, exact, random_inputs
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+SEQLENS = {
+    "one_of_one_token": (2,),
+    "shortest": (2, 2, 4),
+    "beside_a_block": (126, 128, 130, 256),
+    "long_and_short": (4096, 2, 512),
+    "many": tuple(2 * (1 + 37 * i % 150) for i in range(64)),
+}
+HEADS = {"gqa_64": (4, 2, 64), "mha_128": (8, 8, 128), "one_kv_head_128": (4, 1, 128), "wide_256": (2, 2, 256)}
+
+
+def skip_unless_usable(kernel: str, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """Return the kernel, or skip with what it lacks here."""
+    module = {"flash": kernels_flash, "cudnn": kernels_cudnn}.get(kernel)
+    obstacle = None if module is None else module.why_not(DEVICE, dtype, head_dim)
+    if obstacle is not None:
+        pytest.skip(f"{kernel} {obstacle}")
+    return KERNELS[kernel]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+@pytest.mark.parametrize("step", ["causal", "half_the_keys", "half_the_queries"])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_pack_equals_float64(kernel: str, step: str, seqlens: str, heads: str) -> None:
+    num_heads, kv_heads, head_dim = HEADS[heads]
+    used = skip_unless_usable(kernel, BF16, head_dim)
+    whole = SEQLENS[seqlens]
+    half = tuple(seqlen // 2 for seqlen in whole)
+    rows, columns = {"causal": (whole, whole), "half_the_keys": (whole, half), "half_the_queries": (half, whole)}[step]
+    pack = Pack.build(rows, columns, causal=step == "causal", device=DEVICE)
+    inputs = random_inputs(sum(rows), sum(columns), num_heads, kv_heads, head_dim)
+    expected, expected_lse = exact(inputs, rows, columns, causal=pack.causal)
+    q, k, v, grad = inputs
+    out, lse = used.forward(q, k, v, pack, head_dim**-0.5)
+    assert lse.dtype == torch.float32
+    assert lse.shape == expected_lse.shape
+    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
+    grads = used.backward(grad, q, k, v, out, lse, pack, head_dim**-0.5)
+    assert_close([out, *grads], expected, BF16)
+
+
+def test_sequences_of_one_token() -> None:
+    """With a longest query of 1 and grouped heads the flash kernel would take another path."""
+    used = skip_unless_usable("flash", BF16, 64)
+    ones = (1,) * 5
+    pack = Pack.build(ones, causal=True, device=DEVICE)
+    inputs = random_inputs(5, 5, 8, 2, 64)
+    expected, expected_lse = exact(inputs, ones, ones, causal=True)
+    q, k, v, grad = inputs
+    out, lse = used.forward(q, k, v, pack, 0.125)
+    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
+    grads = used.backward(grad, q, k, v, out, lse, pack, 0.125)
+    assert_close([out, grads[2]], [expected[0], expected[3]], BF16)
+    # One key: the weight is 1 whatever the scores, so queries and keys have no gradient.
+    assert max(float(x.abs().max()) for x in grads[:2]) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_portable_equals_float64(dtype: torch.dtype) -> None:
+    seqlens = (2, 130, 1100)
+    inputs = random_inputs(sum(seqlens), sum(seqlens), 4, 2, 48, dtype)
+    expected, expected_lse = exact(inputs, seqlens, seqlens, causal=True)
+    pack = Pack.build(seqlens, causal=True, device=DEVICE)
+    q, k, v, grad = inputs
+    out, lse = PORTABLE.forward(q, k, v, pack, 48**-0.5)
+    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
+    assert_close([out, *PORTABLE.backward(grad, q, k, v, out, lse, pack, 48**-0.5)], expected, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_start_up_check_passes(kernel: str) -> None:
+    used = skip_unless_usable(kernel, BF16, 128)
+    error = check_kernel(used, DEVICE, BF16, heads=8, kv_heads=2, head_dim=128)
+    assert 0 < error < TOLERANCE / 2, "the check would soon refuse a good kernel, or compares it with itself"
+
+
+def test_choice_on_this_device() -> None:
+    expected = FLASH if kernels_flash.why_not(DEVICE, BF16, 128) is None else None
+    assert expected is not None, kernels_flash.why_not(DEVICE, BF16, 128)
+    assert choose_kernel("auto", DEVICE, BF16, 128) is expected
+    assert choose_kernel("auto", DEVICE, torch.float32, 128) is PORTABLE
+    if kernels_cudnn.why_not(DEVICE, BF16, 128) is None:
+        assert choose_kernel("fused", DEVICE, BF16, 128) is CUDNN
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Make torch raise an error where the host would wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("cp_size", [1, 4])
+def test_host_does_not_wait_for_the_device(cp_size: int, exchange: str) -> None:
+    used = skip_unless_usable("flash", BF16, 64)
+    inputs = random_inputs(1336, 1336, 8, 4, 64)
+    how = (inputs, (8, 304, 1024), cp_size, used, exchange)
+    emulated_lanes.attend(*how)  # loads kernels
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        inputs[0].sum().item()
+    emulated_lanes.attend(*how, around=no_waiting)
+
+
+def test_memory_is_linear_in_tokens() -> None:
+    used = skip_unless_usable("flash", BF16, 128)
+
+    def peak_bytes(num_tokens: int) -> int:
+        inputs = random_inputs(num_tokens, num_tokens, 8, 2, 128)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        emulated_lanes.attend(inputs, (num_tokens,), 1, used)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak_bytes(1024)
+    small, large = peak_bytes(16384), peak_bytes(65536)
+    assert 3 < large / small < 4.5
+    assert large < 65536**2 / 2, "something as large as the square of the sequence was made"

@@ -1,0 +1,46 @@
+"""`dynamic-cp profile` on one GPU: below five minutes, and random packs within 5 % at the median."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynamic_cp import load_hardware
+from dynamic_cp.calibration import Measurements, calibrate
+from dynamic_cp.calibration.measurements import SECTIONS, Setup
+from dynamic_cp.types import ModelShape
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_profile import run_command
+
+pytestmark = pytest.mark.gpu
+
+LIMIT_S = 300.0
+GOAL_MEDIAN = 0.05
+
+
+@pytest.mark.timeout(900)
+def test_profile_of_a_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    words = ["profile", "--model", "llama-3-8b", "--tp", "4", "--hardware", "h100", "--output", str(output)]
+    started = time.monotonic()
+    ((status, out, err),) = run_ranks(1, run_command, words, timeout_s=2 * LIMIT_S, on_gpu=True)
+    elapsed_s = time.monotonic() - started
+    assert status == 0, err
+    print(out)
+    measured = json.loads(Path(f"{output}.measured.json").read_text())
+    assert list(measured["sections"]) == list(SECTIONS)
+    hardware = load_hardware(output)
+    assert torch.cuda.get_device_name() in hardware.source["linear_flops_per_s"]
+    # What no GPU reaches, and what every one of them does.
+    for name in ("linear_flops_per_s", "attention_flops_per_s", "attention_full_flops_per_s", "head_flops_per_s"):
+        assert 2e13 < getattr(hardware, name) < 2.5e15, name
+    setup = Setup(**{**measured["setup"], "model": ModelShape(**measured["setup"]["model"])})
+    found = calibrate(load_hardware("h100"), Measurements.load(f"{output}.measured.json", setup), name="gpu")
+    error = found.error("held_out")
+    assert error is not None
+    assert elapsed_s < LIMIT_S
+    assert error.median <= GOAL_MEDIAN, error

@@ -1,0 +1,45 @@
+"""Every exchange with all lanes of a group on one device: zigzag, masks, merge and gradients with the real kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.dynamic_cp.attention.kernels import FLASH, PORTABLE
+from tests.distributed import emulated_lanes
+from tests.gpu.judge import assert_close, exact, random_inputs
+from tests.gpu.test_attention_kernels import skip_unless_usable
+
+pytestmark = pytest.mark.gpu
+
+SEQLENS = (16, 1024, 16 * 33, 4096)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_lanes_equal_the_whole_sequence(cp_size: int, exchange: str) -> None:
+    """bfloat16, grouped heads; KV heads fewer than the lanes of an exchange of heads."""
+    skip_unless_usable("flash", torch.bfloat16, 64)
+    inputs = random_inputs(sum(SEQLENS), sum(SEQLENS), 8, 2, 64)
+    expected, _ = exact(inputs, SEQLENS, SEQLENS, causal=True)
+    actual = emulated_lanes.attend(inputs, SEQLENS, cp_size, FLASH, exchange)
+    assert_close(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "a2a+p2p"])
+def test_lanes_equal_the_whole_sequence_in_float32(exchange: str) -> None:
+    seqlens = (16, 1040)
+    inputs = random_inputs(sum(seqlens), sum(seqlens), 4, 2, 32, torch.float32)
+    expected, _ = exact(inputs, seqlens, seqlens, causal=True)
+    assert_close(emulated_lanes.attend(inputs, seqlens, 4, PORTABLE, exchange), expected, torch.float32)
+
+
+def test_a_lane_left_out_is_noticed() -> None:
+    """The bounds are not too wide: without the smallest sequence's past they fail."""
+    skip_unless_usable("flash", torch.bfloat16, 64)
+    inputs = random_inputs(sum(SEQLENS), sum(SEQLENS), 8, 2, 64)
+    expected, _ = exact(inputs, SEQLENS, SEQLENS, causal=True)
+    half = tuple(x for seqlen in SEQLENS for x in (seqlen // 2, seqlen // 2))
+    wrong, _ = exact(inputs, half, half, causal=True)
+    with pytest.raises(AssertionError):
+        assert_close([x.to(torch.bfloat16) for x in wrong], expected, torch.bfloat16)

@@ -1,0 +1,92 @@
+"""Short runs of the trainer on one GPU, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+MODEL = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --seq-length 4096 --bf16 "
+    "--transformer-impl local --data-path docs --data-glob **/*.md --split 1,0,0 --global-batch-size 16 "
+    "--train-iters 12 --lr 2e-3 --lr-decay-style constant --dynamic-cp --max-seqlen-per-dp-cp-rank 4096 "
+    "--distributed-backend nccl"
+)
+
+
+TIMED_OUT = -1
+
+
+def losses(output: str) -> list[float]:
+    """Return the loss of each iteration."""
+    return [float(found) for found in re.findall(r"lm loss: ([0-9.E+-]+)", output)]
+
+
+def trains(words: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run pretrain_gpt.py; its output is in the error of a test that fails."""
+    job = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "4", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)  # the launcher and its ranks
+        output, _ = job.communicate()
+        return subprocess.CompletedProcess(words, TIMED_OUT, output)
+    return subprocess.CompletedProcess(words, job.returncode, output)
+
+
+def test_loss_falls_on_one_gpu(tmp_path: Path) -> None:
+    job = trains([sys.executable, "pretrain_gpt.py", *MODEL.split(), "--data-cache-path", str(tmp_path)], {}, 200)
+    assert job.returncode == 0, job.stdout
+    assert "attention kernel flash" in job.stdout, job.stdout
+    found = losses(job.stdout)
+    assert len(found) == 12, job.stdout
+    assert found[-1] < found[0] - 1, found
+
+
+def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
+    """NCCL refuses ranks that share a device of one host, so each says that it is on another host.
+
+    Real rings and reductions over the loopback socket. A try: skipped, with NCCL's words, where it refuses.
+    """
+    script = tmp_path / "rank.sh"
+    script.write_text(
+        f'export NCCL_HOSTID="host$LOCAL_RANK" LOCAL_RANK=0\nexec {sys.executable} pretrain_gpt.py "$@"\n',
+        encoding="utf-8",
+    )
+    alone = {
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_MAX_NCHANNELS": "1",
+    }
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python bash"
+    words = [sys.executable, *launcher.split(), str(script), *MODEL.split(), "--train-iters", "4"]
+    job = trains([*words, "--data-cache-path", str(tmp_path)], alone, 60)
+    if job.returncode == TIMED_OUT:
+        pytest.skip(f"two NCCL ranks on one device did not finish in 60 s: {job.stdout[-500:]}")
+    if job.returncode != 0 and re.search(r"Duplicate GPU|ncclInvalidUsage|ncclSystemError|NCCL error", job.stdout):
+        pytest.skip(f"NCCL refuses two ranks on one device: {job.stdout[-500:]}")
+    assert job.returncode == 0, job.stdout
+    found = losses(job.stdout)
+    assert len(found) == 4, job.stdout
+    assert found[-1] < found[0], found
