@@ -25,10 +25,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from dynamic_cp.errors import CheckpointError
 from dynamic_cp.padding import padded_seqlens
 from megatron.dynamic_cp import optimizer_checkpoint
 from megatron.dynamic_cp.loss import sum_of_losses
-from megatron.trainer import initialize, model
+from megatron.trainer import checkpoint_files, initialize, interchange, model
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.index_once import index_once
@@ -247,7 +248,8 @@ def test_there_and_back(stock, tmp_path, capfd):
     assert back == pytest.approx(expected[4:], rel=TOLERANCE)
 
 
-def test_weights_alone_and_what_is_refused(stock, tmp_path):
+@pytest.mark.parametrize("stock", [""], indirect=True)
+def test_weights_alone_and_what_is_refused(stock):
     _, expected, folder = stock
     tuned = train(2, DYNAMIC.replace("48", "64"), f"--train-iters 1 --lr-decay-iters 8 --finetune --load {folder}")
     assert list(tuned) == [1]
@@ -256,3 +258,85 @@ def test_weights_alone_and_what_is_refused(stock, tmp_path):
     (ended,) = run_command(1, refused, "--num-layers 2")
     assert ended.code == 2
     assert "num_layers = 4, this run has 2" in ended.stderr
+
+
+OURS = {"num_layers": 4, "num_query_groups": 2, "vocab_size": VOCAB_ROWS, "gated_linear_unit": True}
+OURS |= {"position_embedding_type": "rope", "rotary_base": 10000, "max_position_embeddings": 128}
+OURS |= {"disable_bias_linear": True, "num_attention_heads": 4}
+
+
+def _common(folder: Path, args: dict[str, Any], **values: Any) -> Path:
+    """Write the common part of a checkpoint of Megatron-LM."""
+    state = {"args": argparse.Namespace(**{**MEGATRON_LM_ARGUMENTS, **args}), "checkpoint_version": 3.0, **values}
+    torch.save(state, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return folder
+
+
+WHOLE = {"optimizer": {}, "opt_param_scheduler": {"num_steps": 24}, "iteration": 2}
+RESHARDABLE = {"content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
+
+
+@pytest.mark.parametrize(
+    ("args", "values", "kind"),
+    [
+        ({}, {}, "plain_fp32"),
+        ({"bf16": True}, {}, "plain_16bit"),
+        ({"bf16": True, "use_distributed_optimizer": True}, RESHARDABLE, "distributed"),
+    ],
+)
+def test_what_the_common_part_says(tmp_path, args, values, kind):
+    folder = _common(tmp_path, {"consumed_train_samples": 24, **args}, **WHOLE, **values)
+    run = interchange.read_run(folder, OURS, weights_only=False)
+    assert (run["iteration"], run["consumed_samples"], run["optimizer_kind"]) == (2, 24, kind)
+    assert run["identity"]["model"] == OURS
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "value"),
+    [
+        ({"add_bias_linear": True}, "disable_bias_linear", False),
+        ({"group_query_attention": False, "num_query_groups": 1}, "num_query_groups", 4),
+        ({"padded_vocab_size": 512}, "vocab_size", 512),
+        ({"swiglu": False}, "gated_linear_unit", False),
+        ({"rotary_base": 500000}, "rotary_base", 500000),
+    ],
+)
+def test_another_model_is_seen(tmp_path, args, name, value):
+    run = interchange.read_run(_common(tmp_path, args, **WHOLE), OURS, weights_only=False)
+    assert run["identity"]["model"] == {**OURS, name: value}
+
+
+@pytest.mark.parametrize(
+    ("args", "values", "said"),
+    [
+        ({}, {"iteration": 2}, "no optimizer state .* --finetune"),
+        ({"fp16": True}, WHOLE, "trained with --fp16"),
+        (
+            {"use_distributed_optimizer": True},
+            {**WHOLE, "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}},
+            "distributed optimizer as dp_reshardable, .* --dist-ckpt-optim-fully-reshardable",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_read_is_refused_and_its_weights_are_not(tmp_path, args, values, said):
+    folder = _common(tmp_path, args, **values)
+    with pytest.raises(CheckpointError, match=said):
+        interchange.read_run(folder, OURS, weights_only=False)
+    assert interchange.read_run(folder, OURS, weights_only=True)["identity"]["model"] == OURS
+
+
+def test_what_is_not_megatron_lms_is_left_to_the_manifest(tmp_path):
+    assert interchange.read_run(tmp_path, OURS, weights_only=False) is None
+    folder = _common(tmp_path, {"written_by": "megatron-dynamic-cp"}, **WHOLE)
+    assert interchange.read_run(folder, OURS, weights_only=False) is None  # one of ours that lost its manifest
+    (folder / "common.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"common.pt cannot be read as Megatron-LM's"):
+        interchange.read_run(folder, OURS, weights_only=False)
+    (folder / "manifest.json").write_text("{}")
+    assert interchange.read_run(folder, OURS, weights_only=False) is None
+
+
+def test_a_release_of_converted_weights_is_found(tmp_path):
+    (tmp_path / TRACKER).write_text("release")
+    assert checkpoint_files.latest(str(tmp_path)) == tmp_path / "release"
