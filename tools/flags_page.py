@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from dynamic_cp.cli.app import COMMANDS, group
+from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
 from megatron.dynamic_cp.arguments import UNSUPPORTED
 from megatron.trainer.arguments import ALREADY_SO, build_parser
 
@@ -115,6 +115,7 @@ def _flag_row(action: argparse.Action) -> str:
 
 def command_page() -> str:
     """Return docs/command.md."""
+    commands = {**COMMANDS, **TRAINING_COMMANDS}
     context = click.Context(group, info_name="dynamic-cp")
     parts = [
         "# Options of dynamic-cp\n\n" + _MADE,
@@ -122,9 +123,9 @@ def command_page() -> str:
         "stderr, with the remedy), 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
         "`NO_COLOR` is respected; without a terminal there are no colours and no bars.\n\n",
         "| command | what it does |\n| --- | --- |\n",
-        *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in COMMANDS.items()],
+        *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],
     ]
-    for name in COMMANDS:
+    for name in commands:
         command = group.get_command(context, name)
         assert command is not None
         parts.append(f"\n## {name}\n\n{_cell(command.help or '')}\n")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from dynamic_cp import catalog
 from dynamic_cp.calibration import Calibration, Measurements, Setup, calibrate, hardware_as_dict
@@ -41,6 +42,7 @@ def run(given: dict[str, Any], base: Hardware) -> None:
         _profile(given, base, place)
     finally:
         if not joined and dist.is_initialized():
+            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
