@@ -8,8 +8,9 @@ Without --dynamic-cp the script runs as it is (on CPU ranks with --distributed-b
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,9 +32,22 @@ def run_script(argv: Sequence[str]) -> None:
     from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout
 
     script = Path(argv[0])
-    activate(open_checkout(script))
     sys.argv = [str(script), *argv[1:]]
-    runpy.run_path(str(script), run_name="__main__")
+    activate(open_checkout(script))
+    _run_as_main(script)
+
+
+def _run_as_main(script: Path) -> None:
+    """Run `script` as `__main__`, of which other processes know this module only.
+
+    Processes that are spawned, such as those that write a checkpoint, import `__main__` once more: of the script that
+    would be all of Megatron-LM, without the replacements.
+    """
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    module.__spec__ = importlib.util.find_spec("megatron.dynamic_cp.run")
+    sys.modules["__main__"] = module
+    exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), module.__dict__)
 
 
 if __name__ == "__main__":

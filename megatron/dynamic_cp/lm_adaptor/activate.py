@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.lm_adaptor import flags
-from megatron.dynamic_cp.lm_adaptor.checkout import SUPPORTED_VERSIONS, Checkout, put_first
+from megatron.dynamic_cp.lm_adaptor.checkout import SUPPORTED_VERSIONS, Checkout, import_without_triton, put_first
 from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
 
 logger = logging.getLogger(__name__)
@@ -32,18 +33,17 @@ def activate(checkout: Checkout) -> None:
         _active = _Adaptor()
         _active.install()
     else:
-        from megatron.dynamic_cp.lm_adaptor.scheduler import register
+        from megatron.dynamic_cp.lm_adaptor.scheduler import register, take_choice
 
-        register()
+        sys.argv[1:], ours = take_choice(sys.argv[1:])
+        register(hardware=ours.dynamic_cp_hardware, search=ours.dynamic_cp_search, as_theirs=ours.is_chosen)
 
 
 class _Adaptor:
     """The replaced functions and what they share."""
 
     def __init__(self) -> None:
-        from megatron.dynamic_cp.lm_adaptor.cpu import import_without_triton
-
-        import_without_triton()
+        import_without_triton("megatron.core.transformer.custom_layers.batch_invariant_kernels")
         self._original = {r.where: find(r) for r in REPLACEMENTS if r.module != SCRIPT}
         self._on_cpu = False
         self._asked: Any = None
@@ -65,8 +65,9 @@ class _Adaptor:
                 setattr(module, replacement.symbol, ours(original))
             else:
                 setattr(module, replacement.symbol, functools.wraps(original)(functools.partial(ours, original)))
-        training = importlib.import_module("megatron.training.training")
-        training.pretrain = importlib.import_module("megatron.training").pretrain
+        # The package's name for it, which scripts import, is a copy of the module's.
+        pretrain = importlib.import_module("megatron.training").__dict__["pretrain"]
+        importlib.import_module("megatron.training.training").__dict__["pretrain"] = pretrain
 
     @property
     def _is_on(self) -> bool:
@@ -170,7 +171,7 @@ class _Adaptor:
             from megatron.dynamic_cp.lm_adaptor.session import Session
 
             optimizer_checkpoint.install()
-            DynamicCPGPTModel.enabled = True
+            DynamicCPGPTModel.enabled, DynamicCPGPTModel.on_cpu = True, self._on_cpu
             self._session = Session(self._get_args(), self._planning)
         return result
 

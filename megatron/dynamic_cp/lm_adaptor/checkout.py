@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +100,30 @@ def put_first(root: Path) -> None:
     if path in sys.path:
         sys.path.remove(path)
     sys.path.insert(0, path)
+
+
+def import_without_triton(module: str) -> None:
+    """Import a module of the checkout that cannot be imported without triton; torch for CPUs has none.
+
+    What needs triton to run (batch-invariant mode, MoE) is not for CPU ranks anyway. Where triton is installed this is
+    a plain import.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        importlib.import_module(module)
+        return
+    # Whatever else looks for triton when it is imported must not find this one.
+    for first in ("torch._dynamo", module.rpartition(".")[0]):
+        importlib.import_module(first)
+    names = ("triton", "triton.language")
+    language, triton = (types.ModuleType(name) for name in names)
+    language.__dict__["constexpr"] = int  # an annotation
+    triton.__dict__.update(jit=lambda kernel=None, **_: kernel or (lambda later: later), language=language)
+    sys.modules.update(zip(names, (triton, language), strict=True))
+    try:
+        importlib.import_module(module)
+    finally:
+        for name in names:  # nobody else must take it for the real one
+            del sys.modules[name]
 
 
 def _read_version(package_info: Path) -> str:

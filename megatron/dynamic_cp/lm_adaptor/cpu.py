@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import sys
-import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
@@ -82,27 +80,6 @@ def with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
             torch.cuda.device_count = original
 
     return wrapped
-
-
-def import_without_triton() -> None:
-    """Import the one module of megatron-core 0.16.1 that needs triton just to be imported; torch for CPUs has none.
-
-    Its kernels (--batch-invariant-mode) cannot run on CPU ranks anyway. Does nothing where triton is installed.
-    """
-    if importlib.util.find_spec("triton") is not None:
-        return
-    names = ("triton", "triton.language")
-    language = types.ModuleType("triton.language")
-    language.constexpr = int  # type: ignore[attr-defined]  # an annotation
-    triton = types.ModuleType("triton")
-    triton.jit = lambda function=None, **_: function or (lambda kernel: kernel)  # type: ignore[attr-defined]
-    triton.language = language  # type: ignore[attr-defined]
-    sys.modules.update(dict(zip(names, (triton, language), strict=True)))
-    try:
-        importlib.import_module("megatron.core.transformer.custom_layers.batch_invariant_kernels")
-    finally:
-        for name in names:  # nobody else must take it for the real one
-            del sys.modules[name]
 
 
 def load_dataset_helpers() -> None:

@@ -45,14 +45,19 @@ class DynamicCPGPTModel(GPTModel):
 
     Attributes:
         enabled: set by --dynamic-cp; without it this is GPTModel.
+        on_cpu: ranks are CPU ranks.
     """
 
     enabled = False
+    on_cpu = False
 
     def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
         if not self.enabled:
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
         check_supported(config, also_allowed=NO_EFFECT)
+        if self.on_cpu:
+            # Interleaved schedules free an output while gloo still sends it.
+            config.deallocate_pipeline_outputs = False
         super().__init__(config, gpt_block_spec(config, kwargs.get("vp_stage")), *args, **kwargs)
         use_one_rotary_table(self)

@@ -1,0 +1,162 @@
+"""A plan in the form of Megatron-LM's packing schedulers: groups[micro-batch][lane] -> the ids that lane computes.
+
+Lanes with the same ids are one CP group. No lane may be without samples there, so an empty place of a plan is filled by
+giving more lanes to the buckets beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dynamic_cp.errors import IllegalPlanError, InvalidInputError
+from dynamic_cp.types import Plan, is_power_of_two
+
+Groups = list[list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Samples that one CP group computes, on at least `cp_size` lanes."""
+
+    cp_size: int
+    ids: tuple[int, ...]
+
+
+def groups_of(plan: Plan, *, multiple: int = 1, max_samples: int | None = None) -> Groups:
+    """Return the plan's buckets on its lanes; micro-batches with empty places are spread over all lanes.
+
+    Args:
+        plan: of a power of two of lanes; sample ids are those of the groups.
+        multiple: what the number of micro-batches must be a multiple of (interleaved pipelines).
+        max_samples: of one pack; None: any.
+
+    Raises:
+        InvalidInputError: lanes that are no power of two, or fewer samples than micro-batches are needed.
+    """
+    num_lanes = plan.topology.num_lanes
+    if not is_power_of_two(num_lanes):
+        raise InvalidInputError(
+            f"{num_lanes} lanes are no power of two: Megatron-LM builds dynamic CP groups for powers of two only",
+            num_lanes=num_lanes,
+        )
+    groups: Groups = []
+    overflow: list[Pack] = []
+    for micro_batch in plan.micro_batches:
+        packs = []
+        for bucket in sorted(micro_batch.buckets, key=lambda bucket: bucket.first_lane):
+            ids = tuple(sample.sample_id for sample in bucket.samples)
+            first, *more = [Pack(cp_size=bucket.cp_size, ids=part) for part in _parts(ids, max_samples)] or [
+                Pack(cp_size=bucket.cp_size, ids=())
+            ]
+            packs.append(first)
+            overflow += more
+        if all(pack.ids for pack in packs):
+            groups.append([list(pack.ids) for pack in packs for _ in range(pack.cp_size)])
+        elif any(pack.ids for pack in packs):
+            groups.append(spread([pack for pack in packs if pack.ids], num_lanes))
+    while overflow:
+        taken: list[Pack] = []
+        while overflow and sum(pack.cp_size for pack in taken) + overflow[0].cp_size <= num_lanes:
+            taken.append(overflow.pop(0))
+        groups.append(spread(taken, num_lanes))
+    while len(groups) % multiple:
+        _split_one(groups, multiple)
+    return groups
+
+
+def spread(packs: Sequence[Pack], num_lanes: int) -> list[list[int]]:
+    """Return the ids of each of `num_lanes` lanes, none of them empty; packs get aligned lanes, at least their own.
+
+    Args:
+        packs: at least one; together they need no more than `num_lanes`, a power of two.
+    """
+    if len(packs) == 1:
+        return [list(packs[0].ids) for _ in range(num_lanes)]
+    halves: tuple[list[Pack], list[Pack]] = ([], [])
+    taken = [0, 0]
+    # Descending powers of two on the emptier half always fit, and both halves get some.
+    for pack in sorted(packs, key=lambda pack: -pack.cp_size):
+        side = 0 if taken[0] <= taken[1] else 1
+        halves[side].append(pack)
+        taken[side] += pack.cp_size
+    return spread(halves[0], num_lanes // 2) + spread(halves[1], num_lanes // 2)
+
+
+def check_groups(
+    groups: Groups, seqlens: Mapping[int, int], *, num_lanes: int, max_tokens_per_rank: int, multiple: int = 1
+) -> Counter[int]:
+    """Check that groups are what Megatron-LM's data path takes; return CP size -> number of packs.
+
+    Args:
+        seqlens: id -> padded tokens, of all samples.
+
+    Raises:
+        IllegalPlanError: a sample that is not there once, a lane without samples, a CP group that is not an aligned
+            power of two of lanes, too many tokens, or a wrong number of micro-batches.
+    """
+    seen: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    if len(groups) % multiple:
+        raise IllegalPlanError(f"{len(groups)} micro-batches are not a multiple of {multiple}")
+    for index, lanes in enumerate(groups):
+        if len(lanes) != num_lanes:
+            raise IllegalPlanError(f"micro-batch {index} has {len(lanes)} lanes, {num_lanes} are there")
+        lane = 0
+        while lane < num_lanes:
+            ids = lanes[lane]
+            if not ids:
+                raise IllegalPlanError(f"micro-batch {index} leaves lane {lane} without samples")
+            end = lane
+            while end < num_lanes and lanes[end] == ids:
+                end += 1
+            cp_size = end - lane
+            if not is_power_of_two(cp_size) or lane % cp_size:
+                raise IllegalPlanError(
+                    f"micro-batch {index} has a CP group of lanes {lane} to {end - 1}, not an aligned power of two"
+                )
+            tokens = sum(seqlens.get(sample, 0) for sample in ids)
+            if tokens > max_tokens_per_rank * cp_size:
+                raise IllegalPlanError(
+                    f"micro-batch {index} has {tokens} tokens on {cp_size} lanes, {max_tokens_per_rank} fit on each"
+                )
+            seen.update(ids)
+            sizes[cp_size] += 1
+            lane = end
+    wrong = sorted(set(seqlens) ^ set(seen)) + [sample for sample, count in seen.items() if count != 1]
+    if wrong:
+        raise IllegalPlanError(f"sample {wrong[0]} is in {seen[wrong[0]]} packs, 1 is needed", sample_id=wrong[0])
+    return sizes
+
+
+def _parts(ids: tuple[int, ...], max_samples: int | None) -> list[tuple[int, ...]]:
+    size = max_samples or max(1, len(ids))
+    return [ids[first : first + size] for first in range(0, len(ids), size)]
+
+
+def _packs_of(lanes: list[list[int]]) -> list[Pack]:
+    packs: list[Pack] = []
+    for ids in lanes:
+        if packs and packs[-1].ids == tuple(ids):
+            packs[-1] = Pack(cp_size=packs[-1].cp_size + 1, ids=packs[-1].ids)
+        else:
+            packs.append(Pack(cp_size=1, ids=tuple(ids)))
+    return packs
+
+
+def _split_one(groups: Groups, multiple: int) -> None:
+    """Make two micro-batches of the one with most samples, in place."""
+    most = max(range(len(groups)), key=lambda index: (sum(len(pack.ids) for pack in _packs_of(groups[index])), -index))
+    packs, num_lanes = _packs_of(groups[most]), len(groups[most])
+    if len(packs) == 1:
+        (only,) = packs
+        if len(only.ids) == 1:
+            raise InvalidInputError(
+                f"{len(groups)} samples cannot fill a multiple of {multiple} micro-batches: raise the batch size",
+                num_samples=len(groups),
+                multiple=multiple,
+            )
+        half = len(only.ids) // 2
+        packs = [Pack(cp_size=only.cp_size, ids=only.ids[:half]), Pack(cp_size=only.cp_size, ids=only.ids[half:])]
+    groups[most : most + 1] = [spread(packs[::2], num_lanes), spread(packs[1::2], num_lanes)]

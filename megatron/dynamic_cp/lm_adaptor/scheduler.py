@@ -1,0 +1,163 @@
+"""Our planner as a packing scheduler of Megatron-LM checkouts that have `scheduler_map` (branch dev, 2026).
+
+    --dynamic-context-parallel --sequence-packing-scheduler dynamic_cp_planner
+
+Such a checkout draws, re-routes and packs samples itself and asks a scheduler class for groups. Only that class is
+ours. Each TP rank 0 plans for itself, every step, as the checkout's own schedulers do; a plan is a function of its
+input, so all find the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from dynamic_cp.catalog import load_hardware
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
+from megatron.dynamic_cp.lm_adaptor.groups import Groups, check_groups, groups_of
+
+logger = logging.getLogger(__name__)
+
+NAME = "dynamic_cp_planner"
+THEIRS = "default_dynamic_cp"
+"""The one name that the checkout accepts with --dynamic-context-parallel; it means our class once that was chosen."""
+
+_MODULE = "megatron.core.datasets.data_schedule"
+
+
+def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast") -> type:
+    """Return a scheduler that plans with `dynamic_cp`, for a checkout's `scheduler_map`.
+
+    Args:
+        base: the checkout's DefaultDynamicCPScheduler, which draws, re-routes and packs.
+        hardware: name or file for the cost model.
+        search: effort of the planner.
+    """
+
+    class DynamicCPPlannerScheduler(base):  # type: ignore[misc]
+        """Plans a global batch by its cost on the cluster instead of by L^2 / cp."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model: ModelShape | None = None
+            self.topology = Topology(num_lanes=self.total_hdp_gpus)
+            self.bytes_per_element = 2
+
+        def run(self, data_iterator: Any, num_microbatches: int, *groups_and_config: Any) -> Any:
+            """Take model and layout from the configuration, then do as the base class."""
+            *_, config = groups_and_config
+            tp_group, pp_group = groups_and_config[1], groups_and_config[2]
+            self.model = model_shape(config)
+            self.topology = Topology(
+                num_lanes=self.total_hdp_gpus,
+                tp_size=tp_group.size(),
+                pp_size=pp_group.size(),
+                vp_size=config.virtual_pipeline_model_parallel_size or 1,
+                sequence_parallel=config.sequence_parallel,
+                all_lanes_coupled=config.num_moe_experts is not None,
+            )
+            self.bytes_per_element = 2 if config.bf16 or config.fp16 else 4
+            return super().run(data_iterator, num_microbatches, *groups_and_config)
+
+        def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
+            """Return groups[micro-batch][lane] -> ids.
+
+            Raises:
+                DynamicCPError: a sample that no CP size can hold, or too few samples.
+            """
+            if self.model is None:
+                raise UnsupportedFeatureError(f"{NAME} plans inside run(), or with `model` set")
+            seqlens = {int(sample): int(seqlen) for sample, seqlen in sample_id_seqlens}
+            problem = Problem(
+                topology=self.topology,
+                model=self.model,
+                hardware=load_hardware(hardware),
+                options=PlanOptions(
+                    max_tokens_per_rank=self.max_seq_len_per_rank,
+                    min_cp_size=self.min_cp_size,
+                    bytes_per_element=self.bytes_per_element,
+                    search=search,  # type: ignore[arg-type]
+                ),
+            )
+            planned = problem.plan([Sample(sample_id=sample, seqlen=seqlen) for sample, seqlen in seqlens.items()])
+            multiple = self.microbatch_group_size_per_vp_stage or 1
+            groups = groups_of(planned.plan, multiple=multiple, max_samples=self.max_num_seqs)
+            sizes = check_groups(
+                groups,
+                seqlens,
+                num_lanes=self.topology.num_lanes,
+                max_tokens_per_rank=self.max_seq_len_per_rank,
+                multiple=multiple,
+            )
+            logger.debug("%d micro-batches, packs by CP size %s; %s", len(groups), dict(sizes), planned.reason)
+            return groups
+
+    return DynamicCPPlannerScheduler
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Return the numbers of a checkout's model; without the training loop's arguments the LM head is left out."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=_vocab_size(),
+        gated_linear_unit=config.gated_linear_unit,
+        source="configuration of the checkout",
+    )
+
+
+def _vocab_size() -> int:
+    try:
+        arguments = importlib.import_module("megatron.training.global_vars").get_args()
+    except (ImportError, AssertionError):  # another loop, or no arguments were parsed
+        return 1
+    return int(arguments.padded_vocab_size)
+
+
+def register(*, hardware: str = "h100", search: str = "fast", as_theirs: bool = False) -> type:
+    """Add the scheduler to the checkout's `scheduler_map` as "dynamic_cp_planner"; return it.
+
+    Args:
+        hardware, search: see `scheduler_class`.
+        as_theirs: also under the checkout's own name, the only one that its configuration accepts.
+
+    Raises:
+        UnsupportedFeatureError: the checkout has no such table or base class.
+    """
+    module = importlib.import_module(_MODULE)
+    for symbol in ("scheduler_map", "DefaultDynamicCPScheduler"):
+        if not hasattr(module, symbol):
+            raise UnsupportedFeatureError(
+                f"{_MODULE} has no {symbol}: use core_v0.16.1, or a checkout of dev from August 2026 on", symbol=symbol
+            )
+    chosen = scheduler_class(module.DefaultDynamicCPScheduler, hardware=hardware, search=search)
+    module.scheduler_map[NAME] = chosen
+    if as_theirs:
+        module.scheduler_map[THEIRS] = chosen
+    return chosen
+
+
+def take_choice(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
+    """Return the command line as the checkout accepts it, and what was meant for us.
+
+    The checkout lists its schedulers in a type annotation and in checks, which nothing can be added to; so the choice
+    is exchanged for the name that it knows.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--sequence-packing-scheduler")
+    parser.add_argument("--dynamic-cp-hardware", default="h100")
+    parser.add_argument("--dynamic-cp-search", default="fast", choices=("fast", "thorough"))
+    ours, rest = parser.parse_known_args(list(argv))
+    ours.is_chosen = ours.sequence_packing_scheduler == NAME
+    if ours.sequence_packing_scheduler is not None:
+        rest += ["--sequence-packing-scheduler", THEIRS if ours.is_chosen else ours.sequence_packing_scheduler]
+    return rest, ours

@@ -1,0 +1,107 @@
+"""Which checkout, which version, and clear errors; on small trees that only look like checkouts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout, put_first
+
+PACKAGE_INFO = 'MAJOR = 0\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "{pre}"\nVERSION = (MAJOR, MINOR)\n'
+
+
+def make_tree(root: Path, minor: int = 16, patch: int = 1, pre: str = "", schedules: str | None = None) -> Path:
+    """Return the script of a tree with the files that are looked at."""
+    (root / "megatron" / "training").mkdir(parents=True)
+    datasets = root / "megatron" / "core" / "datasets"
+    datasets.mkdir(parents=True)
+    info = PACKAGE_INFO.format(minor=minor, patch=patch, pre=pre)
+    (root / "megatron" / "core" / "package_info.py").write_text(info)
+    if schedules is not None:
+        (datasets / "data_schedule.py").write_text(schedules)
+    script = root / "pretrain_gpt.py"
+    script.write_text("raise SystemExit('the script ran')\n")
+    return script
+
+
+def test_version_is_read_without_importing(tmp_path: Path) -> None:
+    checkout = open_checkout(make_tree(tmp_path))
+    assert (checkout.root, checkout.version, checkout.has_scheduler_map) == (tmp_path, "0.16.1", False)
+
+
+@pytest.mark.parametrize("annotation", ["", ": Dict[str, type]"])
+def test_newer_checkout_with_a_table_of_schedulers(tmp_path: Path, annotation: str) -> None:
+    script = make_tree(tmp_path, minor=19, patch=0, schedules=f"scheduler_map{annotation} = {{}}\n")
+    assert open_checkout(script).has_scheduler_map
+
+
+@pytest.mark.parametrize(
+    ("minor", "patch", "pre", "schedules"), [(15, 0, "", None), (16, 1, "rc0", None), (19, 0, "", "x = 1\n")]
+)
+def test_other_versions_are_refused(tmp_path: Path, minor: int, patch: int, pre: str, schedules: str | None) -> None:
+    script = make_tree(tmp_path, minor, patch, pre, schedules)
+    with pytest.raises(UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"):
+        open_checkout(script)
+
+
+def test_script_outside_a_checkout(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    with pytest.raises(InvalidInputError, match="does not exist"):
+        open_checkout(script)
+    script.write_text("")
+    with pytest.raises(InvalidInputError, match="not inside a Megatron-LM checkout"):
+        open_checkout(script)
+
+
+def test_package_info_of_another_kind(tmp_path: Path) -> None:
+    script = make_tree(tmp_path)
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text('__version__ = "1"\n')
+    with pytest.raises(UnsupportedFeatureError, match="does not say MAJOR"):
+        open_checkout(script)
+
+
+def test_regular_package_cannot_be_added_to(tmp_path: Path) -> None:
+    make_tree(tmp_path)
+    (tmp_path / "megatron" / "__init__.py").write_text("")
+    with pytest.raises(InvalidInputError, match="no other package can add to `megatron`"):
+        put_first(tmp_path)
+
+
+def test_megatron_core_from_elsewhere_is_noticed(tmp_path: Path) -> None:
+    import megatron.core  # noqa: F401  # the installed one
+
+    make_tree(tmp_path)
+    before = list(sys.path)
+    with pytest.raises(InvalidInputError, match=r"megatron.core was imported from .* before the checkout"):
+        put_first(tmp_path)
+    assert sys.path == before
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "megatron.dynamic_cp.run", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_command_line_answers_in_one_line(tmp_path: Path) -> None:
+    missing, old = run(), run(str(make_tree(tmp_path, minor=14)))
+    assert (missing.returncode, old.returncode) == (2, 2)
+    assert missing.stderr.startswith("error: give the script first")
+    assert "is version 0.14.1" in old.stderr
+    assert old.stderr.count("\n") == 1
+
+
+def test_missing_symbol_is_named(tmp_path: Path) -> None:
+    """A tree of the right version whose training code lacks everything: the first symbol of the table is named."""
+    script = make_tree(tmp_path)
+    for package in ("core", "core/transformer", "core/transformer/custom_layers", "training"):
+        (tmp_path / "megatron" / package).mkdir(exist_ok=True)
+        (tmp_path / "megatron" / package / "__init__.py").write_text("")
+    (tmp_path / "megatron/core/transformer/custom_layers/batch_invariant_kernels.py").write_text("")
+    done = run(str(script))
+    assert done.returncode == 2, done.stderr
+    assert "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced because it" in done.stderr
+    assert "the script ran" not in done.stderr + done.stdout
