@@ -256,7 +256,9 @@ class _Fit:
         tokens = np.array([one.tokens for one in heads], np.float64)
         sides = []
         for seconds_of, slope in zip(_both(heads), per_token[:2].tolist(), strict=True):
-            constant = max(0.0, float(np.median(seconds_of - slope * tokens)))  # part of a bucket's overhead
+            weights = seconds_of**-2.0
+            left = float(weights @ (seconds_of - slope * tokens) / weights.sum())
+            constant = max(0.0, left)  # part of a bucket's overhead
             sides.append(constant + slope * tokens)
         self._compare("edges", heads, sides[0], sides[1])
 
