@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
+from dynamic_cp import cli
 from tests.cluster.conftest import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -128,6 +129,14 @@ def test_jobs_find_the_code_where_the_images_have_it() -> None:
         assert json.loads(entry)[-1] == "/opt/dynamic-cp/docker/entrypoint.sh"
     assert os.access(ROOT / "docker" / "entrypoint.sh", os.X_OK)
     assert (ROOT / json.loads(of("cpu", "CMD")[0])[1]).is_file()
+
+
+def test_the_plan_that_compiles_the_planner_is_legal() -> None:
+    commands = [part.split() for one in ALL if one.name == "RUN" for part in one.rest.split("&&")]
+    plans = [words[1:] for words in commands if words[0] == "dynamic-cp"]
+    assert len(plans) == 2
+    assert plans[0] == plans[1]
+    assert cli.main(plans[0]) == 0
 
 
 def entry(folder: Path, *words: str, gpus: int | None = None, **environment: str) -> list[str]:
