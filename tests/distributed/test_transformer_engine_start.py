@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,25 @@ def test_who_does_an_exchange() -> None:
     assert ways("2.19.0", 8) == ["a2a native", "a2a+p2p native", "all_gather native", "p2p native"]
     assert ways("2.19.0", 2) == ["a2a wrapped", "a2a+p2p native", "all_gather native", "p2p native"]
     assert ways("2.19.0", 1) == ["a2a wrapped", "a2a+p2p wrapped", "all_gather native", "p2p native"]
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/transformer-engine.md").read_text()
+    header, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| 2.") or line.startswith("| TransformerEngine |")
+    )
+    assert [row[0] for row in rows] == sorted(
+        {te_support.shown(r) for r in te_support.NATIVE_SINCE.values()}, key=te_support.release_of
+    )
+    for version, *cells in rows:
+        for exchange, cell in zip(header[1:], cells, strict=True):
+            lacking = exchange in missing_exchanges(CP_COMM_TYPES, version)
+            assert cell == ("-" if lacking else way(exchange, version, kv_heads=8, inner_cp_size=2)), (
+                version,
+                exchange,
+            )
 
 
 @pytest.mark.parametrize(

@@ -163,12 +163,12 @@ def test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size: int, groups: Dyn
         query, key, value = (x[rows].detach().requires_grad_() for x in inputs[:3])
         with (
             mock.patch.object(context_parallel, "flash_attn_p2p_communicate", ring.communicate),
-            mock.patch.object(context_parallel, "get_distributed_world_size", lambda _group: cp_size),
-            mock.patch.object(context_parallel, "get_distributed_rank", lambda _group, rank=rank: rank),
-            mock.patch.object(dot_product_attention, "get_distributed_world_size", lambda _group: cp_size),
+            mock.patch.object(context_parallel, "get_distributed_world_size", return_value=cp_size),
+            mock.patch.object(context_parallel, "get_distributed_rank", return_value=rank),
+            mock.patch.object(dot_product_attention, "get_distributed_world_size", return_value=cp_size),
             mock.patch(
                 "transformer_engine.pytorch.attention.dot_product_attention.backends.get_distributed_world_size",
-                lambda _group: cp_size,
+                return_value=cp_size,
             ),
         ):
             group = groups.group(0, 1)

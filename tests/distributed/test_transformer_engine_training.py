@@ -1,0 +1,58 @@
+"""The trainer with TransformerEngine's layers, over the fake: the losses of local layers, and their checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron.dynamic_cp.attention.te_support import LayerChoice
+from megatron.trainer import layers, training
+from megatron.trainer.arguments import parse_args
+from tests.distributed import fake_transformer_engine as fake
+from tests.distributed.harness import run_ranks
+from tests.trainer.commandline import command_line
+
+pytestmark = pytest.mark.slow
+
+WORDS = (
+    "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 64 --num-workers 0 --dynamic-cp-lookahead 0 --train-iters 6 "
+    "--use-distributed-optimizer --cp-comm-type auto"
+)
+
+
+def train_on_this_rank(words: list[str], impl: str) -> dict[int, float]:
+    os.environ["RANK"] = str(dist.get_rank())
+    if impl == "transformer_engine":
+        fake.install("2.11.0")
+
+        def choose(args, _device):
+            """As on a GPU."""
+            args.transformer_impl, args.cp_comm_types_left_out = impl, ("all_gather",)
+            return LayerChoice(impl=impl, reason="test", left_out=("all_gather",))
+
+        layers.choose = choose
+    losses = {}
+    training.pretrain(
+        parse_args(words, dist.get_world_size()),
+        on_step=lambda iteration, record: losses.__setitem__(iteration, record.loss),
+    )
+    if impl == "transformer_engine":
+        assert fake.DotProductAttention.forwards, "the fake was not called"
+    return losses
+
+
+def train(impl: str, *extra: str) -> dict[int, float]:
+    """Return iteration -> loss on two ranks."""
+    return run_ranks(2, train_on_this_rank, command_line(WORDS, *extra), impl, timeout_s=200)[0]
+
+
+def test_a_run_changes_layers_and_goes_on(tmp_path: Path) -> None:
+    """Local layers for two iterations, TransformerEngine's for two, local ones to the end: one loss curve."""
+    whole = train("local")
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
+    files = f"--save {tmp_path} --load {tmp_path} --exit-interval 2"
+    pieces = train("local", files) | train("transformer_engine", files) | train("local", files)
+    assert pieces == pytest.approx(whole, rel=1e-6)
