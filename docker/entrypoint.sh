@@ -1,10 +1,19 @@
 #!/bin/sh
-# pretrain_gpt.py FLAG...   one rank per GPU of this container, or 4 CPU ranks where there is none (RANKS_PER_NODE)
+# pretrain_gpt.py FLAG...   one rank per GPU of this container; where there is none, 4 CPU ranks on gloo, and it says so
+#                           (RANKS_PER_NODE sets another number)
 # anything else             is run as it is: dynamic-cp, python3, bash
 set -eu
 if [ "${1:-}" = pretrain_gpt.py ]; then
-  ranks=${RANKS_PER_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+  gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+  ranks=${RANKS_PER_NODE:-$gpus}
   if [ "$ranks" -eq 0 ]; then ranks=4; fi
+  case "$gpus $*" in
+    0\ *--distributed-backend*) ;;
+    0\ *)
+      echo "no GPU is visible (docker run --gpus all gives them): training on $ranks CPU ranks, gloo" >&2
+      set -- "$@" --distributed-backend gloo
+      ;;
+  esac
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS=1
   set -- python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
 fi

@@ -161,14 +161,21 @@ def entry(folder: Path, *words: str, gpus: int | None = None, **environment: str
 
 
 def test_the_entry_point_starts_a_rank_per_gpu(tmp_path: Path) -> None:
-    def ranks(**how: object) -> str:
+    def ranks(*backend: str, **how: object) -> str:
         words = entry(tmp_path, "pretrain_gpt.py", "--dynamic-cp", "--lr", "a b", **how)  # type: ignore[arg-type]
         assert words[:3] == ["-m", "torch.distributed.run", "--standalone"]
-        assert words[-4:] == ["pretrain_gpt.py", "--dynamic-cp", "--lr", "a b"]
+        assert words[5:] == ["pretrain_gpt.py", "--dynamic-cp", "--lr", "a b", *backend]
         return words[words.index("--nproc-per-node") + 1]
 
-    assert ranks() == "4"
-    assert ranks(RANKS_PER_NODE="3") == "3"
+    gloo = ("--distributed-backend", "gloo")
+    assert ranks(*gloo) == "4"
+    assert ranks(*gloo, RANKS_PER_NODE="3") == "3"
+    assert ranks(*gloo, gpus=0) == "4"
     assert ranks(gpus=8) == "8"
     assert ranks(gpus=8, RANKS_PER_NODE="2") == "2"
     assert entry(tmp_path, "echo", "as it is") == ["as it is"]
+
+
+def test_the_entry_point_leaves_the_backend_that_is_asked_for(tmp_path: Path) -> None:
+    words = entry(tmp_path, "pretrain_gpt.py", "--distributed-backend", "nccl")
+    assert words[5:] == ["pretrain_gpt.py", "--distributed-backend", "nccl"]
