@@ -7,8 +7,9 @@ Each part is fitted to what measured it alone, with the formula by which the cos
     edges       FLOPs of the head / rate + bytes / memory bandwidth
     links       latency + bytes / bandwidth
 
-What is left of tiny micro-batches is the overhead of a bucket, and of those with CP the latency of an exchange: what
-ranks wait for each other belongs to it. `held_out` is fitted by nothing.
+Random packs then weigh all of these by one factor. What is left of tiny micro-batches is the overhead of a bucket, and
+of those with CP the latency of an exchange: what ranks wait for each other belongs to it. `held_out` is fitted by
+nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ from dynamic_cp.types import Hardware, PlanOptions, Topology
 
 BUCKET_LAYERS = 2
 """Layers of the model that runs micro-batches."""
+_RATES = (
+    "linear_flops_per_s",
+    "head_flops_per_s",
+    "memory_bandwidth_bytes_per_s",
+    *(f"attention{tile}{way}_flops_per_s" for tile in ("", "_full") for way in ("", "_backward")),
+)
+_OVERHEADS = ("forward_overhead_s_per_layer", "backward_overhead_s_per_layer")
+_MOST_WEIGHT = 2.0
 _GROWTH = 0.01
 """The longest layers must spend this share of their time on tokens, or there is no rate to see."""
 _DIGITS = 4
@@ -139,8 +148,12 @@ class _Fit:
         self._ring()
         self._edges()
         self._links()
-        self._buckets()
-        self._held_out()
+        self._overheads()
+        self._weigh()
+        self._overheads()
+        for section, fitted in (("buckets", True), ("packs", True), ("held_out", False)):
+            if rows := self._rows.of(section):
+                self._compare_buckets(section, rows, fitted=fitted)
         return Calibration(
             hardware=self._hardware(),
             changed=tuple(self._values),
@@ -310,7 +323,20 @@ class _Fit:
         self._compare(f"{rows[0].kind}{where}", rows, predicted, np.zeros(len(rows)))
         return latency, per_byte
 
-    def _buckets(self) -> None:
+    def _weigh(self) -> None:
+        """Let whole packs weigh their parts: those that run in turns find colder caches than one alone."""
+        rows = [one for one in self._rows.of("packs") if one.cp_size == 1]
+        if len(rows) < 3:
+            return
+        measured = np.array([_total(one) for one in rows])
+        factor = float(np.clip(np.median(measured / self._buckets_s(rows)), 1 / _MOST_WEIGHT, _MOST_WEIGHT))
+        for name in _RATES + _OVERHEADS:
+            if name in self._values:
+                times = factor if name in _OVERHEADS else 1 / factor
+                self._set(name, self._values[name] * times, f"{self._how[name]}; x {times:.3g} by whole packs")
+        self._notes.append(f"whole packs take {factor:.2f} times what their parts take when each runs alone")
+
+    def _overheads(self) -> None:
         rows = self._rows.of("buckets")
         alone = [one for one in rows if one.cp_size == 1]
         if not alone:
@@ -324,7 +350,6 @@ class _Fit:
         if grouped:
             latency_s = self._latency(grouped)
             self._set("exchange_latency_s_per_layer", latency_s, "tiny micro-batches with CP, waits included")
-        self._compare_buckets("buckets", rows, fitted=True)
 
     def _latency(self, rows: Sequence[Measurement]) -> float:
         """Return the latency with which `rows` are predicted best: a search, because exchanges may hide."""
@@ -339,11 +364,6 @@ class _Fit:
             best = min(range(len(tried)), key=lambda index: error(tried[index]))
             tried = np.linspace(tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)], 9).tolist()
         return float(min(tried, key=error))
-
-    def _held_out(self) -> None:
-        rows = self._rows.of("held_out")
-        if rows:
-            self._compare_buckets("held_out", rows, fitted=False)
 
     # -- shared -----------------------------------------------------------------------------------------------------
 

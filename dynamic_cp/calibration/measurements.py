@@ -19,6 +19,7 @@ SECTIONS = {
     "edges": "embedding, LM head and loss",
     "links": "messages and collectives between ranks",
     "buckets": "tiny micro-batches through the schedule",
+    "packs": "random packs through the schedule, to weigh the parts",
     "held_out": "random packs through the schedule, not fitted",
 }
 """Section -> what is measured there, in the order in which it is."""
@@ -34,7 +35,7 @@ class Measurement:
     Attributes:
         section: of SECTIONS.
         kind: what of the section: "head" or "embedding", an exchange, the shape of a tile.
-        seqlens: lengths of a pack in tokens; of the whole CP group in `buckets` and `held_out`, else of one rank.
+        seqlens: lengths of a pack in tokens; of the whole CP group in the last three sections, else of a rank.
         cp_size: members of the ring or of the collective.
         num_bytes: that a rank sends (ring_shift, hop), or of the whole tensor (collectives).
         across_nodes: the transfer crosses nodes.

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 _HEIGHT_IN = 3.5
 _BAND = 0.1
 _MARKERS = {"forward": "o", "backward": "s", "both": "D"}
-_SERIES = {"linear": 0, "causal": 1, "full": 2, "ring": 3, "edges": 4, "links": 5, "buckets": 6, "held_out": -1}
+_SERIES = {
+    "linear": 0,
+    "causal": 1,
+    "full": 2,
+    "ring": 3,
+    "edges": 4,
+    "links": 5,
+    "buckets": 6,
+    "packs": 7,
+    "held_out": -1,
+}
 _LABELS = {
     "linear": "layer without attention",
     "causal": "attention, causal",
@@ -30,7 +40,8 @@ _LABELS = {
     "edges": "head and loss",
     "links": "links",
     "buckets": "tiny micro-batch",
-    "held_out": "random packs, a check",
+    "packs": "random packs",
+    "held_out": "other packs, a check",
 }
 
 

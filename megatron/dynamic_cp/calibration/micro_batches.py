@@ -18,9 +18,10 @@ from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.micro_batches import micro_batches, pack_step
 from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 
-NUM_MICRO_BATCHES = {"buckets": 4, "held_out": 2}
+NUM_MICRO_BATCHES = {"buckets": 4, "packs": 2, "held_out": 2}
 _TINY_TOKENS = 16
-_HELD_OUT = {True: 6, False: 18}
+_NUM_PACKS = {"packs": {True: 4, False: 10}, "held_out": {True: 6, False: 18}}
+_SEEDS = {"packs": 1, "held_out": 2}
 
 
 def buckets(bench: Bench) -> list[Measurement]:
@@ -36,11 +37,20 @@ def buckets(bench: Bench) -> list[Measurement]:
     )
 
 
+def packs(bench: Bench) -> list[Measurement]:
+    """Random packs on each rank alone: in a step the parts find colder caches than one part called again and again."""
+    return _random_packs(bench, "packs", [1])
+
+
 def held_out(bench: Bench) -> list[Measurement]:
-    """Random packs of lognormal lengths, the same on all ranks, at every CP size in turn."""
-    random = np.random.default_rng(20261121)
-    sizes, probes = _cp_sizes(bench), []
-    for index in range(_HELD_OUT[bench.setup.quick]):
+    """Other random packs, the same on all ranks, at every CP size in turn."""
+    return _random_packs(bench, "held_out", _cp_sizes(bench))
+
+
+def _random_packs(bench: Bench, section: str, sizes: Sequence[int]) -> list[Measurement]:
+    """Return packs of lognormal lengths, at `sizes` in turn."""
+    random, probes = np.random.default_rng(_SEEDS[section]), []
+    for index in range(_NUM_PACKS[section][bench.setup.quick]):
         cp_size = sizes[index % len(sizes)]
         multiple = 2 * cp_size
         room = cp_size * int(random.uniform(0.2, 1.0) * bench.setup.max_tokens)
@@ -53,7 +63,7 @@ def held_out(bench: Bench) -> list[Measurement]:
             room -= seqlen
             if random.random() < 0.1:
                 break
-        probes.append(micro_batch_probe(bench, "held_out", tuple(seqlens), cp_size))
+        probes.append(micro_batch_probe(bench, section, tuple(seqlens), cp_size))
     return _measure(bench, probes)
 
 
@@ -125,4 +135,4 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
 
     # One number for both passes: the schedule runs them in turns, and nothing waits between them.
     row = Measurement(section=section, seqlens=seqlens, cp_size=cp_size, forward_s=0.0)
-    return Probe(row=row, forward=run, num_turns=1 if section == "held_out" else 3, waits=cp_size > 1)
+    return Probe(row=row, forward=run, num_turns=3 if section == "buckets" else 1, waits=cp_size > 1)

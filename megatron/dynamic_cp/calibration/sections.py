@@ -18,7 +18,7 @@ from megatron.dynamic_cp.attention.ring import RingAttention
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.emulation import emulated, no_transfers
 from megatron.dynamic_cp.calibration.links import link_probes
-from megatron.dynamic_cp.calibration.micro_batches import buckets, held_out
+from megatron.dynamic_cp.calibration.micro_batches import buckets, held_out, packs
 from megatron.dynamic_cp.calibration.model import WithoutAttention
 from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
@@ -140,6 +140,7 @@ RUN: dict[str, Callable[[Bench], list[Measurement]]] = {
     "edges": edges,
     "links": links,
     "buckets": buckets,
+    "packs": packs,
     "held_out": held_out,
 }
 """Section -> what measures it, in the order of `SECTIONS`."""

@@ -130,6 +130,8 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
         )
     packs = [(cp, (16 * cp,)) for cp in (1, 2, 4)]
     rows = [Measurement(section="buckets", seqlens=seqlens, cp_size=cp, forward_s=1.0) for cp, seqlens in packs]
+    packs = [(1, tuple(8 * int(n) for n in random.integers(8, 800, size=3))) for _ in range(10)]
+    rows += [Measurement(section="packs", seqlens=seqlens, forward_s=1.0) for _, seqlens in packs]
     packs = [(cp, tuple(8 * int(n) for n in random.integers(8, 800, size=4))) for cp in (1, 2, 4) * 8]
     rows += [Measurement(section="held_out", seqlens=seqlens, cp_size=cp, forward_s=1.0) for cp, seqlens in packs]
     # The same seconds as the planner's: what is under test is whether the coefficients come back.
@@ -203,6 +205,29 @@ def test_held_out_rows_are_not_fitted() -> None:
     assert error is not None
     assert error.median == pytest.approx(0.5, abs=0.01)
     assert error.predicted_over_measured == pytest.approx(0.5, abs=0.01)
+
+
+def test_whole_packs_weigh_the_parts() -> None:
+    """A device on which everything takes a quarter longer in a step than alone."""
+    measured = synthetic(TRUTH, 0.0, 0)
+    slower = {
+        section: tuple(replace(one, forward_s=1.25 * one.forward_s) for one in measured.sections[section])
+        for section in ("buckets", "packs", "held_out")
+    }
+    sections = {**measured.sections, **slower}
+    found = calibrate(load_hardware("h100"), Measurements(setup=SETUP, sections=sections), name="x")
+    for name in ("linear_flops_per_s", "attention_flops_per_s", "attention_full_backward_flops_per_s"):
+        assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name) / 1.25, rel=0.05), name
+        assert "by whole packs" in found.hardware.source[name]
+    weighed, alone = (
+        found.error("held_out"),
+        calibrate(load_hardware("h100"), Measurements(setup=SETUP, sections={**sections, "packs": ()}), name="x").error(
+            "held_out"
+        ),
+    )
+    assert weighed is not None
+    assert alone is not None
+    assert weighed.median < 0.03 < 0.1 < alone.median
 
 
 def test_errors_are_the_median_and_95th_percentile_of_relative_errors() -> None:
