@@ -21,6 +21,7 @@ REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces n
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
 TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1"]  # local tokenizer.json files and chat templates; no torch
 HF = ["transformers==5.23.0", "accelerate==1.15.0"]  # pinned: their attention and mesh interfaces change; 26 MB in all
+MEGATRON_LM = ["six", "regex", "pyyaml"]  # what the training code of a Megatron-LM checkout imports
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]
 
 setup(
@@ -41,6 +42,7 @@ setup(
         "report": REPORT,
         "train": TRAIN,
         "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
+        "megatron-lm": MEGATRON_LM,
         "test": TEST,
         "docs": DOCS,
         "tokenizers": TOKENIZERS,
