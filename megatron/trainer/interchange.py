@@ -138,4 +138,6 @@ def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[
         left.discard("max_position_embeddings")  # no weight and no angle depends on it
     if model["position_embedding_type"] != "rope":
         left -= {"rotary_base", "rotary_percent", "rotary_interleaved"}
+    if not model["disable_bias_linear"]:
+        left.discard("add_qkv_bias")  # it has all biases, this one as well; Megatron-LM then sets the flag
     return {name: said[name] if name in left and said.get(name) is not None else own for name, own in model.items()}

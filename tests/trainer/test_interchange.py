@@ -326,6 +326,13 @@ def test_an_optimizer_that_cannot_be_read_is_refused_and_its_weights_are_not(tmp
     assert interchange.read_run(folder, OURS, weights_only=True)["identity"]["model"] == OURS
 
 
+def test_biases_everywhere_are_biases_of_the_projection(tmp_path):
+    """Megatron-LM sets --add-qkv-bias where all layers have biases."""
+    folder = _common(tmp_path, {"add_bias_linear": True, "add_qkv_bias": True}, **WHOLE)
+    ours = {**OURS, "disable_bias_linear": False, "add_qkv_bias": False}
+    assert interchange.read_run(folder, ours, weights_only=False)["identity"]["model"] == ours
+
+
 def test_what_is_not_megatron_lms_is_left_to_the_manifest(tmp_path):
     assert interchange.read_run(tmp_path, OURS, weights_only=False) is None
     folder = _common(tmp_path, {"written_by": "megatron-dynamic-cp"}, **WHOLE)
