@@ -26,7 +26,7 @@ def run_script(argv: Sequence[str]) -> None:
     """
     if not argv or argv[0].startswith("-"):
         raise InvalidInputError(
-            "python -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [flags]: the script comes first"
+            "give the script first: python -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [flags]"
         )
     from megatron.dynamic_cp.lm_adaptor.activate import activate
     from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout

@@ -89,7 +89,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_command_line_answers_in_one_line(tmp_path: Path) -> None:
     missing, old = run(), run(str(make_tree(tmp_path, minor=14)))
     assert (missing.returncode, old.returncode) == (2, 2)
-    assert missing.stderr.startswith("error: give the script first")
+    assert missing.stderr.startswith("error: give the script first: python -m")
     assert "is version 0.14.1" in old.stderr
     assert old.stderr.count("\n") == 1
 

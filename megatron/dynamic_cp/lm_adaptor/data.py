@@ -92,7 +92,7 @@ def build_loader(
     """Return the loader of one lane: one sample or pack at a time, numpy."""
     return DataLoader(
         dataset,
-        batch_sampler=sampler,  # type: ignore[arg-type]  # any iterable of index lists will do
+        batch_sampler=sampler,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         collate_fn=only_item,

@@ -166,7 +166,8 @@ def destination(flag: str) -> str:
 
 def exchange_of(args: argparse.Namespace) -> str:
     """Return the exchange that --cp-comm-type names, in our spelling."""
-    return _EXCHANGE_NAMES.get(args.cp_comm_type[0], args.cp_comm_type[0])
+    name = str(args.cp_comm_type[0])
+    return _EXCHANGE_NAMES.get(name, name)
 
 
 def translate(args: argparse.Namespace) -> argparse.Namespace:

@@ -144,7 +144,7 @@ class Session:
         *,
         forward_step_func: Any,
         data_iterator: LaneIterator | list[LaneIterator],
-        model: torch.nn.Module | Sequence[torch.nn.Module],
+        model: Any,
         seq_length: int,
         forward_only: bool = False,
         **unused: Any,
@@ -158,7 +158,7 @@ class Session:
         Raises:
             DynamicCPError: the data ended, or see `ForeignIteratorWrapper.wrap`; the same on all ranks.
         """
-        chunks = list(model) if isinstance(model, list) else [model]  # type: ignore[list-item]
+        chunks = list(model) if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         wrapper = self._wrapper(iterators, chunks)
         try:
