@@ -12,11 +12,12 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import hugging_face
 from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader
 from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
 from megatron.trainer.data.json_text import LineError
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.line_table import LineTable
 from megatron.trainer.data.source import count
-from megatron.trainer.data.tokenizer import HuggingFaceTokenizer, TextTokenizer, Tokenizer
+from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 
 
 def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | None:

@@ -75,12 +75,14 @@ def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Document
     if suffix in (".idx", ".bin") and not glob.has_magic(entry):
         if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
             raise _missing(entry)
-        return _prefix(entry, config)
+        _refuse_chats(entry, config)
+            return None
     folder, name = os.path.split(entry)
     if os.path.exists(entry):
         return _files(entry, os.path.join(folder, ""), name, [entry], JSON_SUFFIXES, config, tokenizer)
     if os.path.exists(entry + ".idx") or os.path.exists(entry + ".bin"):
-        return _prefix(entry, config)
+        _refuse_chats(entry, config)
+        return None
     paths = sorted(path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path))
     if not paths:
         raise _missing(entry)
@@ -89,7 +91,7 @@ def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Document
     return _files(entry, root, entry[len(root) :], paths, JSON_SUFFIXES, config, tokenizer)
 
 
-def _prefix(entry: str, config: DataConfig) -> None:
+def _refuse_chats(entry: str, config: DataConfig) -> None:
     if config.sft:
         raise InvalidInputError(f"--sft reads chats from JSONL: {entry} is .bin/.idx data, which has no loss mask")
 

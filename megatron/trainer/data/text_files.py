@@ -218,7 +218,8 @@ class TextFiles:
 
     def document_name(self, document: int) -> str:
         """Return the path of the file."""
-        return self._paths[document]
+        path: str = self._paths[document]
+        return path
 
     def describe(self) -> str:
         """Return the number of text files and of those left out."""
