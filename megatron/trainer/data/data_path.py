@@ -76,7 +76,7 @@ def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Document
         if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
             raise _missing(entry)
         _refuse_chats(entry, config)
-            return None
+        return None
     folder, name = os.path.split(entry)
     if os.path.exists(entry):
         return _files(entry, os.path.join(folder, ""), name, [entry], JSON_SUFFIXES, config, tokenizer)
