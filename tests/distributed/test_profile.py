@@ -68,7 +68,7 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     )
     assert plan.predicted_s > 0
     # A measurement that is cut off goes on with what is missing, and measures nothing twice.
-    for name in ("buckets", "held_out"):
+    for name in ("buckets", "packs", "held_out"):
         del measured["sections"][name]
     (tmp_path / "out.json.measured.json").write_text(json.dumps(measured))
     results = run_ranks(2, run_command, words_for(tmp_path, "--resume"))
