@@ -218,6 +218,7 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--nodes"}  # sbatch's, and below docker's
     others |= {"--target", "--build-arg", "--rm", "--gpus", "--ipc", "--ulimit", "--user", "--shm-size", "--device"}
     others |= {"--network"}
+    others |= {"--no-build-isolation"}  # pip's
     named = 0
     for page in PAGES:
         if page.name in ("planner.md", "LOG.md"):  # commands of other tools
