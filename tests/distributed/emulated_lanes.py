@@ -45,7 +45,7 @@ class Board:
     """What the lanes of a group hand to each other."""
 
     def __init__(self, size: int) -> None:
-        self.mailboxes: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(size)]
+        self.mailboxes: list[queue.Queue[Tensor | None]] = [queue.Queue() for _ in range(size)]
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.posted: list[Tensor | None] = [None] * size
 
@@ -67,7 +67,10 @@ class Shift:
         params.stats.bytes_sent += tensor.nbytes
 
     def wait(self) -> Tensor:
-        return self._group.board.mailboxes[self._group.rank()].get(timeout=TIMEOUT_S)
+        received = self._group.board.mailboxes[self._group.rank()].get(timeout=TIMEOUT_S)
+        if received is None:
+            raise RuntimeError("another lane failed")
+        return received
 
 
 def _all_gather(x: Tensor, params: Any) -> Tensor:
@@ -151,6 +154,19 @@ def attend(
         end.wait()
         return [out, *grads[:3]]
 
+    boards = [board, *inner_boards, *outer_boards]
+
+    def guarded(rank: int) -> list[Tensor]:
+        """Let the other lanes end, too, when this one fails."""
+        try:
+            return lane(rank)
+        except BaseException:
+            for barrier in (begin, end, *(one.barrier for one in boards)):
+                barrier.abort()
+            for mailbox in (box for one in boards for box in one.mailboxes):
+                mailbox.put(None)
+            raise
+
     with (
         mock.patch.object(ring, "RingShift", Shift),
         mock.patch.object(all_gather, "all_gather_tokens", _all_gather),
@@ -159,7 +175,7 @@ def attend(
         inside,
         ThreadPoolExecutor(cp_size) as pool,
     ):
-        lanes = list(pool.map(lane, range(cp_size)))
+        lanes = list(pool.map(guarded, range(cp_size)))
     whole = [torch.empty_like(x) for x in (inputs_THD[0], *inputs_THD[:3])]
     for rank, parts in enumerate(lanes):
         for target, part in zip(whole, parts, strict=True):
