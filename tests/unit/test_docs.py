@@ -149,6 +149,10 @@ def check_not_run(words: list[str]) -> None:
         # Measuring takes minutes and changes this process for CPU ranks; tests/distributed/test_profile.py runs it.
         context = profile.make_context("profile", words[words.index("--model") :])
         assert context.params["output"]
+    elif "megatron.dynamic_cp.run" in words:  # the rest are Megatron-LM's flags
+        assert importlib.util.find_spec("megatron.dynamic_cp.run")
+    elif words[1:3] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words[3:])
     elif words[0] == "torchrun" and words[-1].startswith("examples/"):
         assert ROOT / words[-1] in EXAMPLES
     elif words[0] == "torchrun":
@@ -218,7 +222,10 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--nodes"}  # sbatch's, and below docker's
     others |= {"--target", "--build-arg", "--rm", "--gpus", "--ipc", "--ulimit", "--user", "--shm-size", "--device"}
     others |= {"--network"}
-    others |= {"--no-build-isolation"}  # pip's
+    others |= {"--no-build-isolation", "--no-deps", "--no-index", "--only-binary"}  # pip's
+    others |= {"--implementation", "--platform", "--python-version"}
+    # Megatron-LM's
+    others |= {"--sft", "--spec", "--dynamic-context-parallel", "--sequence-packing-scheduler", "--attention-dropout"}
     named = 0
     for page in PAGES:
         if page.name in ("planner.md", "LOG.md"):  # commands of other tools
