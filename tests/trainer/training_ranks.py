@@ -44,6 +44,12 @@ class Ended(NamedTuple):
     stderr: str
     seconds: float
 
+    @property
+    def error(self) -> str:
+        """What the one line of error says; a slow machine may have warned of a long wait before it."""
+        (line,) = [line for line in self.stderr.splitlines() if line.startswith("error")]
+        return line.partition(": ")[2]
+
 
 def _command_on_one_rank(words: list[str]) -> Ended:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
