@@ -28,6 +28,12 @@ def theirs() -> argparse.ArgumentParser:
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--fim-data", action="store_true")
     parser.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
+    parser.add_argument("--dataloader-type", choices=["single", "cyclic", "external"], default=None)
+    parser.add_argument(
+        "--transformer-impl",
+        choices=["local", "transformer_engine", "inference_optimized"],
+        default="transformer_engine",
+    )
     return parser
 
 
@@ -65,6 +71,8 @@ def test_translation_says_one_to_megatron_lm_and_remembers_the_rest() -> None:
         (("--num-experts", "8"), "--num-experts"),
         (("--hybrid-context-parallel",), "--hybrid-context-parallel"),
         (("--iterations-to-skip", "3"), "--iterations-to-skip"),
+        (("--dataloader-type", "cyclic"), "--dataloader-type"),
+        (("--transformer-impl", "inference_optimized"), "--transformer-impl"),
     ],
 )
 def test_unsupported_features_are_refused_by_flag(argv: tuple[str, ...], flag: str) -> None:

@@ -173,6 +173,7 @@ class _Adaptor:
             optimizer_checkpoint.install()
             DynamicCPGPTModel.enabled, DynamicCPGPTModel.on_cpu = True, self._on_cpu
             self._session = Session(self._get_args(), self._planning)
+            DynamicCPGPTModel.transformer_impl = self._session.layers.impl
         return result
 
     def _set_jit_fusion_options(self, original: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.arguments import EXCHANGES, UNSUPPORTED, Unsupported, add_dynamic_cp_arguments
+from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
 from megatron.trainer.data.config import OVERLONG_POLICIES
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
@@ -25,6 +26,12 @@ REFUSED: tuple[Unsupported, ...] = (
     *UNSUPPORTED,
     Unsupported(flag="--use-legacy-models", reason="only megatron-core models take a CP group per micro-batch"),
     Unsupported(flag="--spec", reason="--dynamic-cp has its own layer specification"),
+    Unsupported(
+        flag="--transformer-impl",
+        off=TRANSFORMER_IMPLS,
+        reason="layers for inference do not train with a CP group per micro-batch",
+    ),
+    Unsupported(flag="--dataloader-type", off=("single",), reason=_DATA),
     Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
     Unsupported(flag="--perform-rl-step", reason=_LOOP),
     Unsupported(flag="--inprocess-restart", reason=_LOOP),

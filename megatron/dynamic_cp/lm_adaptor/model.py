@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.arguments import check_supported
+from megatron.dynamic_cp.attention.te_support import TransformerImpl
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.rotary import use_one_rotary_table
 
@@ -46,10 +47,12 @@ class DynamicCPGPTModel(GPTModel):
     Attributes:
         enabled: set by --dynamic-cp; without it this is GPTModel.
         on_cpu: ranks are CPU ranks.
+        transformer_impl: TransformerEngine's layers or local ones; chosen when the session begins.
     """
 
     enabled = False
     on_cpu = False
+    transformer_impl: TransformerImpl = "local"
 
     def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
         if not self.enabled:
@@ -59,5 +62,6 @@ class DynamicCPGPTModel(GPTModel):
         if self.on_cpu:
             # Interleaved schedules free an output while gloo still sends it.
             config.deallocate_pipeline_outputs = False
-        super().__init__(config, gpt_block_spec(config, kwargs.get("vp_stage")), *args, **kwargs)
+        spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
+        super().__init__(config, spec, *args, **kwargs)
         use_one_rotary_table(self)

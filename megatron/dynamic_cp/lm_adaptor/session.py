@@ -27,7 +27,7 @@ from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import collective_device, run_on_rank_zero
-from megatron.trainer import derive, memory
+from megatron.trainer import derive, layers, memory
 from megatron.trainer.step import run_schedule
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Session:
         planning: see `flags.planning_arguments`.
 
     Attributes:
+        layers: TransformerEngine's or local ones, by --transformer-impl.
         facts: of the latest plan of the training data.
     """
 
@@ -85,6 +86,7 @@ class Session:
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
         self._flops: list[float] = []
         self.topology = derive.topology(planning)
+        self.layers = layers.choose(planning, self._device)
         name = planning.dynamic_cp_hardware or ("cpu" if self._device.type == "cpu" else "h100")
         hardware = run_on_rank_zero(lambda: load_hardware(name))
         self.model_shape = derive.model_shape(planning, args.padded_vocab_size)
@@ -111,6 +113,7 @@ class Session:
         self._planner: Planner | None = None
         run_on_rank_zero(lambda: self._start_planner(problem))
         ready_s = warm_up(self._plan_source(WARM_UP), args.seq_length)
+        logger.info("dynamic CP: %s", self.layers.describe())
         logger.info("dynamic CP: %s", self.groups.describe())
         logger.info(
             "dynamic CP: %d lanes, %d padded tokens per rank and micro-batch, hardware %s; planner ready after %.1f s",
