@@ -68,11 +68,18 @@ class Output:
         self._lengths: list[int] = []
 
     def add(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Append documents."""
+        """Append documents.
+
+        Raises:
+            DataError: they cannot be written.
+        """
         stored = tokens.astype(self._dtype)
         self._crc32 = zlib.crc32(stored.tobytes(), self._crc32)
-        for document in np.split(stored, np.cumsum(lengths)[:-1]) if len(lengths) else []:
-            self._builder.add_document(document, [len(document)])
+        try:
+            for document in np.split(stored, np.cumsum(lengths)[:-1]) if len(lengths) else []:
+                self._builder.add_document(document, [len(document)])
+        except OSError as error:  # here, because where the input is read an OSError is one of reading
+            raise _cannot_write(self._paths[0], error) from error
         self._lengths += lengths.tolist()
 
     def finish(self) -> tuple[int, int]:
@@ -108,10 +115,17 @@ class Output:
 
     def discard(self) -> None:
         """Remove what is not finished."""
-        self._builder.data_file.close()
+        with suppress(OSError):  # a full disk, once more: what is still in the buffer is not wanted
+            self._builder.data_file.close()
         for path in self._paths:
             with suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _cannot_write(path: str, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write {error.filename or path}: {error.strerror or error}; check room and permissions", path=path
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -172,10 +186,11 @@ def preprocess(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
                 raise InvalidInputError(f"{path} is there already: name another --output-prefix or add --force")
     dtype = DType.optimal_dtype(built.vocab_size)
     task = Task(tokenizer=built, keys=tuple(args.json_keys), append_eod=args.append_eod, dtype=np.dtype(dtype).str)
-    os.makedirs(os.path.dirname(args.output_prefix) or os.curdir, exist_ok=True)
     outputs: list[Output] = []
     try:
-        outputs += [Output(prefix, dtype) for prefix in prefixes]
+        os.makedirs(os.path.dirname(args.output_prefix) or os.curdir, exist_ok=True)
+        for prefix in prefixes:
+            outputs.append(Output(prefix, dtype))  # one by one: those that are open are removed below
         for files in inputs:
             _write(files, task, outputs, args.workers)
         written = {output.prefix: output.finish() for output in outputs}
@@ -183,10 +198,7 @@ def preprocess(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
             output.publish()
         return written
     except OSError as error:
-        raise DataError(
-            f"cannot write {error.filename or args.output_prefix}: {error.strerror or error}; "
-            "check room and permissions"
-        ) from error
+        raise _cannot_write(args.output_prefix, error) from error
     finally:
         for output in outputs:
             output.discard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -156,3 +157,28 @@ def test_a_tool_that_is_ended_leaves_no_index_and_no_old_one_broken(folder, corp
     else:
         assert left
         assert all(".tmp." in name for name in left), "nothing has the name of a data set"
+
+
+def leave_when_full(*words):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    leave_with(*words)
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(folder, corpus, tmp_path, capfd):
+    corpus.write_bytes(corpus.read_bytes() * 50)
+    out = tmp_path / "out"
+    process = multiprocessing.get_context("fork").Process(target=leave_when_full, args=(corpus, out / "a", folder))
+    process.start()
+    process.join(60)
+    said = capfd.readouterr().err
+    assert process.exitcode == 2, said
+    assert "error: cannot write" in said
+    assert str(out / "a_text_document") in said
+    assert "File too large; check room and permissions" in said
+    assert os.listdir(out) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(folder, corpus, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(corpus, tmp_path / "file" / "a", folder, "--workers", "1") == 2
+    assert f"cannot write {tmp_path / 'file'}" in capsys.readouterr().err
