@@ -34,6 +34,7 @@ from megatron.trainer import checkpoint_files, derive, layers, memory, model
 from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
+from megatron.trainer.data.chat_lines import chat_identity
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.index_once import index_once
 from megatron.trainer.initialize import initialize, seed, set_up_logging
@@ -366,6 +367,7 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
         "seq_length": config.seq_length,
         "overlong": config.overlong,
         "tokenizer": tokenizer.identity(config),
+        **chat_identity(config),
         "samples and their order (hash)": splits.train.fingerprint(),
     }
 

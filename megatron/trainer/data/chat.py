@@ -2,9 +2,9 @@
 
     line -> parse_chat -> ChatFormat.render -> text and the spans that the assistant wrote -> ChatLines.tokens
 
-A span is the content of an assistant turn and the token that ends the turn. Where the template marks it with
-{% generation %}, that is the span; else it is what the turn adds to the text after the generation prompt, less white
-space behind the end-of-turn token.
+A span is the content of an assistant turn and the token that ends the turn; turns of weight 0 have none. Where the
+template marks it with {% generation %}, that is the span; else it is what the turn adds to the text after the
+generation prompt, less white space behind the end-of-turn token.
 """
 
 from __future__ import annotations
@@ -67,8 +67,23 @@ class ChatFormat:
             LineError: the template refuses the chat, or does not say what the assistant wrote.
         """
         marked = self._render(messages, tools)
-        if OPEN not in marked:
-            return marked, self._spans_by_prefixes(marked, messages, tools)
+        text, spans = (
+            self._spans_by_marks(marked, messages)
+            if OPEN in marked
+            else (marked, self._spans_by_prefixes(marked, messages, tools))
+        )
+        turns = [turn for turn, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        unlearned = [turn for turn in turns if not _is_learned(messages[turn - 1])]
+        if not unlearned:
+            return text, spans
+        if len(spans) != len(turns):
+            raise LineError(
+                f" message {unlearned[0]} has weight 0, but {self.name} marks {len(spans)} answers of {len(turns)}, "
+                "which does not say where it is: leave the message out, or mark every answer once"
+            )
+        return text, [span for span in spans if span.turn not in unlearned]
+
+    def _spans_by_marks(self, marked: str, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Span]]:
         turns = iter([number for number, message in enumerate(messages, 1) if message["role"] == "assistant"])
         text, spans = "", []
         head, *parts = marked.split(OPEN)
@@ -111,7 +126,7 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.variables),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise LineError(f": {self.name} refuses this chat ({error}): repair the chat or the template") from error
         return str(text)
 
@@ -167,7 +182,7 @@ def parse_chat(line: bytes) -> tuple[list[dict[str, Any]], Any]:
     """Return the messages of a line and its tools, None where it has none.
 
     Raises:
-        LineError: no JSON object with a list of messages, a message without role or content, or no assistant.
+        LineError: no JSON object with a list of messages, a message without role or content, or no assistant to learn.
     """
     value = object_of_line(line, '{"messages": [...]}')
     if "messages" not in value:
@@ -188,12 +203,38 @@ def parse_chat(line: bytes) -> tuple[list[dict[str, Any]], Any]:
         if not isinstance(content, str):
             said = f"is a {type(content).__name__}, not a string" if "content" in message else "is missing"
             raise LineError(f" message {number} ({role}): its content {said}: repair the line")
-        if OPEN in content or CLOSE in content:
+        if _has_mark(message):
             raise LineError(f" message {number} ({role}) has the noncharacter U+FDD0 or U+FDD1: remove it")
-    if all(message["role"] != "assistant" for message in messages):
+        if role == "assistant" and message.get("weight") not in (None, 0, 1):
+            raise LineError(
+                f" message {number} ({role}) has weight {message['weight']!r}: 0, which is not learned, and 1 are "
+                "supported"
+            )
+    if _has_mark(value.get("tools")):
+        raise LineError(": field 'tools' has the noncharacter U+FDD0 or U+FDD1: remove it")
+    if not any(message["role"] == "assistant" and _is_learned(message) for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-        raise LineError(f" has no assistant message, {len(messages)} of {roles}: nothing of it can be learned")
+        raise LineError(f" has no assistant message to learn, {len(messages)} of {roles}: nothing of it can be learned")
     return messages, value.get("tools")
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Return False for weight 0; null is what tables have in place of a missing one."""
+    return message.get("weight") is None or bool(message["weight"])
+
+
+def _has_mark(value: Any) -> bool:
+    """Return whether a mark of spans is in `value`: a template could write any of it."""
+    values = [value]
+    while values:
+        one = values.pop()
+        if isinstance(one, str) and (OPEN in one or CLOSE in one):
+            return True
+        if isinstance(one, dict):
+            values += [*one, *one.values()]
+        elif isinstance(one, list):
+            values += one
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

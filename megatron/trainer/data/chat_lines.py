@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import hugging_face
+from megatron.trainer.data import hugging_face, tokenizer
 from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
@@ -67,6 +67,12 @@ def _template(wanted: str | None, folder: str | None) -> tuple[str, str]:
 def chat_request(reader: ChatReader) -> dict[str, str]:
     """Return what decides the lengths of chats besides their contents."""
     return {"kind": "chat", "tokenizer": repr(reader.tokenizer), "template": reader.chat_format.digest}
+
+
+def chat_identity(config: DataConfig) -> dict[str, str]:
+    """Return what two runs on chats must share besides the tokenizer; nothing without --sft."""
+    reader = build_chat_reader(config, tokenizer.build(config))
+    return {} if reader is None else {"chat template": reader.chat_format.digest}
 
 
 class ChatLines:

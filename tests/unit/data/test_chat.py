@@ -76,6 +76,39 @@ def test_exactly_what_the_assistant_wrote_is_learned(folders, kind, chat):
     assert 0 < is_target.sum() < len(tokens)
 
 
+@pytest.mark.parametrize("kind", ["bytes", *TEMPLATES])
+def test_answers_of_weight_0_are_not_learned(folders, kind):
+    one = flags() if kind == "bytes" else hugging_face(folders[kind])
+    chat = [("user", "What?"), ("assistant", "Mill."), ("user", "No."), ("assistant", "The river."), ("assistant", "!")]
+    messages = messages_of(chat)
+    messages[0]["weight"] = 0.5  # of no meaning here
+    for message, weight in zip(messages[1::2], (0, 1), strict=True):
+        message["weight"] = weight
+    messages[4]["weight"] = None
+    reader = reader_of(one)
+    tokens, is_target = reader.tokens(json.dumps({"messages": messages}).encode())
+    as_without, all_answers = reader.tokens(line_of(chat))
+    assert tokens.tolist() == as_without.tolist()
+    of_first = all_answers.copy()
+    of_first[int(np.flatnonzero(all_answers)[0] + len(tokenizer.build(one).encode(b"Mill.<|im_end|>"))) :] = False
+    assert of_first.any()
+    assert is_target.tolist() == (all_answers & ~of_first).tolist()
+
+
+def test_a_template_that_marks_some_answers_cannot_have_weights(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}"
+        "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    messages = messages_of([("user", "x"), ("assistant", "y"), ("assistant", "z")])
+    reader = reader_of(flags(chat_template=str(template)))
+    reader.tokens(json.dumps({"messages": messages}).encode())
+    messages[1]["weight"] = 0
+    with pytest.raises(LineError, match=r"message 2 has weight 0, but .* marks 1 answers of 2"):
+        reader.tokens(json.dumps({"messages": messages}).encode())
+
+
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_tokens_and_mask_are_those_of_transformers(folders, kind):
     transformers = pytest.importorskip("transformers")
@@ -125,8 +158,15 @@ BAD_LINES = [
     (b'{"messages": [{"role": "user"}]}', "message 1 (user): its content is missing"),
     (b'{"messages": [{"role": "assistant", "content": null}]}', "its content is a NoneType, not a string"),
     (b'{"messages": [{"role": "user", "content": ["x"]}]}', "its content is a list, not a string"),
-    (line_of([("system", "x")]), "has no assistant message, 1 of system"),
+    (line_of([("system", "x")]), "has no assistant message to learn, 1 of system"),
     (line_of([("user", "\ufdd0"), ("assistant", "y")]), "message 1 (user) has the noncharacter"),
+    (
+        json.dumps({"messages": [{"role": "assistant", "content": "y", "tool_calls": [{"a\ufdd1": 1}]}]}).encode(),
+        "message 1 (assistant) has the noncharacter",
+    ),
+    (line_of([("assistant", "y")], tools=[{"name": "\ufdd0"}]), "field 'tools' has the noncharacter"),
+    (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "has weight 0.5: 0, which is not"),
+    (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "has no assistant message to learn"),
 ]
 
 
@@ -269,6 +309,24 @@ def test_the_fingerprint_sees_the_mask(tmp_path):
         template.write_text("".join(parts))
         prints.append(build_splits(flags(path, chat_template=str(template))).train.fingerprint())
     assert prints[0] != prints[1]
+
+
+def test_a_checkpoint_remembers_the_template(tmp_path):
+    """Another template is another run, also when no probe of the contents shows it."""
+    from megatron.trainer.run import _data_identity
+
+    path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
+    template, longer = tmp_path / "t.jinja", tmp_path / "longer.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    longer.write_text(f"{template.read_text()}{{% if messages|length > 9 %}}.{{% endif %}}")
+    configs = [flags(path, chat_template=str(one)) for one in (template, longer)]
+    first, other = (_data_identity(one, build_splits(one)) for one in configs)
+    assert [name for name in first if first[name] != other[name]] == ["chat template"]
+    moved = template.rename(tmp_path / "moved.jinja")
+    again = flags(path, chat_template=str(moved))
+    assert _data_identity(again, build_splits(again)) == first
 
 
 def test_a_chat_that_changed_is_an_error(tmp_path):
