@@ -198,7 +198,7 @@ def plan_lengths(
             pp_size=_plain(pp_size),
             vp_size=_plain(vp_size),
             ranks_per_node=_plain(ranks_per_node),
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=_switch("sequence_parallel", sequence_parallel),
         ),
         model=_model(model),
         hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
@@ -263,8 +263,10 @@ def plan_arrays(planned: PlannedBatch) -> PlanArrays:
 def _checked(seqlens: ArrayLike) -> Ints:
     try:
         lengths = np.asarray(seqlens)
-    except ValueError as error:
-        raise InvalidInputError(f"seqlens is no array: {error}: give the tokens of each sample") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # the last two: tensors that NumPy cannot see
+        raise InvalidInputError(
+            f"seqlens is no array: {error}: give the tokens of each sample as a list, array or CPU tensor of integers"
+        ) from error
     if lengths.ndim != 1 or not lengths.size:
         raise InvalidInputError(
             f"seqlens has shape {lengths.shape}, one dimension with at least 1 length is needed: give the tokens of "
@@ -300,9 +302,17 @@ def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
 def _exchanges(names: str | Sequence[str]) -> tuple[CpCommType, ...]:
     if names == "auto":
         return CP_COMM_TYPES
+    if not isinstance(names, str | Sequence):
+        raise InvalidInputError(f"cp_comm_types is {names!r}: give 'auto', or some of {', '.join(CP_COMM_TYPES)}")
     return cast("tuple[CpCommType, ...]", (names,) if isinstance(names, str) else tuple(names))
 
 
 def _plain(value: int) -> int:
     """Return a NumPy integer as Python's, which JSON knows; leave the rest to the checks."""
     return int(value) if isinstance(value, np.integer) else value
+
+
+def _switch(name: str, value: bool | np.bool_) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInputError(f"{name} is {value!r}, True or False is needed")
+    return bool(value)

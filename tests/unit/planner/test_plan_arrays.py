@@ -34,6 +34,16 @@ def planned(seqlens: Any, **changes: Any) -> PlanArrays:
     return plan_lengths(seqlens, **(arguments | {"hardware": TINY_HARDWARE} | changes))
 
 
+class Elsewhere:
+    """Like a tensor that NumPy cannot see."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise self._error("it is on cuda:0")
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     seqlens=st.lists(st.integers(1, 500), min_size=1, max_size=30),
@@ -127,6 +137,12 @@ def test_travels_as_a_pickle_and_cannot_be_changed() -> None:
         plan.sample_order[0] = 7
 
 
+def test_numpys_own_truth_values_are_pythons() -> None:
+    """JSON, of which a digest is made, does not know them."""
+    plans = [planned([500, 3], tp_size=2, sequence_parallel=on) for on in (True, np.bool_(True))]
+    assert plans[0].digest == plans[1].digest != planned([500, 3], tp_size=2).digest
+
+
 def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> None:
     with pytest.raises(InfeasibleSampleError, match=r"sample 1 has 1100 tokens.*holds 1024.*max_tokens_per_rank") as at:
         planned([5, 1100])
@@ -142,6 +158,8 @@ def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> Non
         ([[1, 2], [3]], {}, "no array"),
         ([1.5], {}, "float64, integers"),
         ([True], {}, "bool, integers"),
+        (Elsewhere(TypeError), {}, "no array: it is on cuda:0: .*CPU tensor"),
+        (Elsewhere(RuntimeError), {}, "no array: it is on cuda:0: .*CPU tensor"),
         ([3, 0], {}, r"seqlens\[1\] is 0"),
         ([3, -1], {}, r"seqlens\[1\] is -1"),
         ([2**31], {}, r"seqlens\[0\] is 2147483648"),
@@ -152,6 +170,8 @@ def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> Non
         ([3], {"min_cp_size": 4, "max_cp_size": 2}, "lower min_cp_size"),
         ([3], {"cp_comm_types": "ring"}, "'ring' is unknown"),
         ([3], {"cp_comm_types": ()}, "cp_comm_types"),
+        ([3], {"cp_comm_types": None}, "cp_comm_types is None: give 'auto', or some of p2p"),
+        ([3], {"sequence_parallel": "no"}, "sequence_parallel is 'no', True or False"),
         ([3], {"policy": "best"}, "policy 'best' is unknown"),
         ([3], {"model": "llama"}, "none of the bundled models"),
         ([3], {"model": {}}, "model_type is None"),
