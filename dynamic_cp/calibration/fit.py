@@ -122,8 +122,9 @@ def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calib
         name: of the new hardware.
 
     Raises:
-        InvalidInputError: too few rows of layers or attention.
+        InvalidInputError: too few rows of layers or attention, or seconds that cannot be fitted.
     """
+    _check_seconds(measurements)
     return _Fit(base, measurements, name).run()
 
 
@@ -405,6 +406,8 @@ class _Fit:
         rows = self._rows.of(section)
         if len(rows) < minimum:
             raise InvalidInputError(f"{len(rows)} rows of section {section} were measured, {minimum} are needed")
+        if len({(one.tokens, one.tokens_squared) for one in rows}) < 2:
+            raise InvalidInputError(f"all rows of section {section} are of 1 length, 2 are needed: measure it anew")
         return rows
 
     def _set(self, name: str, value: float, how: str) -> None:
@@ -415,6 +418,19 @@ class _Fit:
         sources = {name: f"{self._setup.words}: {self._how.get(name, '')}" for name in self._values}
         values: dict[str, Any] = self._values
         return replace(self._base, name=self._name, source={**self._base.source, **sources}, **values)
+
+
+def _check_seconds(measurements: Measurements) -> None:
+    """Relative errors need seconds above 0, of transfers and whole packs forward only."""
+    for section, rows in measurements.sections.items():
+        smallest = 0.0 if section in ("links", "ring", "buckets", "packs", "held_out") else np.nextafter(0.0, 1.0)
+        for one in rows:
+            if not (0 < one.forward_s < np.inf and smallest <= one.backward_s < np.inf):
+                raise InvalidInputError(
+                    f"a row of section {section} took {one.forward_s} s forward and {one.backward_s} s backward: "
+                    "nothing can be fitted to that, measure it anew (without --resume)",
+                    section=section,
+                )
 
 
 def buckets_s(hardware: Hardware, setup: Setup, rows: Sequence[Measurement]) -> Floats:

@@ -331,6 +331,32 @@ def test_seconds_that_do_not_grow_are_refused() -> None:
         calibrate(TRUTH, Measurements(setup=SETUP), name="x")
 
 
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan")])
+def test_seconds_that_cannot_be_true_are_refused(section, seconds) -> None:
+    """A clock that did not tick, or a file that someone edited."""
+    measured = synthetic(TRUTH, 0.0, 0)
+    if section == "ring":
+        one = Measurement(section="ring", seqlens=(512,), cp_size=2, forward_s=1e-3, backward_s=2e-3)
+        measured.sections["ring"] = (one, one)
+    first, *rest = measured.sections[section]
+    measured.sections[section] = (replace(first, forward_s=seconds), *rest)
+    with pytest.raises(InvalidInputError, match=f"a row of section {section} took {seconds} s forward"):
+        calibrate(TRUTH, measured, name="x")
+    if section in ("linear", "causal", "full", "edges"):
+        measured.sections[section] = (replace(first, backward_s=seconds), *rest)
+        with pytest.raises(InvalidInputError, match=f"and {seconds} s backward"):
+            calibrate(TRUTH, measured, name="x")
+
+
+def test_layers_of_one_length_have_no_rate() -> None:
+    measured = synthetic(TRUTH, 0.0, 0)
+    for section in ("linear", "causal", "full"):
+        one = measured.sections[section][-1]
+        with pytest.raises(InvalidInputError, match=f"section {section} .*of 1 length"):
+            calibrate(TRUTH, Measurements(setup=SETUP, sections={**measured.sections, section: (one,) * 5}), name="x")
+
+
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_a_picture_is_drawn(tmp_path, ending) -> None:
     path = tmp_path / f"fit.{ending}"
