@@ -28,7 +28,7 @@ def measured_path(output: str) -> str:
     epilog="""\b
 Examples:
   dynamic-cp profile --model llama-3-8b --tp 2 --hardware h100 --output measured.json --plot measured.svg
-  torchrun --nproc-per-node 8 -m megatron.dynamic_cp.calibration --model llama-3-8b --output node.json
+  torchrun --nproc-per-node 8 -m megatron.dynamic_cp.calibration --model llama-3-8b --hardware h100 --output node.json
 Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-cp-hardware measured.json
 """,
 )
@@ -79,7 +79,7 @@ def command(**given: Any) -> None:
 
     The model's layers are built as training builds them. Started by torchrun, all ranks measure at the same time, and
     links between them are measured, too; one process keeps the links of --hardware. Random packs that were not fitted
-    say how good the result is. At most five minutes on a GPU; --quick takes a fraction.
+    say how good the result is. Meant for less than five minutes on a GPU; --quick takes a fraction.
     """
     base = catalog.load_hardware(given["hardware"])
     for path in (given["output"], measured_path(given["output"]), given["plot"]):
