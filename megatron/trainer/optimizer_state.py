@@ -7,7 +7,8 @@ megatron-core stores each state tensor in the shape of its parameter, under
     optimizer.state.fp32_param.<parameter>   float32 weights, plain optimizer with --bf16
     (none)                                   plain optimizer in fp32: the weights are the model's
 
-Only the tensors are loaded, whoever wrote them; step and learning rate are functions of the position in the run.
+Only the tensors are loaded, whoever wrote them; step and learning rate are functions of the position in the run. The
+step goes where the optimizer of this run has it: torch's Adam keeps one per parameter, fused ones one per group.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class LoadRequest:
             return None
         return replace(sharded, key=f"optimizer.state.{self._saved_weights}.{sharded.key.removeprefix(own)}")
 
+    @torch.no_grad()  # float32 shards of the distributed optimizer are views of leaves
     def apply(self, loaded: dict[str, Any], step: int) -> None:
         """Hand the loaded tensors and the number of past steps to the optimizer. The model's weights are loaded."""
         if self._kind == "distributed":
@@ -75,7 +77,13 @@ class LoadRequest:
             return
         state_dict = self._optimizer.state_dict()
         inner = state_dict["optimizer"] if self._kind == "plain_16bit" else state_dict
-        inner["state"] = {**loaded["states"], "common_step": torch.tensor(float(step))}
+        inner["state"] = dict(loaded["states"])
+        if isinstance(self._optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            inner["state"]["common_step"] = torch.tensor(float(step))  # megatron-core hands it to each parameter
+        else:
+            # Fused Adams count by group; TransformerEngine's refuses other names than its own in a parameter's state.
+            for group in inner["param_groups"]:
+                group["step"] = step
         if self._kind == "plain_16bit" and "weights" in loaded:
             state_dict["fp32_from_fp16_params"] = loaded["weights"]
         self._optimizer.load_state_dict(state_dict)
