@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dynamic_cp import PlanOptions, Sample, Topology, cli, load_hardware, load_model, plan_global_batch
-from dynamic_cp.calibration.measurements import EXCHANGES, SECTIONS
+from dynamic_cp.calibration.measurements import EXCHANGES, SECTIONS, Measurement, Setup
+from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.attention.thd import attention_thd
 from tests.distributed.harness import run_ranks
 
@@ -34,6 +35,21 @@ def words_for(folder: Path, *more: str) -> list[str]:
     (folder / "model.json").write_text(json.dumps(MODEL))
     files = ["--model", str(folder / "model.json"), "--hardware", "cpu", "--output", str(folder / "out.json")]
     return ["profile", *files, "--quick", "--device", "cpu", "--max-tokens", "512", *more]
+
+
+def setup_of(num_ranks: int) -> Setup:
+    return Setup(
+        device="",
+        torch_version="",
+        model=ModelShape(**MODEL),
+        tp_size=1,
+        element_bytes=4,
+        num_ranks=num_ranks,
+        ranks_per_node=num_ranks,
+        max_tokens=512,
+        quick=True,
+        date="",
+    )
 
 
 def run_command(words: list[str]) -> tuple[int, str, str]:
@@ -108,6 +124,44 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     both = torch.cat((scores + past, scores + torch.zeros(8, 8)), dim=2)[:, 4:].softmax(-1)
     late = torch.einsum("hts,shd->thd", both, torch.cat((value, value)).repeat_interleave(2, 1))
     return first, torch.cat((own[:4], late))
+
+
+def _timed_hops() -> tuple[list[float], float]:
+    """Return (seconds of hops whose sender and receiver take 10 ms, the mean over ranks of what each measures)."""
+    import time
+
+    import torch.distributed as dist
+
+    from megatron.dynamic_cp.calibration.device import Place
+    from megatron.dynamic_cp.calibration.links import link_probes
+    from megatron.dynamic_cp.calibration.timing import Probe, Timer
+
+    size, device = dist.get_world_size(), torch.device("cpu")
+    place = Place(device=device, name="", rank=dist.get_rank(), num_ranks=size, ranks_per_node=size)
+    timer = Timer(device=device, window_s=0.01, num_windows=1, alone=False)
+
+    def slow(transfer: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            time.sleep(0.01)
+            transfer(*args, **kwargs)
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("send", "recv"):
+            patched.setattr(dist, name, slow(getattr(dist, name)))
+        hops = [one for one in link_probes(place, setup_of(size)) if one.row.kind == "hop"]
+        row = Measurement(section="links", forward_s=0.0)
+        slept = Probe(row=row, forward=lambda: time.sleep(0.02 * dist.get_rank()), num_turns=2, waits=True)
+        *found, mean = timer.measure([*hops, slept])
+    return [one.forward_s for one in found], mean.forward_s
+
+
+def test_a_rank_without_a_partner_does_not_count_as_a_fast_hop() -> None:
+    for hops, mean in run_ranks(3, _timed_hops):
+        assert len(hops) == 3
+        assert min(hops) >= 0.01
+        assert mean >= 0.02
 
 
 def test_an_emulated_ring_computes_what_its_place_would() -> None:

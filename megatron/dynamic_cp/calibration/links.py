@@ -44,7 +44,8 @@ def link_probes(place: Place, setup: Setup) -> list[Probe]:
                     across_nodes=is_across,
                     forward_s=0.0,
                 )
-                probes.append(Probe(row=row, forward=run, num_turns=_TURNS, waits=True))
+                has_peer = kind != "hop" or group.rank() ^ 1 < group.size()
+                probes.append(Probe(row=row, forward=run, num_turns=_TURNS, waits=True, takes_part=has_peer))
     return probes
 
 

@@ -39,6 +39,7 @@ class Probe:
         forward, backward: the passes; backward gets what forward returned.
         num_turns: all ranks call forward so often in a window; 0: each until the window is over.
         waits: for other ranks.
+        takes_part: this rank does; the seconds of others are not counted.
     """
 
     row: Measurement
@@ -46,6 +47,7 @@ class Probe:
     backward: Backward | None = None
     num_turns: int = 0
     waits: bool = False
+    takes_part: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,9 @@ class Timer:
         if self.alone or on_gpu:
             calls = np.concatenate(windows)
             seconds = np.median(calls, axis=0) if on_gpu else np.quantile(calls, _LOW_QUANTILE, axis=0)
-            seconds = seconds if self.alone else mean_over_ranks(seconds)
+            seconds = seconds if self.alone else mean_over_ranks(seconds, probe.takes_part)
         else:
-            means = mean_over_ranks(np.stack([window.mean(axis=0) for window in windows]))
+            means = mean_over_ranks(np.stack([window.mean(axis=0) for window in windows]), probe.takes_part)
             shared = self.ranks_per_core if self._in_cpu_seconds(probe) else 1.0
             seconds = shared * np.quantile(means, _LOW_QUANTILE, axis=0)
         return replace(probe.row, forward_s=float(seconds[0]), backward_s=float(seconds[1]) if probe.backward else 0.0)
@@ -153,8 +155,10 @@ def _backward_of(probe: Probe) -> Backward:
     return probe.backward or (lambda output: None)
 
 
-def mean_over_ranks(seconds: Floats) -> Floats:
-    """Return the mean of `seconds` over all ranks, on each of them. Collective."""
-    total = torch.from_numpy(seconds).to(collective_device())
+def mean_over_ranks(seconds: Floats, takes_part: bool) -> Floats:
+    """Return the mean of `seconds` over the ranks that take part, at least one, on each of all. Collective."""
+    mine = np.append(seconds.ravel(), 1.0) if takes_part else np.zeros(seconds.size + 1)
+    total = torch.from_numpy(mine).to(collective_device())
     dist.all_reduce(total)
-    return np.asarray((total / dist.get_world_size()).cpu().numpy())
+    sums = total.cpu().numpy()
+    return np.asarray(sums[:-1] / sums[-1]).reshape(seconds.shape)
