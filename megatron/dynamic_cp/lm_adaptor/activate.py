@@ -46,6 +46,7 @@ class _Adaptor:
         import_without_triton("megatron.core.transformer.custom_layers.batch_invariant_kernels")
         self._original = {r.where: find(r) for r in REPLACEMENTS if r.module != SCRIPT}
         self._on_cpu = False
+        self._is_logging = False
         self._asked: Any = None
         self._planning: Any = None
         self._session: Any = None
@@ -242,17 +243,22 @@ class _Adaptor:
         if not self._is_on:
             return original(*args, **kwargs)
         settings, iteration = self._get_args(), args[3]
-        with self._samples.counted(settings):
-            outcome = original(*args, **kwargs)
+        self._is_logging = True
+        try:
+            with self._samples.counted(settings):
+                outcome = original(*args, **kwargs)
+        finally:
+            self._is_logging = False
         if iteration % settings.log_interval == 0:
             importlib.import_module("megatron.training.utils").print_rank_last(self._session.describe_step())
-            self._session.start_interval()
+            self._session.flops.start_interval()
         return outcome
 
     def _num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
         if not self._is_on:
             return original(args, batch_size)  # type: ignore[no-any-return]
-        return self._session.mean_flops()
+        # The loop sums up steps, the log divides by the mean time of its interval.
+        return self._session.flops.mean if self._is_logging else self._session.flops.latest
 
     def _report_theoretical_memory(self, original: Any, *args: Any, **kwargs: Any) -> None:
         if not self._is_on:

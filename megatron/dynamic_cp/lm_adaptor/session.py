@@ -18,7 +18,6 @@ from dynamic_cp.errors import DataError
 from dynamic_cp.lane_plan import PlanFacts
 from dynamic_cp.planner_process import Problem
 from megatron.dynamic_cp.arguments import cp_comm_types
-from megatron.dynamic_cp.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
@@ -66,6 +65,35 @@ class Samples(NumMicroBatchesCalculator):
             self.num_micro_batches, args.data_parallel_size = num_micro_batches, data_parallel_size
 
 
+class StepFlops:
+    """FLOPs of the latest steps, from the true lengths of their samples."""
+
+    def __init__(self) -> None:
+        self._steps: list[float] = []
+        self._is_over = False
+
+    def add(self, flops: float) -> None:
+        """Count a step."""
+        if self._is_over:
+            self._steps.clear()
+            self._is_over = False
+        self._steps.append(flops)
+
+    @property
+    def latest(self) -> float:
+        """FLOPs of the latest step."""
+        return self._steps[-1]
+
+    @property
+    def mean(self) -> float:
+        """Mean FLOPs of the steps since `start_interval`; until there is one, of those before it."""
+        return sum(self._steps) / len(self._steps)
+
+    def start_interval(self) -> None:
+        """Begin the next log interval with the next step."""
+        self._is_over = True
+
+
 class Session:
     """The parts of a run that Megatron-LM does not know.
 
@@ -76,15 +104,16 @@ class Session:
     Attributes:
         layers: TransformerEngine's or local ones, by --transformer-impl.
         facts: of the latest plan of the training data.
+        flops: of its latest steps.
     """
 
     def __init__(self, args: argparse.Namespace, planning: argparse.Namespace) -> None:
         self.args = args
         self.facts: PlanFacts | None = None
+        self.flops = StepFlops()
         self._planning = planning
         self._device = collective_device()
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
-        self._flops: list[float] = []
         self.topology = derive.topology(planning)
         self.layers = layers.choose(planning, self._device)
         name = planning.dynamic_cp_hardware or ("cpu" if self._device.type == "cpu" else "h100")
@@ -184,7 +213,7 @@ class Session:
             return sum_over_lanes(logged)
         assert wrapper.plan is not None
         self.facts = wrapper.plan.facts
-        self._count_flops(step)
+        self.flops.add(training_flops(self.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
         return logged
 
     def _wrapper(self, iterators: list[LaneIterator], chunks: list[torch.nn.Module]) -> ForeignIteratorWrapper:
@@ -202,21 +231,6 @@ class Session:
                 consumed_samples=self.args.consumed_train_samples if name == "train" else 0,
             )
         return self._wrappers[name]
-
-    def _count_flops(self, step: StepData) -> None:
-        self._flops.append(training_flops(self.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
-
-    def flops_of_latest_step(self) -> float:
-        """Return the FLOPs of the latest step, from the true lengths of its samples."""
-        return self._flops[-1]
-
-    def mean_flops(self) -> float:
-        """Return the mean FLOPs of the steps since `start_interval`."""
-        return sum(self._flops) / len(self._flops)
-
-    def start_interval(self) -> None:
-        """Begin the next log interval; the latest step stays known."""
-        del self._flops[:-1]
 
     def describe_step(self) -> str:
         """Return one line about the plan of the latest step."""
