@@ -23,6 +23,7 @@ from megatron.dynamic_cp.attention.exchange import ExchangeError
 # Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which
 # knows the group but not the iteration, ends the process.
 REPORTED_AFTER = 0.8
+_NO_MEMORY = "out of memory"
 
 
 class OutOfDeviceMemoryError(DynamicCPError):
@@ -38,7 +39,7 @@ def explained(args: argparse.Namespace) -> Iterator[None]:
     """Raise what the body raises, with an error of the device or the network as a DynamicCPError.
 
     Raises:
-        OutOfDeviceMemoryError: instead of torch's.
+        OutOfDeviceMemoryError: instead of torch's, and of NCCL's where the device has no memory for its buffers.
         LostCollectiveError: instead of torch's and of a failed exchange in a CP group.
     """
     with _reporting_stalls(60 * args.distributed_timeout_minutes):
@@ -47,6 +48,8 @@ def explained(args: argparse.Namespace) -> Iterator[None]:
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
         except (ExchangeError, dist.DistBackendError) as error:
+            if _NO_MEMORY in str(error):
+                raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
             raise lost_collective(error, args.distributed_timeout_minutes) from error
 
 
@@ -57,7 +60,10 @@ def out_of_memory(error: Exception, token_limit: int | str) -> OutOfDeviceMemory
         token_limit: --max-seqlen-per-dp-cp-rank.
     """
     running = phase.micro_batch()
-    what = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")
+    first, *rest = str(error).splitlines()
+    what = ". ".join(first.split(". ")[:2]).rstrip(".")
+    if _NO_MEMORY not in what:  # NCCL says so in its last line
+        what = ": ".join([what, *(line for line in rest if _NO_MEMORY in line)][:2])
     if running is None:
         return OutOfDeviceMemoryError(
             f"{phase.current()}: {what}; use more ranks for the model (--tensor-model-parallel-size, "

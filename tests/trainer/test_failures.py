@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.attention import kernels
+from megatron.dynamic_cp.attention.exchange import ExchangeError
 from megatron.trainer import failures
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
@@ -93,6 +94,34 @@ def test_memory_that_ends_outside_a_micro_batch() -> None:
         "iteration 3, the optimizer's step: CUDA out of memory. Tried to allocate 2.00 GiB; use more"
     )
     phase.enter("starting up")
+
+
+NCCL_OUT_OF_MEMORY = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+    "version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError(NCCL_OUT_OF_MEMORY),
+        ExchangeError(f"exchange in dynamic_cp_lanes_0_to_3 (ranks [0, 1]) failed at step 3: {NCCL_OUT_OF_MEMORY}"),
+    ],
+)
+def test_memory_that_nccl_does_not_get_is_no_lost_rank(error: Exception) -> None:
+    """Its buffers lie beside torch's; a rank that it cannot allocate them on has not lost another one."""
+    phase.enter("iteration 7, forward and backward passes")
+    phase.enter_micro_batch("step 7, micro-batch 2, lanes 0..3", 64)
+    args = Namespace(distributed_timeout_minutes=10, max_seqlen_per_dp_cp_rank=4096)
+    with pytest.raises(failures.OutOfDeviceMemoryError) as raised, failures.explained(args):
+        raise error
+    phase.enter("starting up")
+    said = str(raised.value)
+    assert "NCCL version 2.27.5: Cuda failure 2 'out of memory'; lower --max-seqlen-per-dp-cp-rank, which" in said
+    assert "64 tokens on this rank: " in said
+    assert "\n" not in said
+    assert "has probably ended" not in said
 
 
 def test_a_rank_that_does_not_get_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
