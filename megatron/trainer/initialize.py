@@ -59,6 +59,7 @@ def initialize(args: argparse.Namespace) -> torch.device:
         )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        choose_precision(bf16=args.bf16)
     optimizer_checkpoint.install()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -73,6 +74,12 @@ def initialize(args: argparse.Namespace) -> torch.device:
     )
     seed(args.seed)
     return device
+
+
+def choose_precision(*, bf16: bool) -> None:
+    """Keep products of float32 matrices in float32 where that is the run's precision, whatever the environment asks."""
+    if not bf16:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def check_device_queues(tp_size: int, max_cp_size: int) -> None:

@@ -15,7 +15,7 @@ from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.dynamic_cp import verify
 from megatron.trainer import evaluation, exits
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.initialize import check_device_queues, choose_backend
+from megatron.trainer.initialize import check_device_queues, choose_backend, choose_precision
 from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
 from megatron.trainer.model import build_scheduler, ddp_bucket_size
 from tests.trainer.commandline import command_line
@@ -125,6 +125,18 @@ def test_cpu_is_never_a_silent_fallback():
             choose_backend(requested, num_devices=0, built_for_device=True)
     with pytest.raises(InvalidInputError):
         choose_backend("nccl", num_devices=0, built_for_device=False)
+
+
+def test_float32_is_not_tf32():
+    """An image's environment may ask torch for TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1); a run in float32 does not."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    try:
+        for bf16, kept in ((False, False), (True, True)):
+            matmul.allow_tf32 = True
+            choose_precision(bf16=bf16)
+            assert matmul.allow_tf32 is kept
+    finally:
+        matmul.allow_tf32 = before
 
 
 def test_bucket_size_does_not_follow_the_lanes_of_a_static_group():
