@@ -12,7 +12,9 @@ set -euo pipefail
 export REPO=${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}
 export PYTHON=${PYTHON:-python3}
 export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
-export RUN_DIR=${RUN_DIR:-$PWD/runs/$SLURM_JOB_NAME}
+RUN_DIR=${RUN_DIR:-runs/$SLURM_JOB_NAME}
+if [[ $RUN_DIR != /* ]]; then RUN_DIR=$PWD/$RUN_DIR; fi # containers are given it under the same name
+export RUN_DIR
 
 # Node 0 of SLURM's list is the rendezvous. A port of its own for each job that shares the node.
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # `| head` may kill scontrol by SIGPIPE
@@ -42,39 +44,48 @@ STOP_ASKED=0
 #
 # Block distribution and one launcher per node give node n the ranks n * RANKS_PER_NODE and following, in SLURM's order
 # of nodes, which is that of the network's switches: lanes next to each other share a node, as CP groups need it.
-# USR1 or TERM to this shell becomes USR1 to the ranks: they finish the iteration, save, and leave with 0.
+# USR1 or TERM to this shell becomes USR1 to the ranks: they finish the iteration, save, and leave with 0. A TERM while
+# they do is remembered: scancel, or a preemption, in the middle of a save before the time limit.
 launch() {
-  trap 'STOP_ASKED=USR1' USR1
+  trap 'if [[ $STOP_ASKED != TERM ]]; then STOP_ASKED=USR1; fi' USR1
   trap 'STOP_ASKED=TERM' TERM
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=1 --unbuffered \
     "${SRUN_OPTIONS[@]}" "${CONTAINER[@]}" "$PYTHON" "$REPO/examples/slurm/node.py" "$@" &
   local step=$! asking code=0
   wait "$step" || code=$?
   if [[ $STOP_ASKED != 0 ]]; then # that cut the wait short
-    trap '' USR1 TERM
     echo "SIG$STOP_ASKED: asking the ranks to save and leave"
     # Again and again: ranks that are still starting do not listen yet.
-    while kill -USR1 "$step" 2>/dev/null; do sleep "${RESEND_S:-10}"; done >/dev/null 2>&1 &
+    {
+      trap '' USR1 TERM
+      while kill -USR1 "$step"; do sleep "${RESEND_S:-10}"; done
+    } >/dev/null 2>&1 &
     asking=$!
+    while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done # each signal cuts it short again
     code=0
     wait "$step" || code=$?
-    kill "$asking" 2>/dev/null || true
+    kill -KILL "$asking" 2>/dev/null || true
+    wait "$asking" 2>/dev/null || true # or bash writes that it was killed
   fi
   trap - USR1 TERM
   return "$code"
 }
 
-# requeue_if_stopped CODE: after SIGUSR1 put this job back into the queue; end it with CODE otherwise.
+# requeue_if_stopped CODE: put this job back into the queue when SIGUSR1 made it save and leave; end it with CODE else.
 # SIGTERM is a preemption that SLURM requeues itself, or scancel, which must not come back.
 requeue_if_stopped() {
   local restarts=${SLURM_RESTART_COUNT:-0}
   if [[ $STOP_ASKED == USR1 ]]; then
-    if ((restarts < ${MAX_RESTARTS:-100})); then
+    # Not 0: nothing was saved, the job would resume from before and fail again. 138: USR1 met srun while it was ending.
+    if (($1 != 0 && $1 != 138)); then
+      echo "left with $1: not requeueing $SLURM_JOB_ID" >&2
+    elif ((restarts < ${MAX_RESTARTS:-100})); then
       echo "left with $1, requeueing $SLURM_JOB_ID (restart $((restarts + 1)))"
       scontrol requeue "$SLURM_JOB_ID"
       exit 0
+    else
+      echo "left with $1, $restarts restarts reach MAX_RESTARTS: not requeueing $SLURM_JOB_ID" >&2
     fi
-    echo "left with $1, $restarts restarts reach MAX_RESTARTS: not requeueing $SLURM_JOB_ID" >&2
   fi
   exit "$1"
 }

@@ -17,7 +17,7 @@ FLAGS=(
   --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 100 --tensorboard-dir "$RUN_DIR/tensorboard"
 )
 if [[ -n ${DATA:-} ]]; then
-  read -ra prefixes <<<"$DATA"
+  read -rd '' -a prefixes <<<"$DATA" || true # to the end, over several lines; that is what it returns 1 for
   FLAGS+=(--data-path "${prefixes[@]}" --tokenizer-type NullTokenizer --vocab-size 128256 --eod-id 128001)
 else
   FLAGS+=(--mock-data)

@@ -44,7 +44,8 @@ class Cluster:
     def calls(self, name: str) -> list[dict[str, Any]]:
         """Return the calls of a command, in order."""
         path = self.folder / "calls.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may just be written
         return [call for call in map(json.loads, lines) if call["name"] == name]
 
     def launches(self) -> list[dict[str, Any]]:

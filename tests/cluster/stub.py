@@ -99,7 +99,9 @@ def srun(words: list[str]) -> int:
         if "container-image" in options:
             command, environment["REPO"] = [on_host(word) for word in command], on_host(environment["REPO"])
         running.append(subprocess.Popen(command, env=environment))
-    return max(child.wait() for child in running)
+    code = max(child.wait() for child in running)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python gives handlers up before it ends
+    return code
 
 
 def docker(words: list[str]) -> int:
@@ -113,7 +115,9 @@ def docker(words: list[str]) -> int:
             environment |= {name: on_host(value)} if value is not None else {}
     child = subprocess.Popen([on_host(word) for word in rest[1:]], env=environment)
     signal.signal(signal.SIGUSR1, lambda number, _frame: child.send_signal(number))
-    return child.wait()
+    code = child.wait()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return code
 
 
 def apptainer(words: list[str]) -> int:
@@ -142,10 +146,14 @@ def python(words: list[str]) -> int:
 
 
 def torchrun() -> int:
-    """Run one rank, which leaves with 0 after SIGUSR1; it listens only after a while."""
+    """Run one rank, which leaves with $STUB_RANK_CODE, 0, after SIGUSR1; it listens only after a while."""
     rank = (
         "import os, signal, sys, time\n"
-        "def leave(*_): print('rank saved', flush=True); os._exit(0)\n"
+        "def leave(*_):\n"
+        "    signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+        "    print('rank saved', flush=True)\n"
+        "    time.sleep(float(os.environ.get('STUB_SAVE_S', '0')))\n"
+        "    os._exit(int(os.environ.get('STUB_RANK_CODE', '0')))\n"
         "time.sleep(0.5)\n"
         "signal.signal(signal.SIGUSR1, leave)\n"
         "print('rank trains', flush=True)\n"

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -93,6 +94,27 @@ def test_data_are_words_of_their_own(cluster: Cluster) -> None:
     assert not args.mock_data
 
 
+def test_data_may_be_on_several_lines(cluster: Cluster) -> None:
+    code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long\n0.7 /data/short\n")
+    assert code == 0, output
+    (call,) = cluster.launches()
+    assert parse_args(flags_of(call["words"]), 8).data_path == ["0.3", "/data/long", "0.7", "/data/short"]
+
+
+@pytest.mark.parametrize("job", ["pyxis", "apptainer", "docker"])
+def test_a_container_gets_absolute_folders(cluster: Cluster, job: str) -> None:
+    shutil.rmtree(ROOT / "runs" / "relative to the submission", ignore_errors=True)
+    code, output = cluster.run("--nodes=1", f"examples/slurm/{job}.sbatch", RUN_DIR="runs/relative to the submission")
+    assert code == 0, output
+    folder = ROOT / "runs" / "relative to the submission"
+    assert folder.is_dir()
+    folder.rmdir()
+    (step,) = cluster.calls("srun")
+    assert any(word.removeprefix("--container-mounts=") == f"{folder}:{folder}" for word in step["words"])
+    (call,) = cluster.launches()
+    assert option(call["words"], "--save") == str(folder)
+
+
 @pytest.mark.parametrize("job", ["requeue", "docker"])
 def test_a_failure_is_the_jobs_and_is_not_requeued(cluster: Cluster, job: str) -> None:
     code, output = cluster.run("--nodes=1", f"examples/slurm/{job}.sbatch", STUB_CODE="3")
@@ -125,6 +147,34 @@ def test_a_signal_that_comes_too_early_is_repeated_until_the_ranks_listen(cluste
     assert output.count("rank saved") == 1
     requeued = [call["words"] for call in cluster.calls("scontrol")[1:]]
     assert requeued == ([["requeue", "4242"]] if job == "requeue" else [])
+
+
+def test_a_save_that_fails_is_not_requeued(cluster: Cluster) -> None:
+    """The next job would resume from an older checkpoint and fail again, up to MAX_RESTARTS times."""
+    code, output = ends_after_a_signal(cluster, "requeue", signal.SIGUSR1, STUB_RANK_CODE="5")
+    assert code == 5, output
+    assert output.count("rank saved") == 1
+    assert "left with 5: not requeueing" in output
+    assert not cluster.calls("scontrol")[1:]
+
+
+def test_scancel_while_the_ranks_save_is_not_requeued(cluster: Cluster) -> None:
+    running = cluster.start(
+        "--nodes=1", "examples/slurm/requeue.sbatch", STUB_RANK="1", RESEND_S="0.3", STUB_SAVE_S="3"
+    )
+    assert running.stdout is not None
+    while not cluster.launches():
+        assert running.poll() is None
+    running.send_signal(signal.SIGUSR1)
+    for line in running.stdout:
+        if "rank saved" in line:
+            break
+    for _ in range(2):
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    output, _ = running.communicate(timeout=25)
+    assert running.returncode == 0, output
+    assert not cluster.calls("scontrol")[1:], output
 
 
 def test_restarts_come_to_an_end(cluster: Cluster) -> None:
