@@ -4,7 +4,8 @@
 # anything else             is run as it is: dynamic-cp, python3, bash
 set -eu
 if [ "${1:-}" = pretrain_gpt.py ]; then
-  gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+  # Only lines "GPU 0: ...": it says "No devices found." on stdout, too, and lists MIG devices below their GPU.
+  gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)
   ranks=${RANKS_PER_NODE:-$gpus}
   if [ "$ranks" -eq 0 ]; then ranks=4; fi
   case "$gpus $*" in

@@ -145,7 +145,8 @@ def entry(folder: Path, *words: str, gpus: int | None = None, **environment: str
     bin_folder.mkdir(exist_ok=True)
     commands = {"python3": 'printf "%s\\n" "$@"'}
     if gpus is not None:
-        commands["nvidia-smi"] = f"seq {gpus}"
+        listed = [f"GPU {number}: NVIDIA H100 (UUID: GPU-{number})\\n  MIG 1g.10gb" for number in range(gpus)]
+        commands["nvidia-smi"] = f"printf '%b\\n' '{chr(10).join(listed) or 'No devices found.'}'"
     for name, text in commands.items():
         (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (bin_folder / name).chmod(0o755)
