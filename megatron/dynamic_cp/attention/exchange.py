@@ -68,7 +68,7 @@ def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
 
 
 def reduce_scatter_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
-    """Return the sum over lanes of this lane's slice of x_THD [cp * T, ...], shape [T, ...]."""
+    """Return the sum over lanes, in its dtype, of this lane's slice of x_THD [cp * T, ...], shape [T, ...]."""
     group = params.cp_group
     x_THD = x_THD.contiguous()
     scattered = x_THD.new_empty((len(x_THD) // group.size(), *x_THD.shape[1:]))

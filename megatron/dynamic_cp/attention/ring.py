@@ -46,7 +46,10 @@ def ring_forward(
 
 
 def ring_backward(rows: RowGradients, kv_2THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
-    """Return the gradient of this rank's kv_2THD and add to `rows.grad_q_THD`."""
+    """Return the gradient of this rank's kv_2THD and add to `rows.grad_q_THD`.
+
+    The lanes' shares of it are added up in the model's dtype, as in TransformerEngine's ring.
+    """
     size, rank = params.ring_size, params.ring_rank
     own_grad: Tensor | None = None
     collected: RingShift | None = None
