@@ -1,4 +1,4 @@
-"""Before the first step on a GPU: every kernel of attention is planned, and memory for the largest pack is taken."""
+"""Before the first step on a GPU: every kernel of attention is planned, and memory for one largest pack is taken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.attention.te_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.verify import run_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +38,12 @@ def warm_up_device(
 ) -> None:
     """Attend once to a pack of each kind, and run one pack of the token limit through each chunk; collective.
 
-    Leaves gradients at zero and random states as they were.
+    `device` is CUDA's. Leaves gradients at zero and random states as they were.
 
     Raises:
-        MemoryLimitError: the token limit does not fit in the device's memory; the same on every rank.
+        MemoryLimitError: the token limit does not fit in this rank's device; only this rank knows.
+
+    Limits: a step holds more, the optimizer's state and other micro-batches of a pipeline; see the memory model.
     """
     advice = allocator_advice(os.environ)
     if advice:
@@ -73,16 +74,16 @@ def warm_up_device(
     )
     attended = time.perf_counter()
     _within_memory(lambda: run_chunks(config, chunks, wrapped, groups, limit, device), limit)
-    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     logger.info(
         "warm-up: %d packs of attention in %.1f s with %d bytes sent per rank, a pack of %d tokens through each model "
-        "chunk in %.1f s; %.2f GB of device memory reserved",
+        "chunk in %.1f s; %.2f GB of device memory reserved; a step adds what the optimizer allocates at first use "
+        "and what the other micro-batches in flight of a pipeline hold",
         len(packs),
         attended - started,
         sent,
         limit,
         time.perf_counter() - attended,
-        reserved / 1e9,
+        torch.cuda.max_memory_reserved(device) / 1e9,
     )
 
 
@@ -150,21 +151,20 @@ def _split(num_tokens: int) -> tuple[int, ...]:
 
 
 def _within_memory(compute: Callable[[], T], limit: int) -> T:
-    """Run `compute` on all ranks; collective.
+    """Return `compute()`, which has collectives in it.
+
+    A rank without memory tells nobody: the others wait for it inside `compute`, where nothing it sends would be heard.
+    It ends with the error, and its launcher ends them (see `megatron.trainer.failures`).
 
     Raises:
-        MemoryLimitError: the device of a rank is too small; on every rank.
+        MemoryLimitError: the device of this rank is too small.
     """
-
-    def on_this_rank() -> T:
-        try:
-            return compute()
-        except torch.OutOfMemoryError as error:
-            raise MemoryLimitError(
-                f"start-up: {limit} padded tokens per rank (--max-seqlen-per-dp-cp-rank) do not fit in the device's "
-                f"memory ({str(error).splitlines()[0]}): lower the limit, raise the largest CP size, or recompute "
-                "activations (--recompute-granularity full)",
-                max_tokens_per_rank=limit,
-            ) from error
-
-    return run_on_all_ranks(on_this_rank)
+    try:
+        return compute()
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"start-up: {limit} padded tokens per rank (--max-seqlen-per-dp-cp-rank) do not fit in the device's "
+            f"memory ({str(error).splitlines()[0]}): lower the limit, raise the largest CP size, or recompute "
+            "activations (--recompute-granularity full)",
+            max_tokens_per_rank=limit,
+        ) from error
