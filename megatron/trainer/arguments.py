@@ -2,8 +2,9 @@
 
     args = parse_args(argv, world_size)      # InvalidInputError or UnsupportedFeatureError, the same on every rank
 
-DEVIATION: dropout is 0 and fusions are off. Reason: resuming is then exact on any layout, and fused kernels would be
-compiled anew for shards of changing length. Recovery: --hidden-dropout.
+DEVIATION: dropout is 0 and fusions are off. Reason: resuming is then exact on any layout; fused biases and activations
+are compiled, and would be anew for shards of changing length; fused rotary embeddings are not ours; fused gradient
+accumulation needs kernels of apex or TransformerEngine and was not tried. Recovery: --hidden-dropout; none for fusions.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         choices=("auto", "flash", "fused", "unfused"),
         default="auto",
-        help="kernels of torch's attention: FlashAttention-2, cuDNN, blocks of matrix products; auto says what it took",
+        help="kernels of torch's attention: FlashAttention-2, cuDNN, blocks of matrix products; auto says its choice; "
+        "goes on to TransformerEngine where its layers are taken",
     )
     _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
     _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
+import os
 
 import torch
 
+from megatron.dynamic_cp.attention.te_kernels import Capability, flash_attention_installed
 from megatron.dynamic_cp.attention.te_support import LayerChoice, choose_layers, installed_version
 from megatron.dynamic_cp.verify import agree
 
+logger = logging.getLogger(__name__)
+
+BATCHED_RING = "NVTE_BATCH_MHA_P2P_COMM"
+"""Read by TransformerEngine in each forward and backward pass."""
+
+
+def compute_capability(device: torch.device) -> Capability | None:
+    """Return that of a CUDA device, None for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def batch_the_ring() -> None:
+    """Let TransformerEngine's ring use the group's connections, which start-up warms, unless the user said otherwise.
+
+    Beyond two lanes it would send one by one, on a connection for each pair that is made at the first use.
+    """
+    value = os.environ.setdefault(BATCHED_RING, "1")
+    if value == "0":
+        logger.info("%s=0: rings of more than 2 lanes connect each pair when it is first used, in a step", BATCHED_RING)
+    else:
+        logger.info("%s=%s: TransformerEngine's rings use the connections of their groups", BATCHED_RING, value)
+
 
 def choose(args: argparse.Namespace, device: torch.device) -> LayerChoice:
-    """Return the layers of this run and fill in what follows in `args`; collective.
+    """Return the layers of this run and fill in what follows in `args` and the environment; collective.
+
+    Args:
+        args: of our trainer or Megatron-LM's, where --attention-backend is an enum.
 
     Raises:
         DynamicCPError: they cannot be used, or ranks have other versions of TransformerEngine; the same on every rank.
@@ -20,10 +48,13 @@ def choose(args: argparse.Namespace, device: torch.device) -> LayerChoice:
 
     def on_this_rank() -> LayerChoice:
         version, why_missing = installed_version()
+        capability = compute_capability(device)
         return choose_layers(
             args.transformer_impl,
             args.cp_comm_type,
-            on_cuda=device.type == "cuda",
+            capability=capability,
+            flash_attn=capability is not None and version is not None and flash_attention_installed(capability),
+            backend=getattr(args.attention_backend, "name", args.attention_backend),
             bf16=args.bf16,
             head_dim=args.kv_channels,
             version=version,
@@ -38,4 +69,6 @@ def choose(args: argparse.Namespace, device: torch.device) -> LayerChoice:
     )
     args.transformer_impl = choice.impl
     args.cp_comm_types_left_out = choice.left_out
+    if choice.impl == "transformer_engine":
+        batch_the_ring()
     return choice

@@ -21,18 +21,22 @@ from typing import NamedTuple
 import pytest
 
 from dynamic_cp.types import CP_COMM_TYPES
-from megatron.dynamic_cp.attention.te_support import missing_exchanges, release_of, way
+from megatron.dynamic_cp.attention.te_support import NATIVE_SINCE, PERMITTED_SINCE, release_of
+from megatron.trainer.layers import BATCHED_RING
 from tests.distributed import fake_transformer_engine as fake
 
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"
 
 
 class Sources(NamedTuple):
-    """Two files of a TransformerEngine."""
+    """Files of a TransformerEngine."""
 
     version: str
     attention: ast.Module
     context_parallel: ast.Module
+    utils: ast.Module
+    linear: ast.Module
+    layernorm_linear: ast.Module
 
 
 def _read(place: Path, name: str) -> str:
@@ -43,8 +47,9 @@ def _read(place: Path, name: str) -> str:
 
 
 def _sources(place: Path, version: str) -> Sources:
-    files = ("dot_product_attention.py", "context_parallel.py")
-    return Sources(version, *(ast.parse(_read(place, f"{FOLDER}/{name}")) for name in files))
+    files = [f"{FOLDER}/{name}.py" for name in ("dot_product_attention", "context_parallel", "utils")]
+    files += [f"transformer_engine/pytorch/module/{name}.py" for name in ("linear", "layernorm_linear")]
+    return Sources(version, *(ast.parse(_read(place, name)) for name in files))
 
 
 def _find() -> Iterator[Sources]:
@@ -118,7 +123,7 @@ def refuses_thd(node: ast.AST) -> bool:
 
 
 def test_exchanges_with_thd_are_those_of_the_table(sources: Sources) -> None:
-    """What a version refuses for packed sequences, by its own assertions, is what our table calls missing there."""
+    """What a version refuses for packed sequences, by its own assertions, is what our table does not permit there."""
     places = {
         "p2p": "AttnFuncWithCPAndKVP2P.forward",
         "a2a": "AttnFuncWithCPAndQKVOA2A.forward",
@@ -126,10 +131,39 @@ def test_exchanges_with_thd_are_those_of_the_table(sources: Sources) -> None:
         "a2a+p2p": "attn_forward_func_with_cp",
     }
     refused = {one for one, place in places.items() if refuses_thd(definition(sources.context_parallel, place))}
-    missing = set(missing_exchanges(CP_COMM_TYPES, sources.version))
-    wrapped = {
-        one
-        for one in places
-        if one not in missing and way(one, sources.version, kv_heads=8, inner_cp_size=2) == "wrapped"
-    }
-    assert refused == missing | wrapped
+    assert refused == {one for one in CP_COMM_TYPES if release_of(sources.version) < PERMITTED_SINCE[one]}
+
+
+def test_a2a_is_native_once_its_rows_are_reordered_by_a_kernel(sources: Sources) -> None:
+    """Before, by a Python loop over sequences and lanes that reads each boundary from the device."""
+    names = {node.name for node in ast.walk(sources.context_parallel) if isinstance(node, ast.FunctionDef)}
+    loops = [name for name in names if name.startswith("reorder_seq_chunks_") and name.endswith("_thd")]
+    kernels = names & {"thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"}
+    assert bool(loops) != bool(kernels)
+    assert bool(loops) == (release_of(sources.version) < NATIVE_SINCE["a2a"])
+    for name in loops:
+        assert "torch.arange(" in ast.unparse(definition(sources.context_parallel, name))
+
+
+def test_the_switch_of_the_ring_is_read_in_each_pass(sources: Sources) -> None:
+    """So that it may be set after TransformerEngine was imported."""
+    for name in ("forward", "backward"):
+        ring = definition(sources.context_parallel, f"AttnFuncWithCPAndKVP2P.{name}")
+        assert f"os.getenv('{BATCHED_RING}', '0')" in ast.unparse(ring)
+
+
+def test_flash_attention_is_known_where_we_ask(sources: Sources) -> None:
+    flags = ast.unparse(definition(sources.utils, "FlashAttentionUtils"))
+    assert "is_installed = False" in flags
+    assert "v3_is_installed = False" in flags
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear"])
+def test_linear_layers_take_what_the_fake_takes(sources: Sources, name: str) -> None:
+    module = sources.linear if name == "Linear" else sources.layernorm_linear
+    real = [one.arg for one in definition(definition(module, name), "__init__").args.args][1:]  # type: ignore[attr-defined]
+    parameters = inspect.signature(fake.Linear).parameters | inspect.signature(getattr(fake, name)).parameters
+    ours = [one.name for one in parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert len(ours) >= 10
+    assert not {*ours, "tp_group"} - set(real)
+    assert real[:2] == ours[:2], "passed by position"

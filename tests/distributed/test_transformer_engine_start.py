@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
@@ -22,7 +25,8 @@ from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 
-GPU = {"on_cuda": True, "bf16": True, "head_dim": 128}
+H100, A100, WORKSTATION = (9, 0), (8, 0), (12, 0)
+GPU = {"capability": H100, "flash_attn": False, "backend": "auto", "bf16": True, "head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_who_does_an_exchange() -> None:
         ]
 
     assert ways("2.10.0", 8) == ["a2a wrapped", "a2a+p2p wrapped", "p2p native"]
-    assert ways("2.11.0", 8) == ["a2a native", "a2a+p2p wrapped", "p2p native"]
+    assert ways("2.17.0", 8) == ["a2a wrapped", "a2a+p2p wrapped", "p2p native"], "permitted, and slow"
     assert ways("2.18.0", 8) == ["a2a native", "a2a+p2p wrapped", "all_gather native", "p2p native"]
     assert ways("2.19.0", 8) == ["a2a native", "a2a+p2p native", "all_gather native", "p2p native"]
     assert ways("2.19.0", 2) == ["a2a wrapped", "a2a+p2p native", "all_gather native", "p2p native"]
@@ -68,6 +72,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
     assert [row[0] for row in rows] == sorted(
         {te_support.shown(r) for r in te_support.NATIVE_SINCE.values()}, key=te_support.release_of
     )
+    assert len(rows) == 3
     for version, *cells in rows:
         for exchange, cell in zip(header[1:], cells, strict=True):
             lacking = exchange in missing_exchanges(CP_COMM_TYPES, version)
@@ -83,7 +88,14 @@ def test_the_page_has_the_table_of_the_code() -> None:
         ({"exchange": "all_gather", "version": "2.11.0"}, ["all_gather", "2.18", "2.11.0 is installed", "p2p"]),
         ({"version": "2.7.0"}, ["2.7.0 is installed", "2.9 is needed", "--transformer-impl local"]),
         ({"version": None, "why_missing": "No module named 'transformer_engine'"}, ["2.9", "No module", "local"]),
-        ({"on_cuda": False}, ["needs CUDA devices", "--transformer-impl local"]),
+        ({"capability": None}, ["needs CUDA devices", "--transformer-impl local"]),
+        ({"capability": A100}, ["sm80", "sm90", "flash-attn", "install", "--transformer-impl local"]),
+        ({"capability": WORKSTATION}, ["sm120", "flash-attn"]),
+        ({"capability": (7, 0), "flash_attn": True}, ["sm70", "sm80"]),
+        ({"capability": A100, "flash_attn": True, "backend": "fused"}, ["--attention-backend fused", "sm80", "auto"]),
+        ({"backend": "flash"}, ["--attention-backend flash", "flash-attn", "auto"]),
+        ({"backend": "unfused", "flash_attn": True}, ["--attention-backend unfused", "several lanes", "auto"]),
+        ({"backend": "local", "flash_attn": True}, ["--attention-backend local", "auto"]),
         ({"bf16": False}, ["--bf16", "fp32"]),
         ({"head_dim": 36}, ["--kv-channels", "multiple of 8", "36"]),
         ({"head_dim": 264}, ["up to 256", "264"]),
@@ -99,26 +111,75 @@ def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said:
         assert choose_layers("local", **settings).reason == "--transformer-impl local"
 
 
-def choose_on_this_rank(versions: tuple[str | None, ...]) -> str:
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "backend"),
+    [
+        (H100, False, "auto"),
+        (H100, False, "fused"),
+        ((10, 0), False, "fused"),
+        (H100, True, "flash"),
+        (A100, True, "auto"),
+        (A100, True, "flash"),
+        (WORKSTATION, True, "auto"),
+    ],
+)
+def test_a_device_with_kernels_for_packed_sequences(
+    capability: tuple[int, int], flash_attn: bool, backend: str
+) -> None:
+    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "backend": backend}
+    assert choose_layers(None, "p2p", version="2.11.0", **settings).impl == "transformer_engine"
+
+
+def choose_on_this_rank(
+    versions: tuple[str | None, ...], backend: str | AttnBackend = "auto", capability: tuple[int, int] = H100
+) -> str:
+    """Return the layers of a rank, with the switch of TransformerEngine's ring, or the error."""
+    os.environ.pop(layers.BATCHED_RING, None)
     layers.installed_version = lambda: (versions[dist.get_rank()], "not there")
-    args = SimpleNamespace(transformer_impl="transformer_engine", cp_comm_type="p2p", bf16=True, kv_channels=64)
-    original = layers.choose_layers
-    layers.choose_layers = lambda *args, **kwargs: original(*args, **{**kwargs, "on_cuda": True})
+    layers.flash_attention_installed = lambda capability: False
+    layers.compute_capability = lambda device: capability
+    args = SimpleNamespace(
+        transformer_impl="transformer_engine",
+        cp_comm_type="p2p",
+        bf16=True,
+        kv_channels=64,
+        attention_backend=backend,
+    )
     try:
         layers.choose(args, torch.device("cpu"))
     except DynamicCPError as error:
         return f"{type(error).__name__}: {error}"
-    return args.transformer_impl
+    return f"{args.transformer_impl} {os.environ.get(layers.BATCHED_RING)}"
 
 
 def test_all_ranks_choose_alike() -> None:
-    assert run_ranks(2, choose_on_this_rank, ("2.11.0", "2.11.0")) == ["transformer_engine"] * 2
+    both = ("2.11.0", "2.11.0")
+    assert run_ranks(2, choose_on_this_rank, both) == ["transformer_engine 1"] * 2
+    assert run_ranks(2, choose_on_this_rank, both, AttnBackend.fused) == ["transformer_engine 1"] * 2
+    for said in run_ranks(2, choose_on_this_rank, both, AttnBackend.flash):
+        assert "--attention-backend flash" in said
+    for said in run_ranks(2, choose_on_this_rank, both, "auto", A100):
+        assert said.startswith("UnsupportedFeatureError")
+        assert "sm80" in said
     for said in run_ranks(2, choose_on_this_rank, ("2.11.0", None)):
         assert said.startswith("UnsupportedFeatureError")
         assert "(not there)" in said
     for said in run_ranks(2, choose_on_this_rank, ("2.11.0", "2.12.0")):
         assert said.startswith(DisagreementError.__name__)
         assert "version of TransformerEngine" in said
+
+
+def test_the_switch_of_a_user_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=layers.__name__)
+    monkeypatch.setenv(layers.BATCHED_RING, "0")
+    layers.batch_the_ring()
+    assert os.environ[layers.BATCHED_RING] == "0"
+    assert "first used" in caplog.text
+    caplog.clear()
+    monkeypatch.delenv(layers.BATCHED_RING)
+    layers.batch_the_ring()
+    assert os.environ[layers.BATCHED_RING] == "1"
+    assert f"{layers.BATCHED_RING}=1" in caplog.text
 
 
 # What is warmed.
@@ -245,20 +306,26 @@ def test_a_pack_through_the_chunks_leaves_no_trace(layout: parity.Layout) -> Non
 
 
 def run_out_of_memory() -> str:
+    """Rank 1 has no memory left while rank 0 waits for it in the ring; only its word lets rank 0 go on."""
+    number = torch.zeros(1)
+
     def compute() -> None:
         if dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        dist.recv(number, 1)
 
     try:
         warm_up._within_memory(compute, 8192)
     except MemoryLimitError as error:
+        dist.send(number, 0)
         return str(error)
     return ""
 
 
-def test_a_limit_beyond_the_memory_is_named_on_all_ranks() -> None:
-    for said in run_ranks(2, run_out_of_memory):
-        assert all(part in said for part in ("8192", "--max-seqlen-per-dp-cp-rank", "Tried to allocate", "rank 1"))
+def test_a_rank_without_memory_says_so_while_others_wait() -> None:
+    waiting, said = run_ranks(2, run_out_of_memory)
+    assert not waiting
+    assert all(part in said for part in ("8192", "--max-seqlen-per-dp-cp-rank", "Tried to allocate"))
 
 
 def test_advice_about_the_allocator_is_given_once_needed() -> None:

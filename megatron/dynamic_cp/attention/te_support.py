@@ -4,10 +4,10 @@
     way(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
 
 Our wrapper shares out heads by all-to-all (`heads`), then calls TransformerEngine's attention with the local heads: in
-the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions that lack the exchange, and
-where KV heads do not divide by the lanes that share them, which TransformerEngine refuses.
+the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions that lack the exchange or are
+slow at it, and where KV heads do not divide by the lanes that share them, which TransformerEngine refuses.
 
-Source: the assertions of `context_parallel.py` in TransformerEngine 2.9 to 2.20.
+Source: the assertions of `context_parallel.py` in TransformerEngine 2.11 to 2.20.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType
+from megatron.dynamic_cp.attention.te_kernels import Capability, why_no_kernel
 
 Release = tuple[int, int]
 TransformerImpl = Literal["local", "transformer_engine"]
@@ -27,8 +28,12 @@ TRANSFORMER_IMPLS: tuple[TransformerImpl, ...] = ("local", "transformer_engine")
 OLDEST: Release = (2, 9)
 """What megatron-core 0.16.1 asks for at least."""
 
-NATIVE_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+PERMITTED_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 """First version whose attention over a CP group does this exchange with packed sequences."""
+
+NATIVE_SINCE: dict[CpCommType, Release] = {**PERMITTED_SINCE, "a2a": (2, 18)}
+"""First version that we let do it. Until 2.17 a2a puts rows in order by a Python loop over sequences and lanes, which
+reads each boundary from the device: the host waits thousands of times a step. From 2.18 it is one kernel."""
 
 HEAD_DIM_MULTIPLE = 8
 LARGEST_HEAD_DIM = 256
@@ -108,7 +113,9 @@ def choose_layers(
     requested: TransformerImpl | None,
     exchange: CpCommType | Literal["auto"],
     *,
-    on_cuda: bool,
+    capability: Capability | None,
+    flash_attn: bool,
+    backend: str,
     bf16: bool,
     head_dim: int,
     version: str | None,
@@ -119,7 +126,9 @@ def choose_layers(
     Args:
         requested: --transformer-impl.
         exchange: --cp-comm-type.
-        on_cuda: whether this run trains on CUDA devices.
+        capability: compute capability of the CUDA device; None: this run trains on the CPU.
+        flash_attn: see `te_kernels.flash_attention_installed`.
+        backend: --attention-backend, which megatron-core hands on to TransformerEngine.
         bf16: whether it trains in bf16.
         head_dim: --kv-channels.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
@@ -131,7 +140,7 @@ def choose_layers(
     if requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
     obstacle = None
-    if not on_cuda:
+    if capability is None:
         obstacle = "TransformerEngine needs CUDA devices, this run trains on the CPU"
     elif version is None:
         obstacle = f"TransformerEngine {shown(OLDEST)} or newer is needed, it cannot be imported ({why_missing})"
@@ -144,6 +153,8 @@ def choose_layers(
             f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
             f"{LARGEST_HEAD_DIM}, they are {head_dim}"
         )
+    else:
+        obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
     if obstacle is not None and requested is None:
         return LayerChoice(impl="local", reason=obstacle)
     if obstacle is not None:
