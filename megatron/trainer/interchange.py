@@ -32,6 +32,8 @@ CONTENT_METADATA = {
 """What Megatron-LM must know to ask for the optimizer's tensors by the right names."""
 _WRITTEN_BY = "written_by"
 _THIS = "megatron-dynamic-cp"
+_OTHER_CONTENT = (AttributeError, TypeError, ValueError)
+"""Raised by code that meets other values than those it wrote."""
 
 
 def values_for_megatron_lm(
@@ -75,17 +77,23 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
     if (folder / checkpoint_files.MANIFEST).exists() or not (folder / "metadata.json").exists():
         return None
     try:
+        (folder / "common.pt").stat()  # megatron-core stumbles while it says that it is missing
         common = dist_checkpointing.load_common_state_dict(str(folder))
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ImportError, AttributeError) as error:
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ImportError, *_OTHER_CONTENT) as error:
         raise CheckpointError(
-            f"{folder} has no {checkpoint_files.MANIFEST}, and its common.pt cannot be read as Megatron-LM's "
+            f"{folder} has no {checkpoint_files.MANIFEST}, and its metadata.json or common.pt cannot be read as "
+            "Megatron-LM's "
             f"({type(error).__name__}: {error}): resume from an older checkpoint by writing its iteration into "
             f"{checkpoint_files.TRACKER}"
         ) from error
     except CheckpointingException as error:
         raise CheckpointError(f"{folder} cannot be read: {error}; resume from an older checkpoint") from error
-    args = common.get("args")
-    if "checkpoint_version" not in common or args is None or getattr(args, _WRITTEN_BY, None) == _THIS:
+    args = common.get("args") if isinstance(common, dict) else None
+    if (
+        not isinstance(args, argparse.Namespace)
+        or "checkpoint_version" not in common
+        or getattr(args, _WRITTEN_BY, None) == _THIS
+    ):
         return None
     if not weights_only:
         _check_optimizer(folder, args, common)

@@ -351,6 +351,13 @@ def _check_profiling(args: argparse.Namespace) -> None:
             )
     if args.use_pytorch_profiler and args.profile_dir is None and args.tensorboard_dir is None:
         raise InvalidInputError("--use-pytorch-profiler has no folder to write to: give --profile-dir")
+    if args.profile_step_start >= args.train_iters:
+        raise InvalidInputError(
+            f"--profile-step-start is {args.profile_step_start}, the run ends with iteration {args.train_iters}: "
+            "no iteration would be recorded, lower it",
+            profile_step_start=args.profile_step_start,
+            train_iters=args.train_iters,
+        )
 
 
 def _check_auto_knows_recomputation(args: argparse.Namespace) -> None:

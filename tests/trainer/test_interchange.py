@@ -344,6 +344,26 @@ def test_what_is_not_megatron_lms_is_left_to_the_manifest(tmp_path):
     assert interchange.read_run(folder, OURS, weights_only=False) is None
 
 
+@pytest.mark.parametrize("text", ["", "garbage{", "[]"])
+def test_a_damaged_list_of_contents_is_named(tmp_path, text):
+    folder = _common(tmp_path, {}, **WHOLE)
+    (folder / "metadata.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"metadata.json or common.pt cannot be read as Megatron-LM's"):
+        interchange.read_run(folder, OURS, weights_only=False)
+
+
+def test_a_folder_without_common_values_says_which_file_is_missing(tmp_path):
+    (_common(tmp_path, {}, **WHOLE) / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"No such file.*common.pt"):
+        interchange.read_run(tmp_path, OURS, weights_only=False)
+
+
+@pytest.mark.parametrize("common", [[1], {**WHOLE, "args": {"a": 1}, "checkpoint_version": 3.0}])
+def test_common_values_of_another_program_are_not_megatron_lms(tmp_path, common):
+    torch.save(common, _common(tmp_path, {}, **WHOLE) / "common.pt")
+    assert interchange.read_run(tmp_path, OURS, weights_only=False) is None
+
+
 def test_a_release_of_converted_weights_is_found(tmp_path):
     (tmp_path / TRACKER).write_text("release")
     assert checkpoint_files.latest(str(tmp_path)) == tmp_path / "release"

@@ -97,7 +97,7 @@ def test_without_the_flag_nothing_is_written_and_a_run_that_ends_early_is(tmp_pa
 
 @pytest.mark.slow
 def test_nvtx_ranges_on_a_cpu_are_refused():
-    (ended,) = run_command(1, DYNAMIC.replace("48", "128"), "--profile")
+    (ended,) = run_command(1, DYNAMIC.replace("48", "128"), "--profile --profile-step-start 1")
     assert ended.code == 2
     assert "add --use-pytorch-profiler" in ended.stderr
 
@@ -108,6 +108,7 @@ def test_nvtx_ranges_on_a_cpu_are_refused():
         ("--use-pytorch-profiler", "add --profile"),
         ("--profile --use-pytorch-profiler", "give --profile-dir"),
         ("--profile --profile-step-start 12", "--profile-step-end 12 is not above --profile-step-start 12"),
+        ("--profile --use-pytorch-profiler --profile-dir x --train-iters 10", "the run ends with iteration 10"),
         ("--profile --profile-step-start -1", "it must be at least 0"),
         ("--profile --profile-ranks 0 4", "--profile-ranks has 4, the job has ranks 0 to 3"),
     ],
