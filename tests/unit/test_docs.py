@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dynamic_cp import cli
+from dynamic_cp import cli, load_hardware
 from megatron.dynamic_cp.calibration.command import command as profile
+from megatron.trainer import derive, memory
 from megatron.trainer.arguments import build_parser, parse_args
 from tools import flags_page, make_drawings
 
@@ -224,8 +225,10 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--network"}
     others |= {"--no-build-isolation", "--no-deps", "--no-index", "--only-binary"}  # pip's
     others |= {"--implementation", "--platform", "--python-version"}
+    others |= {"--capture-range", "--capture-range-end"}  # nsys's
     # Megatron-LM's
     others |= {"--sft", "--spec", "--dynamic-context-parallel", "--sequence-packing-scheduler", "--attention-dropout"}
+    others |= {"--dist-ckpt-optim-fully-reshardable", "--dist-ckpt-strictness", "--no-save-optim"}
     named = 0
     for page in PAGES:
         if page.name in ("planner.md", "LOG.md"):  # commands of other tools
@@ -234,6 +237,20 @@ def test_flags_named_on_pages_exist() -> None:
         named += len(flags)
         assert flags <= known | others, f"{page}: {sorted(flags - known - others)}"
     assert named > 100
+
+
+def test_training_commands_for_gpus_fit_an_h100() -> None:
+    """Start-up refuses what does not fit; the reader's first command must not end so."""
+    looked_at = 0
+    for block in BLOCKS:
+        for words in commands_of(block) if block.language == "sh" else ():
+            if "pretrain_gpt.py" not in words or "gloo" in words or words[0] not in ("torchrun", "docker"):
+                continue
+            args = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
+            shape = derive.model_shape(args, args.vocab_size or 128256)
+            assert memory.max_tokens_per_rank(args, shape, load_hardware("h100")) >= 1024, block.name
+            looked_at += 1
+    assert looked_at >= 3
 
 
 def test_files_named_on_pages_exist() -> None:
