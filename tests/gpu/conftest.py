@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,6 +15,15 @@ def why_no_device() -> str | None:
     if torch.cuda.device_count() == 0:
         return f"torch {torch.__version__} sees no CUDA device"
     return None
+
+
+@pytest.fixture(autouse=True)
+def float32_is_not_tf32() -> Iterator[None]:
+    """NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1: float32 products would keep 10 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

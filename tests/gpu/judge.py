@@ -8,8 +8,11 @@ from torch import Tensor
 DEVICE = torch.device("cuda", 0)
 
 # Errors in norm. bfloat16 keeps 8 bits: rounding the exact result costs 1.7e-3 of its norm, and the kernels round the
-# weights of softmax as well before they multiply; a merge in bfloat16 costs 7e-3 and more.
+# weights of softmax as well before they multiply.
 OUT_TOLERANCE = 4e-3
+# Where the steps of a ring are merged in bfloat16, as TransformerEngine does: each merge rounds the output again, which
+# came to 4.2e-3 on the last of 8 lanes in a simulation. This project merges in float32.
+MERGED_OUT_TOLERANCE = 7e-3
 GRAD_TOLERANCE = 1e-2
 # Largest error, absolute: it is float32 throughout, of products of bfloat16 numbers.
 LSE_TOLERANCE = 2e-3
@@ -50,10 +53,11 @@ def error_in_norm(actual: Tensor, expected: Tensor, at_least: float = 0.0) -> fl
     """Return |actual - expected| / |expected|; not a number where something is.
 
     Args:
-        at_least: root mean square that `expected` is taken to have.
+        at_least: root mean square that `expected` is taken to have; needed where it is exactly 0.
     """
     assert actual.shape == expected.shape
     norm = max(float(expected.norm()), at_least * expected.numel() ** 0.5)
+    assert norm > 0, "nothing to compare with: give at_least"
     return float((actual.double() - expected).norm()) / norm
 
 

