@@ -68,7 +68,7 @@ def training_packages() -> tuple[Check, ...]:
     return (
         _package("torch", lacks=lacks, extra="train", needed=False),
         _package("megatron-core", lacks=lacks, extra="train", needed=False, exactly="0.16.1"),
-        _package("transformer-engine", lacks="needed for attention on GPUs only", extra="te", needed=False),
+        _package("transformer-engine", lacks="optional, on GPUs only", extra="te", needed=False),
     )
 
 
