@@ -95,6 +95,11 @@ class Saver:
         else:
             self._name()
 
+    @property
+    def has_unnamed(self) -> bool:
+        """Whether a checkpoint waits for its name; the same on all ranks."""
+        return self._unnamed is not None
+
     def is_writing(self) -> bool:
         """Return whether this rank's files are still being written; to be exchanged before `finish`."""
         return self._writer.is_writing()

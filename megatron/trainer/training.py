@@ -114,7 +114,7 @@ def _train(
         if stop:
             # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
             stop_waiting_after(math.inf)
-        if not is_writing:
+        if saver.has_unnamed and not is_writing:
             phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
             saver.finish()
         position.iteration += 1
@@ -143,8 +143,9 @@ def _train(
             logger.info("leaving after iteration %d (%s)", position.iteration, signals.received or "as asked")
             interrupted = True
             break
-    phase.enter("waiting for the files of the last checkpoint")
-    saver.finish()
+    if saver.has_unnamed:
+        phase.enter("waiting for the files of the last checkpoint")
+        saver.finish()
     if summary.num_iterations:
         logger.info("%s", summary.describe())
     return interrupted

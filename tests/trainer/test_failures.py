@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from argparse import Namespace
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.attention import kernels
 from megatron.dynamic_cp.attention.exchange import ExchangeError
-from megatron.trainer import failures
+from megatron.trainer import failures, training
+from megatron.trainer.arguments import parse_args
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import Ended, _command_on_one_rank
@@ -140,3 +142,20 @@ def test_a_rank_that_does_not_get_on_says_where(capsys: pytest.CaptureFixture[st
     assert "in iteration 7, forward and backward passes, at or after step 7, micro-batch 2, lanes 0..3 for" in said
     assert not capsys.readouterr().err
     phase.enter("starting up")
+
+
+def _phases_after_a_step() -> list[str]:
+    os.environ["RANK"] = "0"
+    seen: list[str] = []
+    words = command_line(
+        "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 128 --train-iters 2 --lr-decay-iters 8 --num-layers 1"
+    )
+    training.pretrain(parse_args(words, 1), on_step=lambda _iteration, _record: seen.append(phase.current()))
+    return [*seen, phase.current()]
+
+
+def test_a_run_that_saves_nothing_is_never_naming_a_checkpoint() -> None:
+    """The phase is what errors and warnings of long waits say."""
+    (seen,) = run_ranks(1, _phases_after_a_step)
+    assert seen[:2] == ["iteration 1, the optimizer's step", "iteration 2, the optimizer's step"]
+    assert "checkpoint" not in seen[2]
