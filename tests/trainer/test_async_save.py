@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -64,10 +65,19 @@ def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[
 def _contents(folder: Path) -> dict[str, Any]:
     """Return the files with tensors, random states and other values; of the manifest what it says of the run.
 
-    `.metadata` lists the tensors; its bytes depend on which of its strings are the same object.
+    `.metadata` lists the tensors; its bytes depend on which of its strings are the same object. The common values hold
+    the arguments: where a run saves, how, and how long it is.
     """
-    contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".metadata"}
-    return {**contents, checkpoint_files.MANIFEST: json.loads(contents[checkpoint_files.MANIFEST])["run"]}
+    contents: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".metadata"}
+    common = torch.load(folder / "common.pt", weights_only=False)
+    arguments = vars(common.pop("args"))
+    for name in ("save", "async_save", "train_iters", "train_samples"):
+        del arguments[name]
+    return {
+        **contents,
+        "common.pt": {**{k: repr(v) for k, v in common.items()}, "args": arguments},
+        checkpoint_files.MANIFEST: json.loads(contents[checkpoint_files.MANIFEST])["run"],
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["", OVERLAPPED])
