@@ -266,8 +266,9 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
         "(add your data and tokenizer, --lr and --train-iters, and what costs nothing but belongs to the model: "
         "--rotary-base, --qk-layernorm or --add-qkv-bias, as its config says"
     )
-    has_nodes = any("$HEAD_NODE" in line for line in flags)
+    if any("$HEAD_NODE" in line for line in flags):
+        note += "; HEAD_NODE is the host of node 0, NODE_RANK the number of each node"
     out.print(heading("Recommended"))
-    out.print(Text(f"{note}{'; HEAD_NODE is the host of the first node' if has_nodes else ''})", style="dim"))
+    out.print(Text(f"{note})", style="dim"))
     out.print()
     click.echo(" \\\n    ".join(flags))

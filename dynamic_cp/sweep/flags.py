@@ -38,7 +38,9 @@ def launcher(setting: Setting) -> str:
     topology = setting.topology
     per_node = min(topology.ranks_per_node, topology.world_size)
     num_nodes = topology.world_size // per_node
-    nodes = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500" if num_nodes > 1 else ""
+    # Nodes in a fixed order, c10d would number them by address: the lanes of a CP group are neighbours.
+    static = f" --nnodes {num_nodes} --node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500"
+    nodes = static if num_nodes > 1 else ""
     return f"torchrun{nodes} --nproc-per-node {per_node}"
 
 

@@ -132,7 +132,7 @@ class Saver:
         folder = run_on_rank_zero(lambda: checkpoint_files.commit(unnamed.folder, unnamed.iteration, unnamed.run))
         now_s = time.perf_counter()
         held_up_s = unnamed.blocked_s + waited_s + now_s - named_since_s
-        logger.info("saved %s in %.1f s, training waited %.2f s", folder, now_s - unnamed.started_s, held_up_s)
+        logger.info("saved %s in %.1f s, training waited %.1f s", folder, now_s - unnamed.started_s, held_up_s)
 
     def _request(self, partial: Path, position: Position, in_background: bool) -> AsyncRequest:
         """Return how megatron-core writes the state of this rank, after planning that with the others."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.utils import log_single_rank
 
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError
@@ -142,15 +143,12 @@ class Session:
         self._planner: Planner | None = None
         run_on_rank_zero(lambda: self._start_planner(problem))
         ready_s = warm_up(self._plan_source(WARM_UP), args.seq_length)
-        logger.info("dynamic CP: %s", self.layers.describe())
-        logger.info("dynamic CP: %s", self.groups.describe())
-        logger.info(
-            "dynamic CP: %d lanes, %d padded tokens per rank and micro-batch, hardware %s; planner ready after %.1f s",
-            self.topology.num_lanes,
-            planning.max_seqlen_per_dp_cp_rank,
-            name,
-            ready_s,
+        limits = (
+            f"{self.topology.num_lanes} lanes, {planning.max_seqlen_per_dp_cp_rank} padded tokens per rank and "
+            f"micro-batch, hardware {name}; planner ready after {ready_s:.1f} s"
         )
+        for line in (self.layers.describe(), self.groups.describe(), limits):
+            log_single_rank(logger, logging.INFO, f"dynamic CP: {line}")
 
     def _start_planner(self, problem: Problem) -> None:
         self._planner = Planner(

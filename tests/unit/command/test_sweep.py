@@ -157,7 +157,7 @@ def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatc
     per_node, nodes = (
         [int(number) for number in re.findall(rf"--{flag} (\d+)", words)] for flag in ("nproc-per-node", "nnodes")
     )
-    assert ("--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500" in words) == (len(nodes) > 0)
+    assert ("--node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500" in words) == (len(nodes) > 0)
     (per_node,) = per_node
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     words = [word for group in groups for flag in group for word in shlex.split(flag)]
