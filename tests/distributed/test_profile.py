@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dynamic_cp import PlanOptions, Sample, Topology, cli, load_hardware, load_model, plan_global_batch
 from dynamic_cp.calibration.measurements import EXCHANGES, SECTIONS, Measurement, Setup
@@ -155,6 +156,20 @@ def _timed_hops() -> tuple[list[float], float]:
         slept = Probe(row=row, forward=lambda: time.sleep(0.02 * dist.get_rank()), num_turns=2, waits=True)
         *found, mean = timer.measure([*hops, slept])
     return [one.forward_s for one in found], mean.forward_s
+
+
+def _on_uneven_nodes(words: list[str]) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", str(2 - dist.get_rank()))
+        return run_command(words)
+
+
+def test_nodes_with_unequal_ranks_are_refused_by_all(tmp_path: Path) -> None:
+    """They would try the links of different pairs, and wait for each other."""
+    for status, _, err in run_ranks(2, _on_uneven_nodes, words_for(tmp_path)):
+        assert status == 2
+        assert "ranks of a node that are measured" in err
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_a_rank_without_a_partner_does_not_count_as_a_fast_hop() -> None:

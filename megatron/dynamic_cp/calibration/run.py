@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from megatron.dynamic_cp.calibration.model import SmallGPT
 from megatron.dynamic_cp.calibration.sections import RUN
 from megatron.dynamic_cp.calibration.timing import Timer
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.verify import run_on_all_ranks, run_on_rank_zero
+from megatron.dynamic_cp.verify import agree, run_on_all_ranks, run_on_rank_zero
 
 _MAX_TOKENS = {"cuda": 32768, "cpu": 4096}
 _LEAST_TOKENS = 512
@@ -47,7 +49,12 @@ def run(given: dict[str, Any], base: Hardware) -> None:
 
 
 def _profile(given: dict[str, Any], base: Hardware, place: Place) -> None:
-    setup = _setup(given, place)
+    setup = agree(
+        lambda: _setup(given, place),
+        lambda own: hashlib.sha256(repr(replace(own, date="")).encode()).hexdigest(),
+        what="the device, torch or ranks of a node that are measured",
+        device=place.device,
+    )
     measured = Measurements(setup=setup)
     if given["resume"]:
         measured = run_on_all_ranks(lambda: Measurements.load(measured_path(given["output"]), setup))
