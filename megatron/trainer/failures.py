@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -95,11 +96,16 @@ def lost_collective(error: Exception, timeout_minutes: float) -> LostCollectiveE
 def _reporting_stalls(timeout_s: float) -> Iterator[None]:
     """Say on stderr, once per place, that this rank does not get on."""
     done = threading.Event()
+    began_s = time.monotonic()
+
+    def seconds() -> float:
+        """Return how long this rank has been in its phase, not counting what the process did before its run."""
+        return min(phase.seconds(), time.monotonic() - began_s)
 
     def watch() -> None:
         limit_s = REPORTED_AFTER * timeout_s
-        while not done.wait(max(0.05, limit_s - phase.seconds())):
-            waited_s = phase.seconds()
+        while not done.wait(max(0.05, limit_s - seconds())):
+            waited_s = seconds()
             if waited_s < limit_s:
                 continue
             running = phase.micro_batch()
@@ -110,7 +116,7 @@ def _reporting_stalls(timeout_s: float) -> Iterator[None]:
                 file=sys.stderr,
                 flush=True,
             )
-            while phase.seconds() >= waited_s and not done.wait(0.1 * limit_s):
+            while seconds() >= waited_s and not done.wait(0.1 * limit_s):
                 pass
 
     threading.Thread(target=watch, name="dynamic-cp-stalls", daemon=True).start()

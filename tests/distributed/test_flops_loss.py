@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.loss import forward_step, sum_of_losses
 from tests.distributed import reference
@@ -99,15 +102,17 @@ def test_forward_step_hands_each_tensor_to_its_argument() -> None:
         calls.append((tokens, position_ids, attention_mask, labels, packed_seq_params))
         return torch.tensor([[1.0, 2.0, 4.0]])
 
+    params = SimpleNamespace(label="step 1, micro-batch 0", positions=torch.arange(3))
     batch = {
         "tokens": "tokens",
         "position_ids": "position_ids",
         "labels": "labels",
-        "packed_seq_params": "params",
+        "packed_seq_params": params,
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
     }
     batches = iter([batch, {}])
     output, loss_func = forward_step(batches, model)
-    assert calls == [("tokens", "position_ids", None, "labels", "params")]
+    assert calls == [("tokens", "position_ids", None, "labels", params)]
+    assert phase.micro_batch() == ("step 1, micro-batch 0", 3)
     assert loss_func(output)[0].item() == 5.0
     assert list(batches) == [{}], "one micro-batch a call"

@@ -154,6 +154,15 @@ def _phases_after_a_step() -> list[str]:
     return [*seen, phase.current()]
 
 
+def test_what_a_process_did_before_its_run_is_no_stall(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(phase, "_since_s", time.monotonic() - 1000)
+    with failures.explained(Namespace(distributed_timeout_minutes=10.0)):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_run_that_saves_nothing_is_never_naming_a_checkpoint() -> None:
     """The phase is what errors and warnings of long waits say."""
     (seen,) = run_ranks(1, _phases_after_a_step)

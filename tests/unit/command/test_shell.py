@@ -229,16 +229,16 @@ def test_other_packages_add_commands(monkeypatch, capsys):
     import click
 
     class Entry:
-        name, value = "profile", "other:command"
+        name, value = "measure", "other:command"
 
         def load(self):
-            return click.Command("profile", callback=lambda: click.echo("profiled"))
+            return click.Command("measure", callback=lambda: click.echo("measured"))
 
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [Entry()])
-    assert cli.main(["profile"]) == 0
+    assert cli.main(["measure"]) == 0
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("profiled\n")
+    assert out.startswith("measured\n")
     assert "From other:command." in out
 
 
