@@ -19,7 +19,7 @@ import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp import planner, planning, prefetch
-from megatron.trainer import checkpoint_files, checkpointing, exits, index_once, step
+from megatron.trainer import checkpoint_files, exits, index_once, saving, step
 from megatron.trainer import run as trainer_run
 from megatron.trainer.data.stream import SampleStream
 from tests.faults.job import Job, RankEnd
@@ -78,7 +78,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
     elif phase == "beginning a checkpoint":
         checkpoint_files.begin = dying(2, checkpoint_files.begin)
     elif phase == "writing a checkpoint":
-        checkpointing.dist_checkpointing.save = dying(2, checkpointing.dist_checkpointing.save)
+        saving.AsyncRequest.execute_sync = dying(2, saving.AsyncRequest.execute_sync)
     elif phase == "naming a checkpoint":  # each writes its manifest and the tracker
         checkpoint_files._write_synced = dying(4, checkpoint_files._write_synced)
     else:
@@ -268,7 +268,7 @@ def fill_disk(phase: str, rank: int) -> None:
     """Let no file grow beyond a few bytes, in one phase of one rank: the error is another one, the path the same."""
     owner, name, victim = {
         "index": (index_once, "index_entries", 0),
-        "checkpoint": (checkpointing.dist_checkpointing, "save", 1),
+        "checkpoint": (saving.AsyncRequest, "execute_sync", 1),
         "manifest": (checkpoint_files, "commit", 0),
     }[phase]
     real = getattr(owner, name)
