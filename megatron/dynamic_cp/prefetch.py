@@ -87,9 +87,13 @@ class Packer:
             return packed.pin_memory() if self._pin_memory else packed
         try:
             outcome = next(self._packed)
-        except RuntimeError as error:  # DataLoader's word for a dead worker
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # RuntimeError is DataLoader's word for a dead worker; the others come while a worker hands a pack over.
+            what = (
+                error if isinstance(error, RuntimeError) else f"DataLoader worker ended as it sent a pack ({error})"
+            )
             raise DataError(
-                f"{error}: out of memory or killed? Lower --num-workers (0 reads inside the training process)"
+                f"{what}: out of memory or killed? Lower --num-workers (0 reads inside the training process)"
             ) from error
         if isinstance(outcome, DynamicCPError):
             raise outcome

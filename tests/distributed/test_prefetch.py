@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -114,5 +115,22 @@ def test_a_killed_worker_is_said_by_take_and_nowhere_else() -> None:
     os.kill(worker.pid, signal.SIGKILL)
     time.sleep(1.0)  # DataLoader would raise here, in the middle of whatever runs
     with pytest.raises(DataError, match="--num-workers"):
+        packer.take()
+    packer.close()
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_killed_while_it_sends_is_said_as_one(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A pack's tensors are fetched from the worker after its message came."""
+
+    def broken() -> Iterator[None]:
+        raise error
+        yield
+
+    packer = Packer(read, num_workers=1)
+    packer.submit(plan_of(1))
+    packer.take()
+    monkeypatch.setattr(packer, "_packed", broken())
+    with pytest.raises(DataError, match="DataLoader worker ended as it sent a pack"):
         packer.take()
     packer.close()
