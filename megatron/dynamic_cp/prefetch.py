@@ -89,9 +89,7 @@ class Packer:
             outcome = next(self._packed)
         except (RuntimeError, ConnectionError, EOFError) as error:
             # RuntimeError is DataLoader's word for a dead worker; the others come while a worker hands a pack over.
-            what = (
-                error if isinstance(error, RuntimeError) else f"DataLoader worker ended as it sent a pack ({error})"
-            )
+            what = error if isinstance(error, RuntimeError) else f"DataLoader worker ended as it sent a pack ({error})"
             raise DataError(
                 f"{what}: out of memory or killed? Lower --num-workers (0 reads inside the training process)"
             ) from error
