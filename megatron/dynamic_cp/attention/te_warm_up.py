@@ -10,13 +10,13 @@ Packs of more than 32 sequences are another bucket of cuDNN's, which is planned 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.warm_up import flat_exchanges
+from megatron.dynamic_cp.micro_batches import PackedBucket
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 
@@ -24,22 +24,6 @@ SMALLEST_BUCKET_TOKENS = 1024
 LARGEST_DOUBLED_TOKENS = 32768
 PACKED_SEQUENCES = 32
 """Sequences of a pack in cuDNN's first bucket of their number; a short sequence costs little to attend to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUpPack:
-    """A pack to attend to once; fields as in `dynamic_cp.types.Bucket`."""
-
-    first_lane: int
-    cp_size: int
-    cp_comm_type: CpCommType
-    inner_cp_size: int
-    padded_seqlens: tuple[int, ...]
-
-    @property
-    def rank_tokens(self) -> int:
-        """Tokens of each lane."""
-        return sum(self.padded_seqlens) // self.cp_size
 
 
 def token_buckets(max_tokens_per_rank: int) -> tuple[int, ...]:
@@ -66,7 +50,7 @@ def warm_up_packs(
     *,
     max_tokens_per_rank: int,
     query_heads: int,
-) -> list[WarmUpPack]:
+) -> list[PackedBucket]:
     """Return what a lane attends to, in an order that all lanes of a block share.
 
     Args:
@@ -91,7 +75,7 @@ def warm_up_packs(
             first, size, inner = list(same_inner)[-1]
             places.append((first, size, "a2a+p2p", inner))
     return [
-        WarmUpPack(
+        PackedBucket(
             first_lane=first,
             cp_size=size,
             cp_comm_type=exchange,
@@ -105,7 +89,7 @@ def warm_up_packs(
 
 def warm_up_attention(
     attention: torch.nn.Module,
-    packs: Sequence[WarmUpPack],
+    packs: Sequence[PackedBucket],
     groups: DynamicCPGroups,
     *,
     query_heads: int,
