@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -13,16 +15,48 @@ from dynamic_cp.coefficients import Coefficients
 from dynamic_cp.multipliers import Multipliers
 from dynamic_cp.observations import Observation
 from dynamic_cp.refinement import refine
-from dynamic_cp.types import Hardware
-from megatron.dynamic_cp.bucket_times import BucketTimes
-from megatron.dynamic_cp.loss import forward_step
+from dynamic_cp.types import Hardware, ModelShape, Topology
+from megatron.dynamic_cp import loss
+from megatron.dynamic_cp.bucket_times import BucketTimes, ForwardStep
 from megatron.dynamic_cp.plan_dump import JsonLines, spans_path
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import run_on_rank_zero
 from megatron.trainer import derive
 from megatron.trainer.checkpointing import Position
-from megatron.trainer.run import Run
 
 logger = logging.getLogger(__name__)
+
+
+class MeasuredRun(Protocol):
+    """What is asked of a run: `megatron.trainer.run.Run` is one, the session of a Megatron-LM checkout another."""
+
+    @property
+    def args(self) -> argparse.Namespace:
+        """Flags of the run, under this trainer's names."""
+
+    @property
+    def model(self) -> Sequence[torch.nn.Module]:
+        """Chunks of this rank, as the schedule gets them."""
+
+    @property
+    def groups(self) -> DynamicCPGroups:
+        """With the lane of this rank."""
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the cost model begins with."""
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """What the cost model prices."""
+
+    @property
+    def topology(self) -> Topology:
+        """The arrangement of the job's ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
 
 
 class Refining:
@@ -32,12 +66,13 @@ class Refining:
 
     Args:
         position: of the run, with the coefficients of its checkpoint; new ones are written there.
+        forward_step: runs one micro-batch.
 
     Attributes:
-        forward_step: what the schedule calls.
+        forward_step: the same, timed where that is wanted: what the schedule calls.
     """
 
-    def __init__(self, run: Run, position: Position) -> None:
+    def __init__(self, run: MeasuredRun, position: Position, forward_step: ForwardStep = loss.forward_step) -> None:
         self._run = run
         self._position = position
         self._every = run.args.dynamic_cp_refine
@@ -54,9 +89,10 @@ class Refining:
                 stage=self._stage,
                 lane=run.groups.lane,
                 device=run.device,
+                forward_step=forward_step,
                 keep_steps=max(1, min(4, self._every)),
             )
-        self.forward_step: Callable[..., Any] = forward_step if self._times is None else self._times.forward_step
+        self.forward_step: ForwardStep = forward_step if self._times is None else self._times.forward_step
 
     def hardware(self, iteration: int) -> Hardware:
         """Return what `iteration` is planned with."""
@@ -97,7 +133,7 @@ class Refining:
         return None if refined.reason else refined.multipliers.to_dict()
 
 
-def _open_spans(run: Run) -> JsonLines | None:
+def _open_spans(run: MeasuredRun) -> JsonLines | None:
     """Return where this rank writes when its passes ran; TP ranks run them at the same time, one of them writes."""
     if run.args.dynamic_cp_dump is None:
         return None

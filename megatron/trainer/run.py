@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -18,19 +16,18 @@ from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, Topology
 from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.plan_dump import WARM_UP, RecordedPlans, RunDump
+from megatron.dynamic_cp.plan_dump import WARM_UP, RunDump
 from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import checkpoint_files, derive, layers, memory, model
+from megatron.trainer import checkpoint_files, derive, layers, memory, model, planners
 from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
@@ -158,7 +155,7 @@ def set_up(args: argparse.Namespace) -> Run:
     is_auto = args.max_seqlen_per_dp_cp_rank == "auto"
     # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
     args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(lambda: memory.max_tokens_per_rank(args, model_shape, hardware))
-    dump, recorded = _dump_and_replay(args, topology)
+    dump, recorded = planners.dump_and_replay(args, topology)
     groups = DynamicCPGroups.build(
         topology,
         timeout_s=60 * args.distributed_timeout_minutes,
@@ -187,7 +184,7 @@ def set_up(args: argparse.Namespace) -> Run:
         model_shape=model_shape,
         hardware=hardware,
         groups=groups,
-        planner=_planner(args, topology, model_shape, hardware, recorded, dump),
+        planner=planners.start(args, topology, model_shape, hardware, recorded, dump),
         dump=dump,
         splits=splits,
         config=config,
@@ -226,45 +223,6 @@ def set_up(args: argparse.Namespace) -> Run:
     return run
 
 
-def _planner(
-    args: argparse.Namespace,
-    topology: Topology,
-    model_shape: ModelShape,
-    hardware: Hardware,
-    recorded: RecordedPlans | None,
-    dump: RunDump | None,
-) -> Planner | None:
-    """Return rank 0's planner, None on the other ranks; collective, because it may fail there.
-
-    Raises:
-        DynamicCPError: no static plan holds --seq-length; the same on every rank.
-    """
-    problem = Problem(
-        topology=topology,
-        model=model_shape,
-        hardware=hardware,
-        options=derive.plan_options(args),
-        policy=derive.policy(args),
-    )
-    planner: list[Planner] = []
-
-    def start() -> None:
-        planner.append(
-            Planner(
-                problem,
-                max_seqlen=args.seq_length,
-                ahead=True,
-                strict=args.dynamic_cp_strict,
-                recorded=recorded,
-                on_answer=dump.write_answer if dump is not None else None,
-                publish_whole=args.dynamic_cp_verify == "full",
-            )
-        )
-
-    run_on_rank_zero(start)
-    return planner[0] if planner else None
-
-
 def _scalars(args: argparse.Namespace) -> Scalars:
     """Return what rank 0 writes figures to, a silent one on the other ranks; collective, because it may fail there."""
     scalars = [Scalars()]
@@ -283,37 +241,6 @@ def _scalars(args: argparse.Namespace) -> Scalars:
 
     run_on_rank_zero(start)
     return scalars[0]
-
-
-def _dump_and_replay(args: argparse.Namespace, topology: Topology) -> tuple[RunDump | None, RecordedPlans | None]:
-    """Return what rank 0 writes plans to and takes them from; collective, because either may fail there.
-
-    Raises:
-        DynamicCPError: a folder that cannot be written or read; the same on every rank.
-    """
-    opened: list[Any] = [None, None]
-
-    def open_both() -> None:
-        if args.dynamic_cp_dump is not None:
-            about = {"arguments": vars(args), "versions": _versions()}
-            try:
-                opened[0] = RunDump(args.dynamic_cp_dump, about)
-            except OSError as error:
-                raise InvalidInputError(f"--dynamic-cp-dump: cannot write {error}: give another folder") from error
-        if args.dynamic_cp_replay is not None:
-            opened[1] = RecordedPlans(args.dynamic_cp_replay, topology, derive.plan_options(args))
-
-    run_on_rank_zero(open_both)
-    return opened[0], opened[1]
-
-
-def _versions() -> dict[str, str]:
-    names = ("megatron-dynamic-cp", "megatron-core", "torch", "numpy", "numba", "transformer-engine")
-    found = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def _hardware(args: argparse.Namespace, name: str) -> Hardware:
