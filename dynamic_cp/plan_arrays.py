@@ -135,12 +135,16 @@ class PlanArrays:
         self._check_place(lane, micro_batch)
         return bool(self.first_lane[micro_batch, lane] == lane)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as the plan: the arrays are made anew, and are as read-only there as here."""
+        return plan_arrays, (self.planned,)
+
     def _check_place(self, lane: int, micro_batch: int) -> None:
         for what, value, number in (
             ("lane", lane, self.num_lanes),
             ("micro-batch", micro_batch, self.num_microbatches),
         ):
-            if not 0 <= value < number:
+            if not isinstance(value, int | np.integer) or not 0 <= value < number:
                 raise InvalidInputError(
                     f"{what} {value} is not in the plan, it has {number}: use 0 to {number - 1}", value=value
                 )

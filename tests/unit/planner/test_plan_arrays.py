@@ -131,10 +131,11 @@ def test_travels_as_a_pickle_and_cannot_be_changed() -> None:
     other = pickle.loads(pickle.dumps(plan))
     assert other.digest == plan.digest
     assert other.samples_of(0, 0).tolist() == plan.samples_of(0, 0).tolist()
-    with pytest.raises(ValueError, match="read-only"):
-        plan.cp_size[0, 0] = 7
-    with pytest.raises(ValueError, match="read-only"):
-        plan.sample_order[0] = 7
+    for one in (plan, other):
+        with pytest.raises(ValueError, match="read-only"):
+            one.cp_size[0, 0] = 7
+        with pytest.raises(ValueError, match="read-only"):
+            one.sample_order[0] = 7
 
 
 def test_numpys_own_truth_values_are_pythons() -> None:
@@ -190,8 +191,8 @@ def test_an_exchange_that_cannot_serve_a_sample() -> None:
         planned([1200], num_lanes=8, cp_comm_types="a2a")
 
 
-@pytest.mark.parametrize(("lane", "micro_batch"), [(6, 0), (-1, 0), (0, 1), (0, -1)])
-def test_places_outside_the_plan(lane: int, micro_batch: int) -> None:
+@pytest.mark.parametrize(("lane", "micro_batch"), [(6, 0), (-1, 0), (0, 1), (0, -1), (1.0, 0), ("0", 0)])
+def test_places_outside_the_plan(lane: Any, micro_batch: int) -> None:
     plan = planned([3])
     with pytest.raises(InvalidInputError, match="is not in the plan"):
         plan.samples_of(lane, micro_batch)
