@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,6 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _timed_hops() -> tuple[list[float], float]:
     """Return (seconds of hops whose sender and receiver take 10 ms, the mean over ranks of what each measures)."""
-    import time
-
     import torch.distributed as dist
 
     from megatron.dynamic_cp.calibration.device import Place
@@ -177,6 +176,27 @@ def test_a_rank_without_a_partner_does_not_count_as_a_fast_hop() -> None:
         assert len(hops) == 3
         assert min(hops) >= 0.01
         assert mean >= 0.02
+
+
+def _timed_sleeps() -> tuple[float, float]:
+    """Return the seconds of what sleeps in 2 windows of 3: as a part, and as a whole micro-batch."""
+    from megatron.dynamic_cp.calibration.timing import Probe, Timer
+
+    timer = Timer(device=torch.device("cpu"), window_s=0.01, num_windows=3, alone=False)
+    row = Measurement(section="packs", forward_s=0.0)
+
+    def probe(as_in_a_step: bool) -> Probe:
+        naps = iter((0.0, 0.0, 0.05, 0.05))  # the first call warms up
+        return Probe(row=row, forward=lambda: time.sleep(next(naps)), num_turns=1, as_in_a_step=as_in_a_step)
+
+    part, whole = timer.measure([probe(as_in_a_step=False), probe(as_in_a_step=True)])
+    return part.forward_s, whole.forward_s
+
+
+def test_whole_micro_batches_take_what_steps_take_and_parts_what_they_compute() -> None:
+    for part, whole in run_ranks(2, _timed_sleeps):
+        assert part < 0.04
+        assert whole >= 0.05
 
 
 def test_an_emulated_ring_computes_what_its_place_would() -> None:

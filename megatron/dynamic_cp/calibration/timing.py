@@ -6,6 +6,7 @@ CPU, one thread         CPU seconds of the process, a low quantile over calls: w
                         step. Caches and hyperthreads are shared while measuring, so they are in the numbers.
 CPU, several threads    the same by the clock
 what ranks wait in      by the clock, a low quantile over windows
+whole micro-batches     by the clock, the median over windows: what a step takes, not the least that it could
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Probe:
         forward, backward: the passes; backward gets what forward returned.
         num_turns: all ranks call forward so often in a window; 0: each until the window is over.
         waits: for other ranks.
+        as_in_a_step: counts as it comes, disturbances included.
         takes_part: this rank does; the seconds of others are not counted.
     """
 
@@ -47,6 +49,7 @@ class Probe:
     backward: Backward | None = None
     num_turns: int = 0
     waits: bool = False
+    as_in_a_step: bool = False
     takes_part: bool = True
 
 
@@ -87,14 +90,14 @@ class Timer:
     def _row(self, probe: Probe, windows: list[Floats]) -> Measurement:
         """Return the row with the seconds of its windows, each [calls, forward | backward]."""
         on_gpu = self.device.type == "cuda"
+        quantile = 0.5 if on_gpu or probe.as_in_a_step else _LOW_QUANTILE
         if self.alone or on_gpu:
-            calls = np.concatenate(windows)
-            seconds = np.median(calls, axis=0) if on_gpu else np.quantile(calls, _LOW_QUANTILE, axis=0)
+            seconds = np.quantile(np.concatenate(windows), quantile, axis=0)
             seconds = seconds if self.alone else mean_over_ranks(seconds, probe.takes_part)
         else:
             means = mean_over_ranks(np.stack([window.mean(axis=0) for window in windows]), probe.takes_part)
             shared = self.ranks_per_core if self._in_cpu_seconds(probe) else 1.0
-            seconds = shared * np.quantile(means, _LOW_QUANTILE, axis=0)
+            seconds = shared * np.quantile(means, quantile, axis=0)
         return replace(probe.row, forward_s=float(seconds[0]), backward_s=float(seconds[1]) if probe.backward else 0.0)
 
     def _window(self, probe: Probe) -> Floats:
@@ -111,7 +114,7 @@ class Timer:
         return self._on_cpu(probe.forward, _backward_of(probe), now)
 
     def _in_cpu_seconds(self, probe: Probe) -> bool:
-        return self.device.type == "cpu" and torch.get_num_threads() == 1 and not probe.waits
+        return self.device.type == "cpu" and torch.get_num_threads() == 1 and not (probe.waits or probe.as_in_a_step)
 
     def _start_together(self) -> None:
         self._finish()
