@@ -11,8 +11,9 @@ inner sizes 2 and 4 lane 1 is in the outer groups 1 3 (of block 0-3), 1 3 5 7 an
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -122,12 +123,13 @@ class DynamicCPGroups:
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
         two_levels = two_level_blocks(lane, blocks, inner_sizes if "a2a+p2p" in exchanges else ())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
-        groups = {(first, size): new_group(range(first, first + size)) for first, size in blocks}
-        inner_groups = {}
-        for size in sorted({inner for _, _, inner in two_levels}):
-            first = lane - lane % size
-            inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
-        outer_groups = {place: new_group(lanes) for place, lanes in two_levels.items()}
+        with _members_only():
+            groups = {(first, size): new_group(range(first, first + size)) for first, size in blocks}
+            inner_groups = {}
+            for size in sorted({inner for _, _, inner in two_levels}):
+                first = lane - lane % size
+                inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
+            outer_groups = {place: new_group(lanes) for place, lanes in two_levels.items()}
         built = time.perf_counter()
         stats = ExchangeStats()
         to_warm = [(group, flat_exchanges(exchanges, group.size(), query_heads)) for group in groups.values()]
@@ -195,6 +197,22 @@ class DynamicCPGroups:
             + f": built in {self.build_s:.2f} s, warmed in {self.warm_up_s:.2f} s with {self.warm_up_bytes} bytes "
             "sent per rank"
         )
+
+
+@contextlib.contextmanager
+def _members_only() -> Iterator[None]:
+    """Let torch connect the members of new groups, and nobody else.
+
+    Where the job was initialized with a `device_id`, torch splits a group off the communicator of the whole job. NCCL
+    then waits for all ranks of the job at every group, and those that are not in it do not come.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _megatron_lane_ranks() -> list[int]:

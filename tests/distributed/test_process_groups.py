@@ -183,6 +183,28 @@ def test_levels_hold_the_expected_ranks(topology: Topology, limits: dict[str, An
     assert (num_outer > 0) == ("a2a+p2p" in exchanges)
 
 
+def build_in_a_bound_job() -> tuple[list[Any], Any]:
+    """Return the device that the job is bound to whenever a group is made, and afterwards."""
+    initialize_model_parallel()
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    create, seen = dist.new_group, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(dist.group.WORLD.bound_device_id)
+        return create(*args, **kwargs)
+
+    dist.new_group = watched
+    DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=30)
+    return seen, dist.group.WORLD.bound_device_id
+
+
+def test_groups_are_not_split_off_a_job_that_is_bound_to_a_device() -> None:
+    """NCCL's split is a collective of the whole job; lane 2 has no group of two and would not come."""
+    for lane, (seen, afterwards) in enumerate(run_ranks(3, build_in_a_bound_job, timeout_s=60)):
+        assert seen == [None] * (1 if lane == 2 else 2)
+        assert afterwards == torch.device("cuda", 0)
+
+
 def ask_for_missing_groups() -> list[str]:
     initialize_model_parallel()
     groups = DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30, max_cp_size=1)
