@@ -15,13 +15,14 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dynamic_cp.calibration.least_squares import Floats, fit_seconds
 from dynamic_cp.calibration.measurements import Measurement, Measurements, Setup
+from dynamic_cp.calibration.results import Calibration, FitError, Point
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
 from dynamic_cp.errors import InvalidInputError
@@ -42,76 +43,6 @@ _GROWTH = 0.01
 _DIGITS = 4
 _BACKWARD_FLOPS = 2.5
 """Of attention, over forward, as `dynamic_cp.exchanges` counts them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One measured number and what the calibrated cost model says."""
-
-    measurement: Measurement
-    direction: str
-    measured_s: float
-    predicted_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitError:
-    """How far predictions are from what was measured.
-
-    Attributes:
-        name: of the part.
-        fitted: whether the numbers were used for the fit; False is a check.
-        num_points: numbers compared, > 0.
-        median, p95: of |predicted - measured| / measured.
-        predicted_over_measured: of the sums.
-    """
-
-    name: str
-    fitted: bool
-    num_points: int
-    median: float
-    p95: float
-    predicted_over_measured: float
-
-    @classmethod
-    def of(cls, name: str, points: Sequence[Point], *, fitted: bool) -> FitError:
-        """Return the error of `points`, at least one."""
-        measured = np.array([one.measured_s for one in points])
-        predicted = np.array([one.predicted_s for one in points])
-        relative = np.abs(predicted - measured) / measured
-        return cls(
-            name=name,
-            fitted=fitted,
-            num_points=len(points),
-            median=float(np.median(relative)),
-            p95=float(np.percentile(relative, 95)),
-            predicted_over_measured=float(predicted.sum() / measured.sum()),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What a calibration found.
-
-    Attributes:
-        hardware: the base with the measured coefficients in place of its own.
-        changed: names of the coefficients that were measured.
-        kept: group of coefficients -> why they are still those of the base.
-        errors: part by part.
-        points: behind the errors.
-        notes: what a reader should know.
-    """
-
-    hardware: Hardware
-    changed: tuple[str, ...]
-    kept: dict[str, str]
-    errors: tuple[FitError, ...]
-    points: tuple[Point, ...]
-    notes: tuple[str, ...]
-
-    def error(self, name: str) -> FitError | None:
-        """Return the error of a part; None if it was not measured."""
-        return next((one for one in self.errors if one.name == name), None)
 
 
 def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:

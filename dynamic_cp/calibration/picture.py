@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynamic_cp.calibration.fit import Calibration, Point
 from dynamic_cp.calibration.measurements import Setup
+from dynamic_cp.calibration.results import Calibration, Point
 from dynamic_cp.report.drawing import FONT_PT, SMALL_PT, WIDE_IN, add_handles, format_tokens, new_figure, save
 from dynamic_cp.report.theme import LIGHT, Theme
 
