@@ -144,16 +144,16 @@ class RecordedPlans:
         with open(self._path, "rb") as file:
             file.seek(self._offsets[request.key])
             record = json.loads(file.readline())
+        plan = plan_from_dict(record["plan"])
+        if plan.topology != self._topology:
+            raise DataError(
+                f"{self._path} was planned for {plan.topology}, this run is {self._topology}: replay on the same layout"
+            )
         if [record["sample_ids"], record["seqlens"]] != [request.sample_ids.tolist(), request.seqlens.tolist()]:
             raise DataError(
                 f"{self._path} planned other samples for {request.key}: {len(record['seqlens'])} of "
                 f"{sum(record['seqlens'])} tokens, this run has {len(request.seqlens)} of "
                 f"{int(request.seqlens.sum())}: replay with the same data, --seed and --global-batch-size"
-            )
-        plan = plan_from_dict(record["plan"])
-        if plan.topology != self._topology:
-            raise DataError(
-                f"{self._path} was planned for {plan.topology}, this run is {self._topology}: replay on the same layout"
             )
         if plan.max_tokens_per_rank > self._options.max_tokens_per_rank:
             raise DataError(

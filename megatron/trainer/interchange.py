@@ -30,6 +30,8 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 """What Megatron-LM must know to ask for the optimizer's tensors by the right names."""
+COEFFICIENTS = "dynamic_cp_coefficients"
+"""Argument under which a checkout with --dynamic-cp keeps `Coefficients.to_dict` of its cost model."""
 _WRITTEN_BY = "written_by"
 _THIS = "megatron-dynamic-cp"
 _OTHER_CONTENT = (AttributeError, TypeError, ValueError)
@@ -37,13 +39,18 @@ _OTHER_CONTENT = (AttributeError, TypeError, ValueError)
 
 
 def values_for_megatron_lm(
-    arguments: Mapping[str, Any], iteration: int, consumed_samples: int, scheduler: Mapping[str, Any]
+    arguments: Mapping[str, Any],
+    iteration: int,
+    consumed_samples: int,
+    scheduler: Mapping[str, Any],
+    coefficients: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what Megatron-LM wants to find beside weights and optimizer.
 
     Args:
         arguments: flags of this run under Megatron-LM's names.
         scheduler: state of the learning-rate schedule.
+        coefficients: of the cost model, None: not refined.
     """
     args = argparse.Namespace(**arguments)
     args.iteration = iteration
@@ -53,6 +60,7 @@ def values_for_megatron_lm(
     args.no_save_optim = False
     args.no_save_rng = True  # ours are per rank and not in its form: it goes on with its own
     setattr(args, _WRITTEN_BY, _THIS)
+    setattr(args, COEFFICIENTS, coefficients)
     return {
         "args": args,
         "checkpoint_version": 3.0,
@@ -100,7 +108,7 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
     return {
         "iteration": common.get("iteration", 0),
         "consumed_samples": getattr(args, "consumed_train_samples", 0),
-        "coefficients": None,
+        "coefficients": getattr(args, COEFFICIENTS, None),
         "scheduler": common.get("opt_param_scheduler"),
         "optimizer_kind": _optimizer_kind(args),
         "identity": {"model": _model_identity(args, model)},

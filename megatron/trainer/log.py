@@ -132,6 +132,20 @@ def validation_line(split: str, iteration: int, loss: float) -> str:
     return f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
 
 
+def plan_scalars(interval: Interval) -> dict[str, float]:
+    """Return the scalars that Megatron-LM does not have."""
+    return {
+        "dynamic-cp/num-microbatches": interval.records[-1].num_microbatches,
+        "dynamic-cp/tokens-per-second": interval.tokens_per_s,
+        "dynamic-cp/padding": interval.mean("padding_fraction"),
+        "dynamic-cp/predicted-time": interval.mean("predicted_s"),
+        "dynamic-cp/planner-time": interval.mean("planner_s"),
+        "dynamic-cp/wait-time": interval.mean("wait_s"),
+        "dynamic-cp/imbalance": interval.mean("imbalance"),
+        "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
+    }
+
+
 class Scalars:
     """Scalars under Megatron-LM's names, to TensorBoard and to Weights & Biases; silent without either.
 
@@ -164,14 +178,7 @@ class Scalars:
                 "batch-size": last.num_samples,
                 "iteration-time": interval.mean("elapsed_s"),
                 "throughput": interval.tflops_per_s_per_rank,
-                "dynamic-cp/num-microbatches": last.num_microbatches,
-                "dynamic-cp/tokens-per-second": interval.tokens_per_s,
-                "dynamic-cp/padding": interval.mean("padding_fraction"),
-                "dynamic-cp/predicted-time": interval.mean("predicted_s"),
-                "dynamic-cp/planner-time": interval.mean("planner_s"),
-                "dynamic-cp/wait-time": interval.mean("wait_s"),
-                "dynamic-cp/imbalance": interval.mean("imbalance"),
-                "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
+                **plan_scalars(interval),
             },
             iteration,
         )

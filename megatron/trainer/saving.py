@@ -144,6 +144,7 @@ class Saver:
             position.iteration,
             position.consumed_samples,
             self._trainable.scheduler.state_dict(),
+            position.coefficients,
         )
         filesystem_async._results_queue = WriteResults() if in_background else queue.SimpleQueue()
         return dist_checkpointing.save(

@@ -25,15 +25,15 @@ def complete_and_check(args: argparse.Namespace) -> None:
         "global_batch_size train_iters train_samples exit_interval eval_interval save_interval log_interval "
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
-        "min_dynamic_cp_size max_dynamic_cp_size distributed_timeout_minutes lr vocab_size recompute_num_layers "
-        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base dynamic_cp_plan_timeout",
+        "distributed_timeout_minutes lr vocab_size recompute_num_layers "
+        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base",
     )
     _not_negative(
         args,
         "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples exit_duration_in_mins num_workers dynamic_cp_lookahead dynamic_cp_refine "
-        "profile_step_start",
+        "lr_wsd_decay_samples exit_duration_in_mins num_workers profile_step_start",
     )
+    check_planning_values(args)
     _fraction(args, "hidden_dropout adam_beta1 adam_beta2")
     if args.micro_batch_size != 1:
         raise InvalidInputError(
@@ -49,6 +49,16 @@ def complete_and_check(args: argparse.Namespace) -> None:
     _complete_recompute(args)
     _check_logging(args)
     _check_profiling(args)
+
+
+def check_planning_values(args: argparse.Namespace) -> None:
+    """Check the numbers that only the planning reads.
+
+    Raises:
+        InvalidInputError: one is out of its range.
+    """
+    _positive(args, "min_dynamic_cp_size max_dynamic_cp_size dynamic_cp_plan_timeout")
+    _not_negative(args, "dynamic_cp_lookahead dynamic_cp_refine")
 
 
 def _positive(args: argparse.Namespace, names: str) -> None:

@@ -292,6 +292,18 @@ def test_what_the_common_part_says(tmp_path, args, values, kind):
     assert run["identity"]["model"] == OURS
 
 
+def test_corrections_of_the_cost_model_travel_with_a_checkout_that_knows_them(tmp_path):
+    found = {"changes": [[7, {"attention": 1.5}]]}
+    for name in ("refined", "stock"):
+        (tmp_path / name).mkdir()
+    theirs = _common(tmp_path / "refined", {interchange.COEFFICIENTS: found}, **WHOLE)
+    assert interchange.read_run(theirs, OURS, weights_only=False)["coefficients"] == found
+    stock = _common(tmp_path / "stock", {}, **WHOLE)
+    assert interchange.read_run(stock, OURS, weights_only=False)["coefficients"] is None
+    ours = interchange.values_for_megatron_lm({"disable_bias_linear": True}, 4, 48, {}, found)
+    assert getattr(ours["args"], interchange.COEFFICIENTS) == found
+
+
 @pytest.mark.parametrize(
     ("args", "name", "value"),
     [
