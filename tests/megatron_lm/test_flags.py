@@ -93,11 +93,30 @@ def test_megatron_lms_default_dropout_must_be_switched_off() -> None:
         (("--cp-comm-type", "p2p", "a2a"), "has 2 values"),
         (("--cp-comm-type", "ring"), "ring is unknown"),
         (("--use-varlen-dataset", "--sft"), "excludes --sft"),
+        (("--dynamic-cp-lookahead", "-1"), "--dynamic-cp-lookahead is -1, it must be at least 0"),
+        (("--dynamic-cp-refine", "-2"), "--dynamic-cp-refine is -2, it must be at least 0"),
+        (("--dynamic-cp-plan-timeout", "0"), "--dynamic-cp-plan-timeout is 0.0, it must be greater than 0"),
     ],
 )
 def test_values_that_cannot_be(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         flags.translate(parse("--dynamic-cp", *argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--dynamic-cp-dump", "there"),
+        ("--dynamic-cp-replay", "there"),
+        ("--dynamic-cp-refine", "5"),
+        ("--use-varlen-dataset",),
+    ],
+)
+def test_what_would_have_no_effect_without_dynamic_cp_is_refused(argv: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidInputError, match=f"{argv[0]} needs --dynamic-cp in a checkout"):
+        flags.refuse_without_effect(parse(*argv))
+    flags.refuse_without_effect(parse())
+    flags.refuse_without_effect(parse("--dynamic-cp", *argv))
 
 
 @pytest.mark.parametrize(("given", "ours"), [("allgather", "all_gather"), ("a2a+p2p", "a2a+p2p"), ("auto", "auto")])

@@ -38,15 +38,17 @@ LENGTHS = (
     '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 257, '
     '"mean_seq_len": 100, "lognormal_sigma": 1.2}'
 )
-PIPELINE = "--pipeline-model-parallel-size 2"
+SCRIPT = ["-m", "megatron.dynamic_cp.run", f"{CHECKOUT}/pretrain_gpt.py"]
 NUMBER = r"([0-9.]+E[+-][0-9]+)"
 
 
-def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
-    """Return what a job prints."""
+def ended(
+    script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Return how a job ended."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *script, *flags.split(), *more],
         cwd=REPOSITORY,
         env=environment,
@@ -55,17 +57,17 @@ def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] 
         timeout=420,
         check=False,
     )
+
+
+def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
+    """Return what a job prints."""
+    done = ended(script, flags, ranks=ranks, more=more)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout + done.stderr
 
 
 def megatron_lm(flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
-    return run(
-        ["-m", "megatron.dynamic_cp.run", f"{CHECKOUT}/pretrain_gpt.py"],
-        f"{SHARED} {ON_CPU} {flags}",
-        ranks=ranks,
-        more=more,
-    )
+    return run(SCRIPT, f"{SHARED} {ON_CPU} {flags}", ranks=ranks, more=more)
 
 
 def losses_of_megatron_lm(log: str) -> list[float]:

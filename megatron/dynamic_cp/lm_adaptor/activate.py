@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +49,7 @@ class _Adaptor:
         self._original = {r.where: find(r) for r in REPLACEMENTS if r.module != SCRIPT}
         self._on_cpu = False
         self._is_logging = False
+        self._elapsed_s = 0.0
         self._asked: Any = None
         self._planning: Any = None
         self._session: Any = None
@@ -96,6 +99,7 @@ class _Adaptor:
 
         kwargs["extra_args_provider"] = extra_args_provider
         self._forward_step = forward_step
+        self._process_non_loss_data = kwargs.get("process_non_loss_data_func", args[0] if args else None)
         try:
             return original(provider, model_provider, model_type, forward_step, *args, **kwargs)
         finally:
@@ -119,11 +123,20 @@ class _Adaptor:
 
             parsed.distributed_backend = "gloo"
             cpu.enable(parsed.distributed_timeout_minutes)
+        flags.refuse_without_effect(parsed)
         if parsed.dynamic_cp:
             self._asked = flags.translate(parsed)
             flags.environment_is_ready(2, parsed.tensor_model_parallel_size)
+            self._check_script()
             self._use_get_batch()
         return parsed
+
+    def _check_script(self) -> None:
+        if self._process_non_loss_data is not None:
+            raise UnsupportedFeatureError(
+                "the script gives pretrain() a process_non_loss_data_func, for which the last rank runs a schedule of "
+                "its own, and a global batch is planned by all ranks: leave it out"
+            )
 
     def _use_get_batch(self) -> None:
         """Exchange get_batch in the script that defines the forward step."""
@@ -154,7 +167,7 @@ class _Adaptor:
         if not self._is_on:
             original(*args, **kwargs)
             return
-        from megatron.dynamic_cp.lm_adaptor.session import Samples
+        from megatron.dynamic_cp.lm_adaptor.counts import Samples
 
         settings = self._get_args()
         calculators = importlib.import_module("megatron.core.num_microbatches_calculator")
@@ -203,7 +216,7 @@ class _Adaptor:
         args = self._get_args()
         if not self._is_on or dataset is None or args.dataloader_type == "external":
             return original(dataset, consumed_samples)
-        from megatron.dynamic_cp.lm_adaptor.data import LaneSampler, build_loader
+        from megatron.dynamic_cp.lm_adaptor.data import LaneSampler, build_loader, ignoring
 
         sampler = LaneSampler(
             num_samples=len(dataset),
@@ -212,19 +225,21 @@ class _Adaptor:
             lane=self._session.groups.lane,
             num_lanes=self._session.groups.num_lanes,
         )
-        return build_loader(dataset, sampler, num_workers=args.num_workers)
+        outlive = ignoring(args.exit_signal) if args.exit_signal_handler else None
+        return build_loader(dataset, sampler, num_workers=args.num_workers, worker_init=outlive)
 
     def _build_train_valid_test_data_iterators(self, original: Any, provider: Any) -> Any:
         if not self._is_on:
             return original(provider)
         from megatron.dynamic_cp.lm_adaptor.data import LaneIterator, build_varlen_splits
+        from megatron.dynamic_cp.lm_adaptor.session import TEST, TRAIN, VALIDATION
         from megatron.dynamic_cp.verify import collective_device
 
         if self._get_args().use_varlen_dataset and not hasattr(self, "_varlen_splits"):
             self._varlen_splits = build_varlen_splits(self._get_args(), collective_device())
         iterators = original(provider)
         return tuple(
-            LaneIterator(name, items) for name, items in zip(("train", "validation", "test"), iterators, strict=True)
+            LaneIterator(name, items) for name, items in zip((TRAIN, VALIDATION, TEST), iterators, strict=True)
         )
 
     def _get_forward_backward_func(self, original: Any) -> Any:
@@ -233,8 +248,10 @@ class _Adaptor:
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._is_on:
             return original(*args, **kwargs)
+        started_s = time.perf_counter()
         with self._samples.counted(self._get_args()):
             outcome = original(*args, **kwargs)
+        self._elapsed_s = time.perf_counter() - started_s
         # The loop now adds the product, which is rounded up.
         self._get_args().consumed_train_samples -= self._samples.overcounted
         return outcome
@@ -242,17 +259,47 @@ class _Adaptor:
     def _training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._is_on:
             return original(*args, **kwargs)
-        settings, iteration = self._get_args(), args[3]
+        settings = self._get_args()
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        iteration = given["iteration"]
         self._is_logging = True
         try:
             with self._samples.counted(settings):
                 outcome = original(*args, **kwargs)
         finally:
             self._is_logging = False
+        record = self._session.end_step(
+            iteration,
+            losses=given["loss_dict"],
+            learning_rate=given["learning_rate"],
+            grad_norm=given["grad_norm"],
+            elapsed_s=self._elapsed_s,
+        )
         if iteration % settings.log_interval == 0:
-            importlib.import_module("megatron.training.utils").print_rank_last(self._session.describe_step())
+            importlib.import_module("megatron.training.utils").print_rank_last(self._session.describe_step(record))
             self._session.flops.start_interval()
+        if iteration % settings.tensorboard_log_interval == 0:
+            importlib.import_module("megatron.dynamic_cp.lm_adaptor.step_log").write_scalars(record, iteration)
         return outcome
+
+    def _get_rng_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        states = original(*args, **kwargs)
+        if self._is_on and self._get_args().hidden_dropout > 0:
+            from megatron.core.parallel_state import get_data_parallel_group
+
+            from megatron.dynamic_cp.lm_adaptor.random_states import add_lanes
+
+            add_lanes(states, get_data_parallel_group())
+        return states
+
+    def _load_base_checkpoint(
+        self, original: Any, folder: Any, args: Any, rank0: bool = False, *more: Any, **kwargs: Any
+    ) -> Any:
+        found = original(folder, args, rank0, *more, **kwargs)
+        state, _, is_release, _ = found
+        if self._is_on and state is not None and not (rank0 or is_release or args.finetune):
+            self._session.resume(state)
+        return found
 
     def _num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
         if not self._is_on:

@@ -8,8 +8,10 @@ later token attends to them, so loss and gradients stay the same, and padding is
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,10 +88,27 @@ def trimmed(item: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     return cut
 
 
+def ignoring(number: int) -> Callable[[int], None]:
+    """Return what a worker process begins with, so that it outlives the signal with which a run is asked to save."""
+    return partial(_ignore, number)
+
+
+def _ignore(number: int, _worker: int) -> None:
+    signal.signal(number, signal.SIG_IGN)
+
+
 def build_loader(
-    dataset: Dataset[Any], sampler: LaneSampler, *, num_workers: int, worker_init: Any = None
+    dataset: Dataset[Any],
+    sampler: LaneSampler,
+    *,
+    num_workers: int,
+    worker_init: Callable[[int], None] | None = None,
 ) -> DataLoader[dict[str, NDArray[Any]]]:
-    """Return the loader of one lane: one sample or pack at a time, numpy."""
+    """Return the loader of one lane: one sample or pack at a time, numpy.
+
+    Args:
+        worker_init: called by each worker process with its number.
+    """
     return DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -97,6 +116,7 @@ def build_loader(
         persistent_workers=num_workers > 0,
         collate_fn=only_item,
         worker_init_fn=worker_init,
+        generator=torch.Generator(),  # the run's own would be moved, on those ranks that read
     )
 
 

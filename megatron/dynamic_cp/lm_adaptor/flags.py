@@ -16,6 +16,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.arguments import EXCHANGES, UNSUPPORTED, Unsupported, add_dynamic_cp_arguments
 from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
 from megatron.trainer.data.config import OVERLONG_POLICIES
+from megatron.trainer.validation import check_planning_values, complete_lanes
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
@@ -32,6 +33,7 @@ REFUSED: tuple[Unsupported, ...] = (
         reason="layers for inference do not train with a CP group per micro-batch",
     ),
     Unsupported(flag="--dataloader-type", off=("single",), reason=_DATA),
+    Unsupported(flag="--dataloader-save", reason="what was drawn ahead is not part of a loader's state"),
     Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
     Unsupported(flag="--perform-rl-step", reason=_LOOP),
     Unsupported(flag="--inprocess-restart", reason=_LOOP),
@@ -149,8 +151,22 @@ def refuse(args: argparse.Namespace) -> None:
     exchange = exchange_of(args)
     if exchange not in ("auto", *EXCHANGES):
         raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(EXCHANGES)}")
+    check_planning_values(args)
     if args.use_varlen_dataset and (args.sft or args.fim_data):
         raise InvalidInputError("--use-varlen-dataset excludes --sft and --fim-data: leave one of them out")
+
+
+def refuse_without_effect(args: argparse.Namespace) -> None:
+    """Check that a run without --dynamic-cp was not given flags of ours that say what it is to do.
+
+    Raises:
+        InvalidInputError: naming the flag.
+    """
+    if args.dynamic_cp:
+        return
+    for flag in ("--dynamic-cp-dump", "--dynamic-cp-replay", "--dynamic-cp-refine", "--use-varlen-dataset"):
+        if getattr(args, destination(flag)):
+            raise InvalidInputError(f"{flag} needs --dynamic-cp in a checkout: add it, or leave {flag} out", flag=flag)
 
 
 def refuse_loaded(args: argparse.Namespace) -> None:
@@ -202,8 +218,6 @@ def planning_arguments(asked: argparse.Namespace, args: argparse.Namespace) -> a
     Raises:
         DynamicCPError: a CP size, limit or sample length that does not fit the lanes.
     """
-    from megatron.trainer.validation import complete_lanes
-
     planning = copy.copy(args)
     planning.context_parallel_size = asked.context_parallel_size
     planning.cp_comm_type = exchange_of(asked)

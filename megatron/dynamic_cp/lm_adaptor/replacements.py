@@ -101,7 +101,17 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module=_TRAINING,
         symbol="training_log",
-        reason="prints the samples of the global batch, and a line about the plan",
+        reason="prints the samples of the global batch and a line about the plan, and ends the step: dump, refinement",
+    ),
+    Replacement(
+        module="megatron.training.checkpointing",
+        symbol="get_rng_state",
+        reason="adds the random states of all lanes, which differ with --hidden-dropout: their shapes do",
+    ),
+    Replacement(
+        module="megatron.training.checkpointing",
+        symbol="_load_base_checkpoint",
+        reason="takes those of its lane, and what --dynamic-cp-refine found, which is among the saved arguments",
     ),
     Replacement(
         module=_TRAINING,

@@ -3,170 +3,107 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.utils import log_single_rank
 
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError
-from dynamic_cp.lane_plan import PlanFacts
-from dynamic_cp.planner_process import Problem
+from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
+from megatron.dynamic_cp.lm_adaptor.counts import StepFlops
 from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
+from megatron.dynamic_cp.lm_adaptor.random_states import choose_lane
+from megatron.dynamic_cp.lm_adaptor.step_log import plan_line, record_step
 from megatron.dynamic_cp.plan_dump import WARM_UP
-from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import collective_device, run_on_rank_zero
-from megatron.trainer import derive, layers, memory
+from megatron.trainer import derive, layers, memory, planners
+from megatron.trainer.checkpointing import Position
+from megatron.trainer.interchange import COEFFICIENTS
+from megatron.trainer.log import StepRecord, dump_entry
+from megatron.trainer.refining import Refining
 from megatron.trainer.step import run_schedule
 
 logger = logging.getLogger(__name__)
 
-
-class Samples(NumMicroBatchesCalculator):
-    """In place of Megatron-LM's calculator: the global batch has any size, and the plan says how many micro-batches.
-
-    Megatron-LM counts samples as micro-batches times micro-batch size times data-parallel size. Inside `counted` that
-    product is the global batch; elsewhere it is rounded up to a multiple of the lanes.
-    """
-
-    def __init__(self, global_batch_size: int, num_lanes: int) -> None:
-        super().__init__()
-        self.num_micro_batches = -(-global_batch_size // num_lanes)
-        self.current_global_batch_size = self.current_running_global_batch_size = global_batch_size
-        self.micro_batch_size = 1
-        self._num_lanes = num_lanes
-
-    @property
-    def overcounted(self) -> int:
-        """Samples of a step that the product has too many."""
-        return int(self.num_micro_batches * self._num_lanes - self.current_global_batch_size)
-
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Nothing changes during a run."""
-
-    @contextlib.contextmanager
-    def counted(self, args: argparse.Namespace) -> Iterator[None]:
-        """Have Megatron-LM's product count the samples of the global batch: as if one lane had a micro-batch each."""
-        num_micro_batches, data_parallel_size = self.num_micro_batches, args.data_parallel_size
-        self.num_micro_batches, args.data_parallel_size = self.current_global_batch_size, 1
-        try:
-            yield
-        finally:
-            self.num_micro_batches, args.data_parallel_size = num_micro_batches, data_parallel_size
-
-
-class StepFlops:
-    """FLOPs of the latest steps, from the true lengths of their samples."""
-
-    def __init__(self) -> None:
-        self._steps: list[float] = []
-        self._is_over = False
-
-    def add(self, flops: float) -> None:
-        """Count a step."""
-        if self._is_over:
-            self._steps.clear()
-            self._is_over = False
-        self._steps.append(flops)
-
-    @property
-    def latest(self) -> float:
-        """FLOPs of the latest step."""
-        return self._steps[-1]
-
-    @property
-    def mean(self) -> float:
-        """Mean FLOPs of the steps since `start_interval`; until there is one, of those before it."""
-        return sum(self._steps) / len(self._steps)
-
-    def start_interval(self) -> None:
-        """Begin the next log interval with the next step."""
-        self._is_over = True
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+"""Names of the iterators, and of their series of plans."""
 
 
 class Session:
     """The parts of a run that Megatron-LM does not know.
 
     Args:
-        args: Megatron-LM's.
+        theirs: Megatron-LM's arguments; iteration and consumed samples are set there later.
         planning: see `flags.planning_arguments`.
 
     Attributes:
+        args: `planning`.
+        model: chunks of this rank, () before the first training step.
         layers: TransformerEngine's or local ones, by --transformer-impl.
-        facts: of the latest plan of the training data.
-        flops: of its latest steps.
+        hardware: what the cost model begins with.
+        position: with the coefficients of the cost model.
+        flops: of the latest steps of the training data.
     """
 
-    def __init__(self, args: argparse.Namespace, planning: argparse.Namespace) -> None:
-        self.args = args
-        self.facts: PlanFacts | None = None
+    def __init__(self, theirs: argparse.Namespace, planning: argparse.Namespace) -> None:
+        self.args = planning
+        self.model: Sequence[torch.nn.Module] = ()
+        self.position = Position()
         self.flops = StepFlops()
-        self._planning = planning
-        self._device = collective_device()
+        self.device = collective_device()
+        self._theirs = theirs
+        self._refining: Refining | None = None
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
         self.topology = derive.topology(planning)
-        self.layers = layers.choose(planning, self._device)
-        name = planning.dynamic_cp_hardware or ("cpu" if self._device.type == "cpu" else "h100")
-        hardware = run_on_rank_zero(lambda: load_hardware(name))
-        self.model_shape = derive.model_shape(planning, args.padded_vocab_size)
+        self.layers = layers.choose(planning, self.device)
+        name = planning.dynamic_cp_hardware or ("cpu" if self.device.type == "cpu" else "h100")
+        self.hardware = run_on_rank_zero(lambda: load_hardware(name))
+        self.model_shape = derive.model_shape(planning, theirs.padded_vocab_size)
         planning.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
-            lambda: memory.max_tokens_per_rank(planning, self.model_shape, hardware)
+            lambda: memory.max_tokens_per_rank(planning, self.model_shape, self.hardware)
         )
+        self._dump, recorded = planners.dump_and_replay(planning, self.topology)
         self.groups = DynamicCPGroups.build(
             self.topology,
-            timeout_s=60 * args.distributed_timeout_minutes,
+            timeout_s=60 * planning.distributed_timeout_minutes,
             min_cp_size=planning.min_dynamic_cp_size,
             max_cp_size=planning.max_dynamic_cp_size,
             exchanges=cp_comm_types(planning),
             inner_sizes=planning.dynamic_cp_inner_sizes,
-            query_heads=args.num_attention_heads // self.topology.tp_size,
-            device=self._device,
+            query_heads=planning.num_attention_heads // self.topology.tp_size,
+            device=self.device,
         )
-        problem = Problem(
-            topology=self.topology,
-            model=self.model_shape,
-            hardware=hardware,
-            options=derive.plan_options(planning),
-            policy=derive.policy(planning),
-        )
-        self._planner: Planner | None = None
-        run_on_rank_zero(lambda: self._start_planner(problem))
-        ready_s = warm_up(self._plan_source(WARM_UP), args.seq_length)
+        self._planner = planners.start(planning, self.topology, self.model_shape, self.hardware, recorded, self._dump)
+        if planning.dynamic_cp_replay is None:
+            ready = f"planner ready after {warm_up(self._plan_source(WARM_UP), planning.seq_length):.1f} s"
+        else:
+            ready = f"plans are those of {planning.dynamic_cp_replay}"
         limits = (
             f"{self.topology.num_lanes} lanes, {planning.max_seqlen_per_dp_cp_rank} padded tokens per rank and "
-            f"micro-batch, hardware {name}; planner ready after {ready_s:.1f} s"
+            f"micro-batch, hardware {name}; {ready}"
         )
         for line in (self.layers.describe(), self.groups.describe(), limits):
             log_single_rank(logger, logging.INFO, f"dynamic CP: {line}")
 
-    def _start_planner(self, problem: Problem) -> None:
-        self._planner = Planner(
-            problem,
-            max_seqlen=self.args.seq_length,
-            ahead=True,
-            strict=self._planning.dynamic_cp_strict,
-            publish_whole=self._planning.dynamic_cp_verify == "full",
-        )
-
-    def _plan_source(self, name: str) -> PlanSource:
+    def _plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
         return PlanSource(
             self._planner,
             topology=self.topology,
             lane=self.groups.lane,
             name=name,
-            lookahead=self._planning.dynamic_cp_lookahead,
-            timeout_s=self._planning.dynamic_cp_plan_timeout,
+            lookahead=self.args.dynamic_cp_lookahead,
+            timeout_s=self.args.dynamic_cp_plan_timeout,
+            hardware_of=hardware_of,
         )
 
     def run_step(
@@ -190,6 +127,11 @@ class Session:
         """
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if not forward_only:
+            if self._refining is None:
+                self.model = chunks
+                self._refining = Refining(self, self.position, forward_step_func)
+            forward_step_func = self._refining.forward_step
         wrapper = self._wrapper(iterators, chunks)
         try:
             step = next(wrapper)
@@ -204,13 +146,11 @@ class Session:
             seq_length,
             forward_only=forward_only,
             rank_tokens=wrapper.rank_tokens,
-            verify_messages=self._planning.dynamic_cp_verify == "full",
+            verify_messages=self.args.dynamic_cp_verify == "full",
             forward_step_func=forward_step_func,
         )
         if forward_only:
             return sum_over_lanes(logged)
-        assert wrapper.plan is not None
-        self.facts = wrapper.plan.facts
         self.flops.add(training_flops(self.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
         return logged
 
@@ -218,30 +158,79 @@ class Session:
         name = iterators[0].name
         if name not in self._wrappers:
             items = [iterator.items for iterator in iterators]
+            first_step, consumed_samples = self._first_step(name)
             self._wrappers[name] = wrap_data_iterator(
                 items if len(items) > 1 else items[0],
                 chunks,
-                plan_source=self._plan_source(name),
+                plan_source=self._plan_source(
+                    name, self._refining.hardware if name == TRAIN and self._refining is not None else None
+                ),
                 groups=self.groups,
                 global_batch_size=self.args.global_batch_size,
-                verify=self._planning.dynamic_cp_verify,
-                first_step=self.args.iteration if name == "train" else 0,
-                consumed_samples=self.args.consumed_train_samples if name == "train" else 0,
+                verify=self.args.dynamic_cp_verify,
+                first_step=first_step,
+                consumed_samples=consumed_samples,
             )
         return self._wrappers[name]
 
-    def describe_step(self) -> str:
-        """Return one line about the plan of the latest step."""
-        facts = self.facts
-        assert facts is not None
-        sizes = " ".join(f"{cp_size}:{count}" for cp_size, count in sorted(facts.cp_histogram.items()))
-        return (
-            f" dynamic CP | micro-batches: {facts.num_microbatches} | samples: {facts.num_samples} | "
-            f"tokens: {facts.seqlen_sum} | buckets by CP size: {sizes} | "
-            f"padding: {100 * facts.padding_fraction:.1f} % | "
-            f"predicted (ms): {1000 * facts.predicted_s:.1f} | planner (ms): {1000 * facts.planner_s:.1f} |"
-            + (f" static plan: {facts.fallback} |" if facts.fallback else "")
+    def _first_step(self, name: str) -> tuple[int, int]:
+        """Return (number of the next global batch of a series, samples consumed before).
+
+        A function of what was consumed, so that a run that resumes gives its plans the names that they would have had.
+        """
+        if name == TRAIN:
+            return self._theirs.iteration + 1, self._theirs.consumed_train_samples
+        if name == VALIDATION and not self._theirs.skip_train:
+            consumed_samples = self._theirs.consumed_valid_samples
+            return consumed_samples // self.args.global_batch_size, consumed_samples
+        return 0, 0
+
+    def end_step(
+        self,
+        iteration: int,
+        *,
+        losses: Mapping[str, Any],
+        learning_rate: float | None,
+        grad_norm: float | None,
+        elapsed_s: float,
+    ) -> StepRecord:
+        """Return what an iteration did; dump it, and refine the cost model when it is due. Collective.
+
+        Args: as `record_step`.
+        """
+        record = record_step(
+            iteration,
+            self._wrappers[TRAIN],
+            losses=losses,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            elapsed_s=elapsed_s,
+            flops=self.flops.latest,
+            device=self.device,
         )
+        if self._dump is not None:
+            self._dump.write_iteration(dump_entry(iteration, record))
+        assert self._refining is not None
+        self._refining.end_step(iteration)
+        setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
+        return record
+
+    def resume(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the coefficients and random states of a checkpoint that was read and not yet applied.
+
+        Megatron-LM saves its arguments with each checkpoint, in every format and with the same atomicity as the rest:
+        the coefficients are among them.
+        """
+        self.position.coefficients = getattr(checkpoint.get("args"), COEFFICIENTS, None)
+        setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
+        if self.args.hidden_dropout > 0 and not self._theirs.no_load_rng:
+            choose_lane(checkpoint, self.groups.lane, self.groups.num_lanes)
+
+    def describe_step(self, record: StepRecord) -> str:
+        """Return one line about the plan of the latest step."""
+        plan = self._wrappers[TRAIN].plan
+        assert plan is not None
+        return plan_line(record, plan.facts)
 
     def close(self) -> None:
         """End the planner and the threads that fetch plans."""

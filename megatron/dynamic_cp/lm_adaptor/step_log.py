@@ -1,0 +1,98 @@
+"""What a training step of a checkout did: summed over the job, and shown in Megatron-LM's log and writers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.lane_plan import PlanFacts
+from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper
+from megatron.dynamic_cp.rerouting import in_phase
+from megatron.trainer.log import Interval, StepRecord, plan_scalars
+
+
+def record_step(
+    iteration: int,
+    wrapper: ForeignIteratorWrapper,
+    *,
+    losses: Mapping[str, Any],
+    learning_rate: float | None,
+    grad_norm: float | None,
+    elapsed_s: float,
+    flops: float,
+    device: torch.device,
+) -> StepRecord:
+    """Return what the latest step of `wrapper` did, the same on every rank but for `wait_s`; one all-reduce of the job.
+
+    Args:
+        losses: what Megatron-LM logs; empty before the last pipeline stage. The first one is recorded.
+        learning_rate, grad_norm: None where nothing is trained.
+        elapsed_s: of the whole step.
+        flops: of the whole job.
+        device: of the all-reduce.
+    """
+    assert wrapper.plan is not None
+    facts, stats = wrapper.plan.facts, wrapper.stats
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if losses and dist.get_rank() == dist.get_world_size() - 1:
+        sums[0] = next(iter(losses.values()))
+    sums[1] = wrapper.exchange_stats.bytes_sent
+    with in_phase(f"the sums of iteration {iteration}"):
+        dist.all_reduce(sums)
+        loss, exchanged_bytes = sums.tolist()
+    return StepRecord(
+        loss=loss,
+        grad_norm=0.0 if grad_norm is None else float(grad_norm),
+        learning_rate=0.0 if learning_rate is None else float(learning_rate),
+        elapsed_s=elapsed_s,
+        predicted_s=facts.predicted_s,
+        planner_s=facts.planner_s,
+        wait_s=stats.draw_s + stats.plan_wait_s + stats.reroute_s,
+        num_samples=facts.num_samples,
+        num_tokens=facts.seqlen_sum,
+        flops=flops,
+        num_microbatches=facts.num_microbatches,
+        cp_histogram=facts.cp_histogram,
+        padding_fraction=facts.padding_fraction,
+        imbalance=facts.imbalance,
+        exchanged_bytes=int(exchanged_bytes),
+        is_fallback=facts.fallback is not None,
+    )
+
+
+def plan_line(record: StepRecord, facts: PlanFacts) -> str:
+    """Return one line about a step and its plan, in the form of Megatron-LM's log."""
+    sizes = " ".join(f"{cp_size}:{count}" for cp_size, count in sorted(record.cp_histogram.items()))
+    fields = [
+        " dynamic CP",
+        f"micro-batches: {record.num_microbatches}",
+        f"samples: {record.num_samples}",
+        f"tokens: {record.num_tokens}",
+        f"buckets by CP size: {sizes}",
+        f"padding: {100 * record.padding_fraction:.1f} %",
+        f"imbalance: {record.imbalance:.3f}",
+        f"exchanged (MB): {record.exchanged_bytes / 1e6:.2f}",
+        f"predicted (ms): {1000 * record.predicted_s:.1f}",
+        f"measured/predicted: {record.elapsed_s / record.predicted_s:.3f}",
+        f"planner (ms): {1000 * record.planner_s:.1f}",
+        f"before the first micro-batch (ms): {1000 * record.wait_s:.1f}",
+    ]
+    if facts.fallback is not None:
+        fields.append(f"static plan: {facts.fallback}")
+    return " | ".join(fields) + " |"
+
+
+def write_scalars(record: StepRecord, iteration: int) -> None:
+    """Write what is known of the plan to Megatron-LM's TensorBoard and Weights & Biases, on the rank that has them."""
+    global_vars = importlib.import_module("megatron.training.global_vars")
+    scalars = plan_scalars(Interval(records=(record,), world_size=dist.get_world_size()))
+    writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+    if writer is not None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(scalars, iteration)

@@ -1,0 +1,135 @@
+"""What the replaced functions do, on stand-ins for Megatron-LM's."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.lm_adaptor import activate
+from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
+
+
+def adaptor(**values: Any) -> Any:
+    """Return one with dynamic CP on."""
+    made = object.__new__(_Adaptor)
+    for name, value in {"_asked": object(), "_is_logging": False, "_elapsed_s": 0.5, **values}.items():
+        setattr(made, name, value)
+    return made
+
+
+def loader_args(**changes: Any) -> argparse.Namespace:
+    values = {
+        "dataloader_type": "single",
+        "global_batch_size": 2,
+        "num_workers": 1,
+        "exit_signal_handler": True,
+        "exit_signal": signal.SIGTERM,
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+def loader_of(args: argparse.Namespace) -> DataLoader[Any]:
+    session = SimpleNamespace(groups=SimpleNamespace(lane=0, num_lanes=1))
+    made = adaptor(_get_args=lambda: args, _session=session)
+    loader: DataLoader[Any] = made._build_pretraining_data_loader(None, [1, 2, 3, 4], 0)
+    return loader
+
+
+def test_workers_outlive_the_signal_that_ends_the_run() -> None:
+    """With --exit-signal-handler the run saves after the signal; a launcher sends it to workers, too."""
+    before = signal.getsignal(signal.SIGTERM)
+    init = loader_of(loader_args()).worker_init_fn
+    assert init is not None, "the first signal kills the workers, and the run with them"
+    try:
+        init(0)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert loader_of(loader_args(exit_signal_handler=False)).worker_init_fn is None
+
+
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    return get_batch(data_iterator), model
+
+
+def get_batch(_data_iterator: Any) -> Any:
+    return None
+
+
+def test_script_that_runs_the_last_rank_alone_is_refused() -> None:
+    """process_non_loss_data_func makes the last rank run a schedule that the others do not."""
+    made = adaptor(_forward_step=forward_step, _process_non_loss_data=lambda *_: None)
+    with pytest.raises(UnsupportedFeatureError, match="process_non_loss_data_func"):
+        made._check_script()
+
+
+def training_log(
+    loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, scale: Any, flag: Any, skipped: Any,
+    grad_norm: Any, *_: Any, **__: Any
+) -> str:  # fmt: skip
+    """Megatron-LM's names and order."""
+    return f"logged {iteration}"
+
+
+def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import contextlib
+
+    ended: list[Any] = []
+    shown: list[Any] = []
+    written: list[Any] = []
+
+    class Session:
+        flops = SimpleNamespace(start_interval=lambda: None)
+
+        def end_step(self, iteration: int, **values: Any) -> str:
+            ended.append((iteration, values))
+            return f"record {iteration}"
+
+        def describe_step(self, record: str) -> str:
+            return f"line of {record}"
+
+    args = argparse.Namespace(log_interval=2, tensorboard_log_interval=3)
+    made = adaptor(
+        _get_args=lambda: args,
+        _session=Session(),
+        _samples=SimpleNamespace(counted=lambda _: contextlib.nullcontext()),
+    )
+    modules = {
+        "megatron.training.utils": SimpleNamespace(print_rank_last=shown.append),
+        "megatron.dynamic_cp.lm_adaptor.step_log": SimpleNamespace(write_scalars=lambda *given: written.append(given)),
+    }
+    monkeypatch.setattr(activate.importlib, "import_module", modules.__getitem__)
+    for iteration in range(1, 7):
+        assert made._training_log(training_log, {"lm loss": 4.0}, {}, 1e-3, iteration, 1.0, False, 0, 2.5, 1) == (
+            f"logged {iteration}"
+        )
+    assert [iteration for iteration, _ in ended] == [1, 2, 3, 4, 5, 6], "the dump and the refinement see each of them"
+    assert ended[0][1] == {"losses": {"lm loss": 4.0}, "learning_rate": 1e-3, "grad_norm": 2.5, "elapsed_s": 0.5}
+    assert shown == [f"line of record {iteration}" for iteration in (2, 4, 6)]
+    assert written == [("record 3", 3), ("record 6", 6)]
+
+
+def test_coefficients_and_random_states_of_a_checkpoint_are_taken_over() -> None:
+    resumed: list[Any] = []
+    made = adaptor(_session=SimpleNamespace(resume=resumed.append))
+    state = {"args": "theirs", "rng_state": []}
+    args = argparse.Namespace(finetune=False)
+
+    def load(_folder: Any, _args: Any, rank0: bool = False, **_: Any) -> Any:
+        return state, "name", False, "type"
+
+    assert made._load_base_checkpoint(load, "folder", args, rank0=True)[0] is state
+    assert resumed == [], "only the arguments were asked for"
+    assert made._load_base_checkpoint(load, "folder", args)[1:] == ("name", False, "type")
+    assert resumed == [state]
+    made._load_base_checkpoint(load, "folder", argparse.Namespace(finetune=True))
+    made._load_base_checkpoint(lambda *_, **__: (None, "", False, None), "folder", args)
+    made._asked = None
+    made._load_base_checkpoint(load, "folder", args)
+    assert resumed == [state], "a new run, no checkpoint, or dynamic CP off"
