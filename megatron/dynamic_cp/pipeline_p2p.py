@@ -13,6 +13,7 @@ What arrives is what was planned, because
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,6 +87,10 @@ class PlannedP2PCommunicator(P2PCommunicator):
         *,
         forward_only: bool = False,
     ) -> None:
+        config = copy.copy(config)
+        # After each batch of messages megatron-core also waits for the whole device, against a race that torch has not
+        # had since 1.13 (pytorch/pytorch#82450): the stream waits for the messages, and that is enough.
+        config.batch_p2p_sync = False
         super().__init__(pp_group, config)
         if not config.variable_seq_lengths:
             raise UnsupportedFeatureError(

@@ -29,10 +29,17 @@ SHAPE_MESSAGE = torch.int64
 
 
 def run_and_count(trainee: Trainee, packed: PackedStep, *, forward_only: bool, **options: Any) -> dict[str, Any]:
-    """Run a pass; return what is logged, all gradients, and how many messages of which type were sent."""
-    with counted_messages() as sent:
-        logged = trainee.run(packed, forward_only=forward_only, **options)
-    return {"logged": logged, "gradients": trainee.gradients(), "sent": sent}
+    """Run a pass; return what is logged, all gradients, how many messages of which type were sent, and how often the
+    host waited for the device.
+    """
+    waits = []
+    synchronize, torch.cuda.synchronize = torch.cuda.synchronize, lambda device=None: waits.append(device)
+    try:
+        with counted_messages() as sent:
+            logged = trainee.run(packed, forward_only=forward_only, **options)
+    finally:
+        torch.cuda.synchronize = synchronize
+    return {"logged": logged, "gradients": trainee.gradients(), "sent": sent, "waits": len(waits)}
 
 
 @contextmanager
@@ -110,6 +117,8 @@ def test_planned_shapes_change_nothing_but_messages(name: str) -> None:
         assert planned[SHAPE_MESSAGE] == 0
         assert stock[SHAPE_MESSAGE] == num_messages, "the handshake has gone: this file compares nothing"
         assert stock.total() == 2 * num_messages
+        assert [outcome["planned"]["waits"] for outcome in outcomes] == [0] * len(outcomes)
+        assert sum(outcome["stock"]["waits"] for outcome in outcomes) > num_messages, "megatron-core waits no longer"
     assert max(len(set(outcome["tokens"])) for outcomes in ranks for outcome in outcomes) >= 3, "lengths are not ragged"
     if layout.lanes > 1:
         assert any(min(outcome["tokens"]) == 1 for outcomes in ranks for outcome in outcomes), "no empty place"
