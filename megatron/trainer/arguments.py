@@ -2,9 +2,11 @@
 
     args = parse_args(argv, world_size)      # InvalidInputError or UnsupportedFeatureError, the same on every rank
 
-DEVIATION: dropout is 0 and fusions are off. Reason: resuming is then exact on any layout; fused biases and activations
-are compiled, and would be anew for shards of changing length; fused rotary embeddings are not ours; fused gradient
-accumulation needs kernels of apex or TransformerEngine and was not tried. Recovery: --hidden-dropout; none for fusions.
+DEVIATION: dropout is 0. Reason: resuming is then exact on any layout. Recovery: --hidden-dropout.
+
+DEVIATION: RoPE and softmax are never fused, and CPU ranks fuse nothing unless asked. Reason: the rotation of packed
+shards is our own, attention of packed sequences has its softmax in its kernels, and compiling for CPUs takes longer
+than it gives. Recovery: --bias-swiglu-fusion and its kin on CPU ranks; none for the two.
 """
 
 from __future__ import annotations
@@ -25,10 +27,6 @@ ALREADY_SO = (
     "--use-mcore-models",
     "--use-dist-ckpt",
     "--calculate-per-token-loss",
-    "--no-bias-dropout-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-gradient-accumulation-fusion",
     "--no-masked-softmax-fusion",
     "--no-persist-layer-norm",
     "--no-rope-fusion",
@@ -121,8 +119,31 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="layers of megatron-core with torch's attention, or those of TransformerEngine; default: the latter where "
         "they can be used (installed, CUDA, --bf16), else local",
     )
+    _add_fusions(group)
     for flag in ALREADY_SO:
         _switch(group, flag, help=argparse.SUPPRESS)
+
+
+def _add_fusions(group: Any) -> None:
+    """Megatron-LM has the four switches in their negative form only; without either form it depends on the device."""
+    for flag, what in (
+        (
+            "--gradient-accumulation-fusion",
+            "matrix products add weight gradients to their buffers; needs apex's kernel",
+        ),
+        ("--bias-swiglu-fusion", "compile bias and SwiGLU into one kernel"),
+        ("--bias-gelu-fusion", "compile bias and GELU into one kernel, which takes GELU's form with tanh"),
+        ("--bias-dropout-fusion", "compile bias, dropout and residual into one kernel"),
+    ):
+        group.add_argument(
+            flag, action=argparse.BooleanOptionalAction, help=f"{what}; default: on CUDA, where it can be had"
+        )
+    _switch(group, "--cross-entropy-loss-fusion", help="fewer passes over the logits in the loss")
+    group.add_argument(
+        "--cross-entropy-fusion-impl",
+        choices=("native", "te"),
+        help="with --cross-entropy-loss-fusion: megatron-core's compiled one or TransformerEngine's; default: native",
+    )
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from megatron.dynamic_cp.arguments import check_supported
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.rotary import use_one_rotary_table
+from megatron.trainer import fusions
 
 
 def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
@@ -61,6 +62,12 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        # Nothing is fused before `fusions.choose` has decided what was left open.
+        gradient_accumulation_fusion=bool(args.gradient_accumulation_fusion),
+        bias_activation_fusion=bool(args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion),
+        bias_dropout_fusion=bool(args.bias_dropout_fusion),
+        cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=args.cross_entropy_fusion_impl or "native",
         # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
         calculate_per_token_loss=True,
         # Micro-batches have their own lengths; megatron-core accepts that only with this dispatcher, even without MoE.
@@ -70,7 +77,7 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
     )
-    check_supported(config)
+    check_supported(config, also_allowed=fusions.CONFIG_FIELDS)
     return config
 
 

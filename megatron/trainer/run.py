@@ -27,7 +27,7 @@ from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import checkpoint_files, derive, layers, memory, model, planners
+from megatron.trainer import checkpoint_files, derive, fusions, layers, memory, model, planners
 from megatron.trainer.checkpointing import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
@@ -146,6 +146,7 @@ def set_up(args: argparse.Namespace) -> Run:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.profile_dir, "--profile-dir", InvalidInputError))
     layer_choice = layers.choose(args, device)
     logger.info("%s", layer_choice.describe())
+    logger.info("%s", fusions.choose(args, device).describe())
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
     hardware = run_on_rank_zero(lambda: _hardware(args, hardware_name))
     data_config, vocab_size, splits = _data(args, device)

@@ -47,6 +47,7 @@ def complete_and_check(args: argparse.Namespace) -> None:
     complete_lanes(args)
     _complete_schedule(args)
     _complete_recompute(args)
+    _complete_fusions(args)
     _check_logging(args)
     _check_profiling(args)
 
@@ -324,6 +325,34 @@ def _complete_recompute(args: argparse.Namespace) -> None:
         raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise InvalidInputError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+
+def _complete_fusions(args: argparse.Namespace) -> None:
+    """Refuse fusions of what the model does not have; what depends on the device is decided there."""
+    for flag, other, is_there in (
+        ("--bias-swiglu-fusion", "--bias-gelu-fusion", args.swiglu),
+        ("--bias-gelu-fusion", "--bias-swiglu-fusion", not args.swiglu),
+    ):
+        if getattr(args, flag[2:].replace("-", "_")) and not is_there:
+            raise InvalidInputError(
+                f"{flag} is not for this model, which has {'SwiGLU' if args.swiglu else 'GELU'}: "
+                f"take {other} or {'drop' if args.swiglu else 'add'} --swiglu"
+            )
+    if args.bias_gelu_fusion and args.disable_bias_linear:
+        raise InvalidInputError("--bias-gelu-fusion needs biases: drop it or --disable-bias-linear")
+    if not args.cross_entropy_loss_fusion:
+        if args.cross_entropy_fusion_impl is not None:
+            raise InvalidInputError(
+                f"--cross-entropy-fusion-impl {args.cross_entropy_fusion_impl} says which fused loss: "
+                "add --cross-entropy-loss-fusion or drop it"
+            )
+        return
+    args.cross_entropy_fusion_impl = args.cross_entropy_fusion_impl or "native"
+    if args.cross_entropy_fusion_impl == "native" and not args.bf16:
+        raise InvalidInputError(
+            "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl native rounds the gradients of logits to "
+            "bfloat16: add --bf16, or drop it"
+        )
 
 
 def _check_logging(args: argparse.Namespace) -> None:
