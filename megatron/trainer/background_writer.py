@@ -1,9 +1,11 @@
 """The files of a checkpoint, written by a forked process beside the training.
 
-Forked and not spawned: the child sees the tensors as they are at that moment (host memory is copied on write) and has
-nothing to import. It must not touch CUDA, and does not: device tensors are copied to the host before. Nothing else
-runs in it, it leaves signals to its rank and dies with it, because it holds the rank's connections: peers would take a
-dead rank for alive.
+Forked and not spawned: the child sees the tensors as they are at that moment and has nothing to import. Tensors of the
+host are copied on write. Those of a device are copied to page-locked memory before, which the processes share: the rank
+keeps it until the files are written, or torch would put something else into it (as in NVIDIA/Megatron-LM#2288).
+
+The child does not touch CUDA. Nothing else runs in it, it leaves signals to its rank and dies with it, because it holds
+the rank's connections: peers would take a dead rank for alive.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._calls = AsyncCallsQueue()
+        self._staged: Any = None
 
     def start(self, request: AsyncRequest) -> None:
         """Copy what is on a device and start to write; on all ranks."""
@@ -64,6 +67,14 @@ class BackgroundWriter:
             # A process of its own for every file, as megatron-core has it, could be killed unnoticed.
             transforms, *_ = function.args
             function = functools.partial(_write_all, os.getpid(), transforms)
+        stage = request.preload_fn
+        if stage is not None:
+
+            def staged() -> Any:
+                self._staged = stage()
+                return self._staged
+
+            request = request._replace(preload_fn=staged)
         self._calls.schedule_async_request(request._replace(async_fn=function))
 
     def is_writing(self) -> bool:
@@ -80,7 +91,10 @@ class BackgroundWriter:
             CheckpointException: a rank could not write; on all ranks.
         """
         self._calls.maybe_finalize_async_calls(blocking=False)
-        return self._calls.get_num_unfinalized_calls() == 0
+        if self._calls.get_num_unfinalized_calls():
+            return False
+        self._staged = None
+        return True
 
 
 def _write_all(parent: int, transforms: list[Any], _rank: int, buckets: Sequence[Any], results: WriteResults) -> None:
