@@ -18,7 +18,7 @@ from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
 def adaptor(**values: Any) -> Any:
     """Return one with dynamic CP on."""
     made = object.__new__(_Adaptor)
-    for name, value in {"_asked": object(), "_is_logging": False, "_elapsed_s": 0.5, **values}.items():
+    for name, value in {"_asked": object(), "_is_logging": False, "_elapsed_s": 0.5, "_loaders": [], **values}.items():
         setattr(made, name, value)
     return made
 
@@ -38,6 +38,7 @@ def loader_of(args: argparse.Namespace) -> DataLoader[Any]:
     session = SimpleNamespace(groups=SimpleNamespace(lane=0, num_lanes=1))
     made = adaptor(_get_args=lambda: args, _session=session)
     loader: DataLoader[Any] = made._build_pretraining_data_loader(None, [1, 2, 3, 4], 0)
+    assert made._loaders == [loader], "its workers are not ended with the run"
     return loader
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+
 import numpy as np
 import pytest
 import torch
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp.lm_adaptor.data import LaneIterator, LaneSampler, build_loader, only_item, trimmed
+from megatron.dynamic_cp.lm_adaptor.data import (
+    LaneIterator,
+    LaneSampler,
+    build_loader,
+    end_workers,
+    ignoring,
+    only_item,
+    trimmed,
+)
 
 
 def drawn(num_lanes: int, global_batch_size: int, num_samples: int, consumed: int = 0) -> list[list[int]]:
@@ -89,6 +100,22 @@ def test_reading_draws_no_random_numbers_of_the_run() -> None:
     before = torch.get_rng_state()
     assert len(list(build_loader(data, sampler, num_workers=0))) == 2  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_that_ignore_a_signal_end_when_they_are_told() -> None:
+    """The interpreter ends child processes by SIGTERM when it leaves, and waits for them without limit."""
+    sampler = LaneSampler(num_samples=4, consumed_samples=0, global_batch_size=2, lane=0, num_lanes=1)
+    data = [{"tokens": torch.arange(3)} for _ in range(4)]
+    loader = build_loader(data, sampler, num_workers=1, worker_init=ignoring(signal.SIGTERM))  # type: ignore[arg-type]
+    assert len(next(iter(loader))["tokens"]) == 3
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(0.5)
+    assert worker.is_alive(), "the signal that asks a run to save ended it"
+    end_workers(loader)
+    worker.join(10)
+    assert not worker.is_alive()
+    end_workers(build_loader(data, sampler, num_workers=0))  # type: ignore[arg-type]
 
 
 def test_ranks_that_read_nothing_say_so() -> None:

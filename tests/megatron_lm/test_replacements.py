@@ -40,7 +40,7 @@ assert megatron.training.pretrain is megatron.training.training.pretrain
 def test_every_row_has_its_function_and_no_function_is_without_a_row() -> None:
     names = {f"_{one.symbol.lstrip('_')}" for one in REPLACEMENTS if one.module != SCRIPT}
     methods = {name for name, value in vars(activate._Adaptor).items() if callable(value) and not name.startswith("__")}
-    helpers = {"install", "_check_script", "_use_get_batch", "_told_of_one_device"}
+    helpers = {"install", "_check_script", "_end_workers", "_use_get_batch", "_told_of_one_device"}
     assert names <= methods
     assert methods - names == helpers
     assert len({one.where for one in REPLACEMENTS}) == len(REPLACEMENTS) == 22

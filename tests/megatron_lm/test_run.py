@@ -140,3 +140,21 @@ def test_global_batch_of_any_size_and_a_script_that_imports_the_adaptor(tmp_path
     # The schedule of 28 samples from 3e-3 to 3e-4, after each step.
     rates = [float(rate) for rate in re.findall(rf"learning rate: {NUMBER}", log)]
     assert rates == pytest.approx([2.325e-3, 1.65e-3, 9.75e-4, 3e-4])
+
+
+def test_run_that_leaves_early_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Twice the same command, each for two iterations, without evaluation; worker processes end with the run."""
+    flags = (
+        "--dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 160 --eval-iters 0 --exit-interval 2 "
+        f"--num-workers 1 --exit-signal-handler --save {tmp_path} --load {tmp_path} --save-interval 100"
+    )
+    logs = [megatron_lm(flags, ranks=2) for _ in range(2)]
+    consumed = [re.findall(r"consumed samples: +([0-9]+)", log) for log in logs]
+    assert consumed == [["12", "24"], ["36", "48"]]
+    assert "lm loss value" not in "".join(logs)
+    whole = megatron_lm("--dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 160 --eval-iters 0", ranks=2)
+    # Megatron-LM prints the mean of the first two steps as the second's.
+    losses = [[float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)] for log in (*logs, whole)]
+    assert [losses[0][0], losses[1][0], 2 * losses[1][1] - losses[1][0]] == pytest.approx(
+        [losses[2][0], *losses[2][2:]], abs=3e-6
+    )

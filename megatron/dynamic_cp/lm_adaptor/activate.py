@@ -50,6 +50,7 @@ class _Adaptor:
         self._on_cpu = False
         self._is_logging = False
         self._elapsed_s = 0.0
+        self._loaders: list[Any] = []
         self._asked: Any = None
         self._planning: Any = None
         self._session: Any = None
@@ -105,6 +106,14 @@ class _Adaptor:
         finally:
             if self._session is not None:
                 self._session.close()
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        if self._loaders:
+            from megatron.dynamic_cp.lm_adaptor.data import end_workers
+
+            for loader in self._loaders:
+                end_workers(loader)
 
     def _parse_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         parsed = original(*args, **kwargs)
@@ -226,7 +235,9 @@ class _Adaptor:
             num_lanes=self._session.groups.num_lanes,
         )
         outlive = ignoring(args.exit_signal) if args.exit_signal_handler else None
-        return build_loader(dataset, sampler, num_workers=args.num_workers, worker_init=outlive)
+        loader = build_loader(dataset, sampler, num_workers=args.num_workers, worker_init=outlive)
+        self._loaders.append(loader)
+        return loader
 
     def _build_train_valid_test_data_iterators(self, original: Any, provider: Any) -> Any:
         if not self._is_on:

@@ -120,6 +120,13 @@ def build_loader(
     )
 
 
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes of a loader: where they ignore SIGTERM, the interpreter would wait for them forever."""
+    running = loader._iterator
+    if running is not None:
+        running._shutdown_workers()  # type: ignore[attr-defined]
+
+
 class LaneIterator:
     """What Megatron-LM passes around as a data iterator; on every rank, also on those that do not read.
 
