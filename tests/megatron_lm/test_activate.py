@@ -70,6 +70,32 @@ def test_script_that_runs_the_last_rank_alone_is_refused() -> None:
         made._check_script()
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_flags_are_added_to_those_of_the_script(by_name: bool) -> None:
+    def pretrain(
+        provider: Any,
+        model_provider: Any,
+        model_type: Any,
+        forward_step_func: Any,
+        process_non_loss_data_func: Any = None,
+        extra_args_provider: Any = None,
+        args_defaults: Any = None,
+    ) -> Any:
+        return sorted(vars(extra_args_provider(argparse.ArgumentParser()).parse_args([]))), args_defaults
+
+    def own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--own")
+        return parser
+
+    made = adaptor(_session=None)
+    more: Any = {"extra_args_provider": own, "args_defaults": {"a": 1}} if by_name else {}
+    found, defaults = made._pretrain(
+        pretrain, "data", "model", "type", forward_step, *(() if by_name else (None, own, {"a": 1})), **more
+    )
+    assert {"own", "dynamic_cp", "dynamic_cp_dump", "use_varlen_dataset"} <= set(found)
+    assert (defaults, made._forward_step, made._process_non_loss_data) == ({"a": 1}, forward_step, None)
+
+
 def training_log(
     loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, scale: Any, flag: Any, skipped: Any,
     grad_norm: Any, *_: Any, **__: Any

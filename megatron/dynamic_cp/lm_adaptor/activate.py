@@ -83,26 +83,18 @@ class _Adaptor:
 
         return DynamicCPGPTModel
 
-    def _pretrain(
-        self,
-        original: Any,
-        provider: Any,
-        model_provider: Any,
-        model_type: Any,
-        forward_step: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        theirs = kwargs.get("extra_args_provider")
+    def _pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        theirs = given.arguments.get("extra_args_provider")
 
         def extra_args_provider(parser: Any) -> Any:
             return flags.add_flags(parser if theirs is None else theirs(parser))
 
-        kwargs["extra_args_provider"] = extra_args_provider
-        self._forward_step = forward_step
-        self._process_non_loss_data = kwargs.get("process_non_loss_data_func", args[0] if args else None)
+        given.arguments["extra_args_provider"] = extra_args_provider
+        self._forward_step = given.arguments["forward_step_func"]
+        self._process_non_loss_data = given.arguments.get("process_non_loss_data_func")
         try:
-            return original(provider, model_provider, model_type, forward_step, *args, **kwargs)
+            return original(*given.args, **given.kwargs)
         finally:
             if self._session is not None:
                 self._session.close()

@@ -1,4 +1,4 @@
-"""What stays the same while Megatron-LM trains: groups, planner, one wrapped iterator per data set, and the counts."""
+"""What stays the same while Megatron-LM trains: groups, planner, one wrapped iterator per data set; and its steps."""
 
 from __future__ import annotations
 
