@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import queue
@@ -51,6 +52,7 @@ class Packer:
         self._workers: set[multiprocessing.process.BaseProcess] = set()
         if num_workers > 0 and read_sample is not None:
             context = multiprocessing.get_context("fork")  # the index of the data is shared, not copied
+            _keep_what_forks_inherit()
             self._queues = [context.Queue() for _ in range(num_workers)]
             others = set(multiprocessing.active_children())
             with _own_child_signal():
@@ -141,6 +143,14 @@ class _Packing(IterableDataset):
             except queue.Empty:
                 continue
         return None
+
+
+@functools.cache
+def _keep_what_forks_inherit() -> None:
+    """Let no fork of this process collect the garbage that it inherits: with an event of CUDA in it, the fork would die,
+    because it cannot free one.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 @contextlib.contextmanager
