@@ -147,9 +147,7 @@ class _Packing(IterableDataset):
 
 @functools.cache
 def _keep_what_forks_inherit() -> None:
-    """Let no fork of this process collect the garbage that it inherits: with an event of CUDA in it, the fork would die,
-    because it cannot free one.
-    """
+    """Let no fork of this process collect garbage that it inherits: it would die of freeing an event of CUDA."""
     os.register_at_fork(after_in_child=gc.freeze)
 
 
