@@ -214,8 +214,29 @@ def _parameter(*shape: int, device: Any, dtype: torch.dtype) -> torch.nn.Paramet
     return torch.nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
 
 
+class _ProductWithAccumulation(torch.autograd.Function):
+    """x W^T; W's gradient goes to its main_grad, and what autograd gets instead must not be used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        assert hasattr(weight, "main_grad"), "TE: fuse_wgrad_accumulation needs main_grad"
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        ctx.main_grad += grad.reshape(-1, grad.size(-1)).float().t() @ x.reshape(-1, x.size(-1)).float()
+        weight.grad_added_to_main_grad = True
+        Linear.num_accumulated += 1
+        return grad @ weight, torch.full_like(weight, float("nan"))
+
+
 class Linear(_Base):
     """TransformerEngine's Linear: column and row parallel, by megatron-core's communication."""
+
+    num_accumulated: ClassVar[int] = 0  # gradients that went to a main_grad, of all modules of the process
 
     def __init__(
         self,
@@ -236,6 +257,7 @@ class Linear(_Base):
         self.in_features, self.out_features = in_features, out_features // (tp_size if parallel_mode == "column" else 1)
         self.sequence_parallel, self.parallel_mode, self.return_bias = sequence_parallel, parallel_mode, return_bias
         self.use_bias, self.tp_size, self.tp = bias, tp_size, unused["tp_group"]
+        self.product = _ProductWithAccumulation.apply if unused["fuse_wgrad_accumulation"] else functional.linear
         rows = in_features // (tp_size if parallel_mode == "row" else 1)
         self.weight = _parameter(self.out_features, rows, device=device, dtype=params_dtype)
         self.weight.tensor_model_parallel, self.weight.partition_stride = True, 1
@@ -253,9 +275,11 @@ class Linear(_Base):
                 x = mappings.gather_from_sequence_parallel_region(x, group=self.tp)
             else:
                 x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp)
-            out = functional.linear(x, self.weight, None if self.return_bias else bias)
+            out = self.product(x, self.weight)
+            if bias is not None and not self.return_bias:
+                out = out + bias
         else:
-            out = functional.linear(x, self.weight)
+            out = self.product(x, self.weight)
             if self.sequence_parallel:
                 out = mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp)
             else:

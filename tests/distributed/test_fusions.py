@@ -1,0 +1,58 @@
+"""Weight gradients that matrix products add to their buffers, over a stand-in for apex's kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import fake_apex
+from tests.distributed import fake_transformer_engine as fake
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import BATCHES, Comparison, Layout, assert_equal_to_reference, mixed_plan, run_step
+from tests.distributed.test_transformer_engine_start import run_chunks_on_this_rank
+
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SHARDED: dict[str, Any] = {"distributed_optimizer": True, "overlap_grad_reduce": True}
+
+LAYOUTS = {
+    # A tied embedding on one stage gets a gradient of both kinds.
+    "dp2_tied_overlap_grad_reduce": Layout(2, variant="llama_tied", **SHARDED, config=FUSED),
+    "tp2_sp_overlap_grad_reduce": Layout(1, tp=2, sp=True, variant="gpt2", **SHARDED, config=FUSED),
+    "pp2_tied_full_recompute": Layout(1, pp=2, variant="llama_tied", config=FUSED | RECOMPUTE),
+    "transformer_engine": Layout(2, transformer_impl="transformer_engine", **SHARDED, config=FUSED),
+}
+
+
+def run_fused_step(*args: Any) -> tuple[Comparison, int]:
+    """Return the comparison of this rank, and how many products went to a buffer at once."""
+    fake_apex.install()
+    if args[0].transformer_impl == "transformer_engine":
+        fake.install("2.11.0")
+    comparison = run_step(*args, None)
+    return comparison, len(fake_apex.calls) + fake.Linear.num_accumulated
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_step_equals_single_process(name: str, reference_of: Any) -> None:
+    layout, samples = LAYOUTS[name], BATCHES["long_tail"]
+    expected = reference_of(layout.variant, "long_tail")
+    plan = mixed_plan(samples, layout)
+    results = run_ranks(layout.topology.world_size, run_fused_step, layout, samples, plan, expected)
+    assert_equal_to_reference([comparison for comparison, _ in results], layout, expected)
+    of_a_stage = 4 * 4 // layout.pp  # four matrices in each of four layers
+    last = of_a_stage + 1
+    stages = [of_a_stage, last] if layout.pp == 2 else [last, last]
+    assert [number for _, number in results] == [number * plan.num_microbatches for number in stages]
+
+
+def warm_fused_chunks(layout: Layout) -> int:
+    fake_apex.install()
+    run_chunks_on_this_rank(layout)
+    return len(fake_apex.calls)
+
+
+def test_a_pack_through_the_chunks_leaves_no_trace() -> None:
+    layout = Layout(1, tp=2, sp=True, distributed_optimizer=True, config=FUSED)
+    assert run_ranks(2, warm_fused_chunks, layout, timeout_s=60) == [17, 17]
