@@ -1,0 +1,366 @@
+# ruff: noqa: E402 (torch comes after the library)
+"""What runs on fake CUDA tensors, in a process of its own: `python -m tests.fake_cuda.cases LIBRARY RESULTS CASE ...`.
+
+Each case is a function that asserts; its notes go to the file RESULTS with the error of those that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+import unittest.mock
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.fake_cuda import library
+
+if __name__ == "__main__":
+    library.load(Path(sys.argv[1]))  # before torch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+warnings.simplefilter("ignore")  # what megatron-core and torch say about packages that are not here
+from megatron.core import parallel_state
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+from dynamic_cp.calibration.measurements import Measurement
+from dynamic_cp.types import Topology
+from megatron.dynamic_cp import verify
+from megatron.dynamic_cp.attention import all_gather, exchange, kernels, kernels_flash, packs
+from megatron.dynamic_cp.attention.kernels import FLASH
+from megatron.dynamic_cp.attention.thd import EXCHANGES, attention_thd
+from megatron.dynamic_cp.calibration.timing import Probe, Timer
+from megatron.dynamic_cp.micro_batches import PackedBucket, PackedStep, micro_batches
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
+from megatron.dynamic_cp.planner import Planner
+from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.sharding import packed_shard_positions
+from megatron.trainer import index_once, run
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.log import StepRecord
+from megatron.trainer.training import pretrain
+from tests.fake_cuda import runtime
+from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
+from tests.fake_cuda.waits import AT_START, IN_A_PIPELINE, IN_A_STEP, NOW_AND_THEN
+
+Notes = dict[str, Any]
+BF16 = torch.bfloat16
+
+
+@contextlib.contextmanager
+def job(rank: int, num_ranks: int, store: dist.Store | None = None) -> Iterator[None]:
+    """Be `rank` of a job over NCCL, on the device of the same number."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    verify._calls = index_once._calls = 0  # each rank counts its exchanges from the start
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", store=store or dist.HashStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.cuda.set_device(0)
+
+
+def build_groups(num_lanes: int) -> DynamicCPGroups:
+    """Return the groups of a job of lanes only, warmed as at start-up."""
+    return DynamicCPGroups.build(
+        Topology(num_lanes=num_lanes),
+        timeout_s=60.0,
+        exchanges=tuple(EXCHANGES),
+        inner_sizes=(2, 4),
+        query_heads=8,
+        lane_ranks=range(num_lanes),
+    )
+
+
+def packed_step(rank: int, buckets: list[PackedBucket]) -> PackedStep:
+    """Return what `pack_step` gives for these buckets, on the host."""
+    shards = [
+        packed_shard_positions(bucket.padded_seqlens, bucket.cp_size, rank - bucket.first_lane) for bucket in buckets
+    ]
+    positions = torch.from_numpy(np.concatenate(shards))
+    return PackedStep(
+        buckets=tuple(buckets),
+        positions=positions,
+        cu_seqlens=torch.from_numpy(np.concatenate([boundaries(bucket.padded_seqlens) for bucket in buckets])),
+        columns=torch.zeros(3, len(positions), dtype=torch.int64),
+        loss_mask=torch.ones(len(positions)),
+    )
+
+
+def bucket(
+    exchange: str, rank: int, cp_size: int, inner: int = 1, seqlens: tuple[int, ...] = (3, 1, 4)
+) -> PackedBucket:
+    """Return a bucket of `cp_size` lanes that holds `rank`; sequence i has 2 * cp_size * seqlens[i] padded tokens."""
+    return PackedBucket(
+        first_lane=rank - rank % cp_size,
+        cp_size=cp_size,
+        cp_comm_type=exchange,  # type: ignore[arg-type]
+        inner_cp_size=inner,
+        padded_seqlens=tuple(2 * cp_size * seqlen for seqlen in seqlens),
+    )
+
+
+def all_buckets(rank: int) -> list[PackedBucket]:
+    """Return one bucket of each kind."""
+    return [
+        bucket("p2p", rank, 1),
+        bucket("p2p", rank, 2, seqlens=(1,)),
+        bucket("p2p", rank, 8),
+        bucket("all_gather", rank, 8),
+        bucket("a2a", rank, 4),
+        bucket("a2a", rank, 8),  # more lanes than KV heads
+        bucket("a2a+p2p", rank, 8, 2),
+        bucket("a2a+p2p", rank, 8, 4),
+    ]
+
+
+def qkv(num_tokens: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
+    """Return 8 query heads and 2 KV heads of width 64, on the device."""
+    return [
+        torch.empty(num_tokens, heads, 64, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+
+
+def attention(kernel: Any) -> Notes:
+    """Every exchange, on three ranks of eight: shapes, types and devices, transfers as planned, and no wait."""
+    notes: Notes = {"calls": 0, "transfers": 0}
+    for rank in (0, 5):
+        device = torch.device("cuda", rank)
+        with job(rank, 8):
+            with FakeGPU(AT_START) as gpu:
+                groups = build_groups(8)
+            assert {place for place, _ in gpu.waits} <= {
+                "megatron.dynamic_cp.attention.warm_up:_check",
+                "megatron.dynamic_cp.packed_seq_params:build",
+            }
+            with FakeGPU() as gpu:
+                batches = list(
+                    micro_batches(
+                        packed_step(rank, all_buckets(rank)).pin_memory(), groups, device, "", ExchangeStats()
+                    )
+                )
+                for batch in batches:
+                    params = batch["packed_seq_params"]
+                    before = len(gpu.collectives)
+                    inputs = qkv(len(params.positions))
+                    forward = EXCHANGES[params.cp_comm_type if params.local_cp_size > 1 else "p2p"]
+                    for _ in range(2):  # the second layer finds what the first one kept
+                        out = forward.apply(*inputs, params, 0.125, kernel)
+                        _check_like(out, inputs[0], device)
+                        grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
+                        for grad, value in zip(grads, inputs, strict=True):
+                            _check_like(grad, value, device)
+                    num_transfers = len(gpu.collectives) - before
+                    assert num_transfers == 2 * _num_transfers(params), (params.cp_comm_type, gpu.collectives[before:])
+                    notes["transfers"] += num_transfers
+            assert not gpu.waits
+            notes["calls"] += gpu.num_calls
+    assert notes["calls"] > 1000
+    return notes
+
+
+def _num_transfers(params: DynamicPackedSeqParams) -> int:
+    """Return the calls that a layer makes, forward and backward; a shift of the ring is two."""
+    size, ring = params.local_cp_size, params.ring_size
+    assert size is not None
+    if size == 1:
+        return 0
+    if params.cp_comm_type == "all_gather":
+        return 3  # keys and values twice, their gradients once
+    shifts = (ring - 1) + (ring - 1) + (ring - 1)  # keys and values in both passes, and their gradients
+    heads = 0 if params.cp_comm_type == "p2p" else 4
+    return 2 * shifts + heads + 0
+
+
+def _check_like(actual: torch.Tensor, expected: torch.Tensor, device: torch.device) -> None:
+    assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, device), actual
+
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--make-vocab-size-divisible-by 8 --untie-embeddings-and-output-weights --bf16 --seq-length 512 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128 --global-batch-size 8 --train-iters 2 --lr 1e-3 --dynamic-cp "
+    "--distributed-backend nccl --transformer-impl local --max-seqlen-per-dp-cp-rank 256 --use-distributed-optimizer"
+)
+
+
+def train(words: str, num_ranks: int, ranks: Sequence[int], also: Mapping[str, Answer] | None = None) -> Notes:
+    """Train on `ranks` of a job, one after the other: rank 0 first, which leaves the others its plans in the store."""
+    store = dist.HashStore()
+    return {f"rank {rank}": _train_rank(words, rank, num_ranks, store, IN_A_STEP | dict(also or {})) for rank in ranks}
+
+
+def _train_rank(
+    words: str, rank: int, num_ranks: int, store: dist.Store, in_a_step: Mapping[str, Answer]
+) -> dict[str, Any]:
+    gpu = FakeGPU(AT_START | in_a_step)
+    steps: list[Counter[tuple[str, str]]] = []
+    seen: Counter[tuple[str, str]] = Counter()
+    losses: list[float] = []
+
+    def on_step(_: int, record: StepRecord) -> None:
+        steps.append(gpu.waits - seen)
+        seen.update(steps[-1])
+        losses.append(record.loss)
+        gpu.answers = dict(in_a_step)  # from now on only what a step may wait for
+
+    with job(rank, num_ranks, store), gpu:
+        pretrain(parse_args(f"{MODEL} {words}".split()), on_step=on_step)
+    assert losses == [2.0, 2.0], losses
+    assert {place for place, _ in steps[-1]} == set(in_a_step), steps[-1]
+    return {
+        "calls": gpu.num_calls,
+        "waits of the last step": _readable(steps[-1]),
+        "waits": _readable(gpu.waits),
+        "transfers": dict(Counter(f"{one.name} over {one.num_ranks}" for one in gpu.collectives)),
+    }
+
+
+def _readable(waits: Counter[tuple[str, str]]) -> dict[str, int]:
+    return {f"{place} ({what})": number for (place, what), number in sorted(waits.items())}
+
+
+def calibration() -> Notes:
+    """The timer of `dynamic-cp profile`, by events."""
+    row = Measurement(section="bucket", forward_s=0.0)
+    waits = {
+        f"megatron.dynamic_cp.calibration.timing:{name}": Answer(why="a window") for name in ("_finish", "_on_gpu")
+    }
+    with job(0, 1), FakeGPU(waits):
+        timer = Timer(device=torch.device("cuda", 0), window_s=0.01, num_windows=2, alone=True)
+        rows = timer.measure([Probe(row=row, forward=lambda: torch.empty(3, device="cuda"))] * 2)
+    assert all(row.forward_s > 0 for row in rows)
+    return {"rows": len(rows)}
+
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def faults() -> Notes:
+    """Planted ones, each in the product's own code."""
+    rank, device = 5, torch.device("cuda", 5)
+    noticed: dict[str, str] = {}
+
+    def attend(one: PackedBucket, step: Callable[[PackedStep], PackedStep] = PackedStep.pin_memory) -> None:
+        with FakeGPU():
+            (batch,) = micro_batches(step(packed_step(rank, [one])), groups, device, "", ExchangeStats())
+            params = batch["packed_seq_params"]
+            out = attention_thd(*qkv(len(params.positions)), params, 0.125)
+            out.sum().backward()
+
+    def notice(name: str, error: type[BaseException], words: str, break_it: Any, one: PackedBucket) -> None:
+        attend(one)
+        with break_it, pytest.raises(error, match=words) as caught:
+            attend(one)
+        noticed[name] = type(caught.value).__name__
+
+    with job(rank, 8):
+        with FakeGPU(AT_START):
+            groups = build_groups(8)
+        ring, gather = bucket("p2p", rank, 8), bucket("all_gather", rank, 8)
+        patch = unittest.mock.patch.object
+
+        on_host = patch(packs, "to_device", lambda values, device: torch.from_numpy(values))
+        notice(
+            "boundaries left on the host", FakeTensorDeviceMismatchError, "cuda:5 and cpu|cpu and cuda", on_host, ring
+        )
+
+        blocking = patch(packs, "to_device", lambda values, device: torch.from_numpy(values).to(device))
+        notice("a blocking copy", HostWaits, r"attention.packs:build|<lambda>", blocking, ring)
+
+        forward = kernels_flash.forward
+
+        def reads(*args: Any) -> Any:
+            args[0].sum().item()
+            return forward(*args)
+
+        reading = patch(kernels, "FLASH", dataclasses.replace(FLASH, forward=reads))
+        notice("a value that is read", HostWaits, "cases:reads", _with_kernel(reading), ring)
+
+        shift = exchange.RingShift.wait
+        cast = patch(exchange.RingShift, "wait", lambda self: shift(self).float())
+        notice("keys of another type", AssertionError, "flash gets", cast, ring)
+
+        order = patch(all_gather, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
+        notice("an index left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order, gather)
+
+        halves = patch(
+            dist, "all_gather_into_tensor", lambda out, x, group: _torch_gather(out[: len(out) // 2], x, group=group)
+        )
+        notice("a gather that is too short", NotForNCCL, "over 8 ranks", halves, gather)
+
+        with pytest.raises(HostWaits, match="page-locked"):
+            attend(ring, lambda step: step)
+        noticed["memory that is not page-locked"] = "HostWaits"
+        with FakeGPU(), pytest.raises(NotForNCCL, match="on cpu"):
+            dist.all_reduce(torch.ones(1))
+        noticed["a collective of the host's memory"] = "NotForNCCL"
+        attend(ring)
+    assert len(noticed) == 8
+    return {"noticed": noticed}
+
+
+@contextlib.contextmanager
+def _with_kernel(patched: Any) -> Iterator[None]:
+    kernels.choose_kernel.cache_clear()
+    with patched:
+        yield
+    kernels.choose_kernel.cache_clear()
+
+
+_torch_gather = dist.all_gather_into_tensor
+
+CASES: dict[str, Callable[[], Notes]] = {
+    "attention with flash": lambda: attention(FLASH),
+    "train alone": lambda: train(
+        f"--max-seqlen-per-dp-cp-rank 512 --num-workers 1 --eval-iters 1 --dynamic-cp-refine 1 {RECOMPUTE}",
+        1,
+        [0],
+        NOW_AND_THEN,
+    ),
+    "train on 4 lanes": lambda: train("--cp-comm-type auto --overlap-grad-reduce --overlap-param-gather", 4, [0, 3]),
+    "train with TP and PP": lambda: train(
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8, [0, 7], IN_A_PIPELINE
+    ),
+    "faults are noticed": faults,
+    "calibration": calibration,
+}
+
+
+def main(library_path: str, results: str, *names: str) -> None:
+    """Run the cases, all of them if none is named."""
+    runtime.install(Path(library_path))
+    faulthandler.dump_traceback_later(float(os.environ.get("FAKE_CUDA_TIMEOUT_S", "240")), exit=True)  # where it hangs
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    Planner.discard = lambda *_: None  # ranks of one job run one after the other here
+    run.Planner = lambda *args, **how: Planner(*args, **{**how, "ahead": False})  # no process for each job
+    found: dict[str, Notes] = {}
+    for name in names or CASES:
+        started_s = time.process_time()
+        try:
+            found[name] = CASES[name]()
+        except BaseException:
+            found[name] = {"error": traceback.format_exc()}
+        found[name]["cpu_s"] = round(time.process_time() - started_s, 2)
+        Path(results).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
