@@ -177,7 +177,8 @@ class BucketTimes:
         device = collective_device()
         extremes = torch.tensor([len(mine), -len(mine)], device=device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        most, fewest = extremes[0].item(), -extremes[1].item()
+        most, least = extremes.tolist()
+        fewest = -least
         if most != fewest:
             raise DisagreementError(
                 f"ranks timed {fewest} to {most} micro-batches: all must call BucketTimes for the same steps",

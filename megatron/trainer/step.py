@@ -92,11 +92,11 @@ def sum_over_job(
     is_writing: bool = False,
 ) -> JobSums:
     """Return the sums of all ranks, the same on each; one all-reduce of five numbers."""
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    # One copy: writing numbers of the host into a tensor of a GPU one by one waits for it each time.
+    sums = torch.tensor([0.0, 0.0, exchanged_bytes, stop, is_writing], dtype=torch.float64, device=device)
     # Tensor-parallel ranks hold the same losses, pipeline stages before the last none.
     if logged and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums[:2] = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
-    sums[2], sums[3], sums[4] = float(exchanged_bytes), float(stop), float(is_writing)
     with span("sums over the job"):
         dist.all_reduce(sums)
         loss_sum, num_tokens, total_bytes, num_stops, num_writing = sums.tolist()
