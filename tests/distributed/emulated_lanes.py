@@ -61,7 +61,9 @@ class Board:
 class Shift:
     """`exchange.RingShift` between threads. Keeps the order of the device's stream, which all threads share."""
 
-    def __init__(self, tensor: Tensor, group: EmulatedGroup, params: DynamicPackedSeqParams) -> None:
+    def __init__(
+        self, tensor: Tensor, group: EmulatedGroup, params: DynamicPackedSeqParams, into: Tensor | None = None
+    ) -> None:
         self._group = group
         group.board.mailboxes[(group.rank() + 1) % group.size()].put(tensor.clone())
         params.stats.bytes_sent += tensor.nbytes

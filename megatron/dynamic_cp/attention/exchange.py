@@ -24,14 +24,20 @@ class RingShift:
 
     It runs beside what is computed until `wait()`: on gloo's threads, or on NCCL's own CUDA stream, which starts after
     the work queued so far and which `wait()` makes the current stream wait for.
+
+    Args:
+        into: where what comes is put; it may be in use by work that is queued. torch gives the memory of a transfer's
+            tensors back only when the device is done with it, and the host is far ahead of that.
     """
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, params: DynamicPackedSeqParams) -> None:
+    def __init__(
+        self, tensor: Tensor, group: dist.ProcessGroup, params: DynamicPackedSeqParams, into: Tensor | None = None
+    ) -> None:
         ranks = dist.get_process_group_ranks(group)
         following, preceding = ranks[(group.rank() + 1) % len(ranks)], ranks[(group.rank() - 1) % len(ranks)]
         self._group, self._params = group, params
         self._sent = tensor.contiguous()  # stays referenced until the transfer is done
-        self._received = torch.empty_like(self._sent)
+        self._received = torch.empty_like(self._sent) if into is None else into
         try:
             self._pending = dist.batch_isend_irecv(
                 [

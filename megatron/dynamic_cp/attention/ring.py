@@ -25,9 +25,9 @@ from megatron.dynamic_cp.nvtx import attention_backward, span
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
-def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams) -> RingShift:
+def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams, into: Tensor | None) -> RingShift:
     assert params.ring_group is not None
-    return RingShift(tensor, params.ring_group, params)
+    return RingShift(tensor, params.ring_group, params, into)
 
 
 def ring_forward(
@@ -36,11 +36,13 @@ def ring_forward(
     """Return the sums over all keys of the ring; q and kv lie zigzag on its lanes."""
     size, rank = params.ring_size, params.ring_rank
     sums = RowSums(q_THD, kernel, scale)
+    spare: Tensor | None = None
     for step in range(size):
         with span("ring step %d of %d", step + 1, size):
-            shift = _start_shift(kv_2THD, params) if step < size - 1 else None
+            shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
             sums.attend(ring_pack(params, (rank - step) % size, q_THD.device), kv_2THD)
             if shift is not None:
+                spare = kv_2THD if step else None  # not the lane's own: backward needs it
                 kv_2THD = shift.wait()
     return sums
 
@@ -53,17 +55,21 @@ def ring_backward(rows: RowGradients, kv_2THD: Tensor, params: DynamicPackedSeqP
     size, rank = params.ring_size, params.ring_rank
     own_grad: Tensor | None = None
     collected: RingShift | None = None
+    spare: Tensor | None = None
+    spare_grad: Tensor | None = None
     for step in range(size):
         with span("ring step %d of %d, backward", step + 1, size):
-            shift = _start_shift(kv_2THD, params) if step < size - 1 else None
+            shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
             grad_kv = rows.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
             if own_grad is None:
                 own_grad = grad_kv
             else:
                 if collected is not None:
-                    grad_kv += collected.wait()
-                collected = _start_shift(grad_kv, params)
+                    spare_grad = collected.wait()
+                    grad_kv += spare_grad
+                collected = _start_shift(grad_kv, params, spare_grad)
             if shift is not None:
+                spare = kv_2THD if step else None
                 kv_2THD = shift.wait()
     assert own_grad is not None
     if collected is not None:

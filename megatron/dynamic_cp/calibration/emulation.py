@@ -49,7 +49,7 @@ def no_transfers() -> Iterator[None]:
 class _Stays:
     """A shift that brings what it took away."""
 
-    def __init__(self, tensor: Tensor, _: Any) -> None:
+    def __init__(self, tensor: Tensor, *_: Any) -> None:
         self._tensor = tensor.contiguous()
 
     def wait(self) -> Tensor:
