@@ -175,18 +175,19 @@ def test_a_store_that_cannot_be_reached_ends_the_job(tmp_path, number):
 
 def test_another_digest_on_one_rank_is_an_error_of_all(tmp_path):
     def sabotage(rank: int) -> None:
-        real = planning.decode_lane
+        real, of_steps = planning.decode_lane, []
 
         def decode(message: bytes) -> Any:
             plan = real(message)
-            if b'"num_samples":12' not in message or plan.facts.seqlen_sum != third:
+            if b'"num_samples":12' in message:  # the warm-up has another number
+                of_steps.append(plan)
+            if len(of_steps) != 3 or of_steps[-1] is not plan:
                 return plan
             return replace(plan, facts=replace(plan.facts, digest="0" * 64))
 
         if rank == 1:
             planning.decode_lane = decode
 
-    third = 354  # tokens of iteration 3, as its log line says
     with Job(tmp_path, command_line(WORDS), sabotage=sabotage) as job:
         ended = job.wait(LIMIT_S)
     assert [end.code for end in ended] == [2, 2], ended
