@@ -104,5 +104,10 @@ def _add_for_any_length(compiled: Any) -> Callable[..., Any]:
 
 
 def _of_any_length(tensor: Tensor) -> Tensor:
+    """Return `tensor` [T, ...], marked; what is alike for computing but not for torch.compile is made alike."""
+    if tensor.dim() > 1 and tensor.size(1) == 1 and tensor.stride(1) != tensor.stride(0):
+        tensor = tensor.flatten(0, 1).unsqueeze(1)  # transposed, its one sample has a stride of T times the width
+    if not tensor.is_floating_point():
+        tensor = tensor.clone()  # labels lie somewhere inside their batch; a few bytes
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
