@@ -53,7 +53,7 @@ from megatron.trainer.log import StepRecord
 from megatron.trainer.training import pretrain
 from tests.fake_cuda import runtime
 from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
-from tests.fake_cuda.waits import AT_START, IN_A_PIPELINE, IN_A_STEP, NOW_AND_THEN
+from tests.fake_cuda.waits import AT_START, IN_A_STEP, NOW_AND_THEN
 
 Notes = dict[str, Any]
 BF16 = torch.bfloat16
@@ -337,7 +337,7 @@ CASES: dict[str, Callable[[], Notes]] = {
     ),
     "train on 4 lanes": lambda: train("--cp-comm-type auto --overlap-grad-reduce --overlap-param-gather", 4, [0, 3]),
     "train with TP and PP": lambda: train(
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8, [0, 7], IN_A_PIPELINE
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8, [0, 7]
     ),
     "faults are noticed": faults,
     "calibration": calibration,

@@ -64,9 +64,3 @@ AT_START = {
     "megatron.core.optimizer:_get_param_groups": Answer(why="megatron-core compares the kinds of parameters of ranks"),
     "megatron.core.optimizer.optimizer:__init__": Answer(why="megatron-core's flag of an overflow"),
 }
-
-IN_A_PIPELINE = {
-    "megatron.core.pipeline_parallel.p2p_communication:_communicate": Answer(
-        why="megatron-core waits for the device after every batch of sends and receives (its batch_p2p_sync)"
-    ),
-}
