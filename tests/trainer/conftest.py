@@ -1,19 +1,53 @@
-"""Runs that several tests compare with."""
+"""Runs that several tests compare with or go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
+from megatron.trainer import checkpoint_files
+from megatron.trainer.data import mock
 from tests.trainer.training_ranks import losses, train
+
+LAST, SAVED = 5, 3
+"""Iterations of an uninterrupted run, and the one that runs go on from: enough for an optimizer step with every state
+that was loaded, and for the one after it."""
+
+
+@pytest.fixture(autouse=True, scope="package")
+def few_documents():
+    """Let mock data be few: ranks index and shuffle them again in every run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mock, "NUM_DOCUMENTS", 20_000)
+        yield
 
 
 @pytest.fixture(scope="session")
-def uninterrupted():
-    """Words of a command line -> losses of its 8 iterations on 4 ranks."""
-    known = {}
+def _runs(tmp_path_factory):
+    """Words of a command line -> losses of its LAST iterations on 4 ranks, and the folder with checkpoint SAVED."""
+    known: dict[str, tuple[list[float], Path]] = {}
 
-    def get(words: str) -> list[float]:
+    def get(words: str) -> tuple[list[float], Path]:
         if words not in known:
-            known[words] = losses(train(4, words))
-            assert len(known[words]) == 8
+            folder = tmp_path_factory.mktemp("uninterrupted")
+            saving = f"--train-iters {LAST} --lr-decay-iters 8 --save-interval {SAVED} --save {folder}"
+            known[words] = losses(train(4, words, saving)), folder
+            assert len(known[words][0]) == LAST
+            (folder / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
+            assert checkpoint_files.latest(str(folder)).name == f"iter_{SAVED:07d}"
         return known[words]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(_runs):
+    """Words of a command line -> losses of its LAST iterations on 4 ranks."""
+    return lambda words: _runs(words)[0]
+
+
+@pytest.fixture(scope="session")
+def saved_by(_runs):
+    """Words of a command line -> folder to load from, with its checkpoint of iteration SAVED; nobody writes there."""
+    return lambda words: _runs(words)[1]

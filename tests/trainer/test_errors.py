@@ -78,6 +78,8 @@ def test_no_held_out_documents(monkeypatch):
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    said = _fails(monkeypatch, MOCK, "--tensorboard-dir /dev/null/runs")
+    assert "--tensorboard-dir /dev/null/runs cannot be written" in said
     assert "--save" in _fails(monkeypatch, MOCK, "--save", str(tmp_path / "file" / "run"))
 
 

@@ -17,6 +17,7 @@ from megatron.trainer import exits, run
 from megatron.trainer.log import StepRecord
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
+from tests.trainer.conftest import LAST, SAVED
 from tests.trainer.training_ranks import (
     Ended,
     _command_on_one_rank,
@@ -35,19 +36,17 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp
 PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --max-seqlen-per-dp-cp-rank 128"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FIVE = f"--train-iters {LAST} --lr-decay-iters 8"
 # The order of float32 sums differs between layouts; measured 6e-8 after 8 iterations.
 LAYOUT_TOLERANCE = 1e-5
 
 
-def test_the_same_seed_gives_bit_equal_losses(uninterrupted):
+def test_the_same_seed_gives_bit_equal_losses_and_records_count_real_tokens(uninterrupted):
     first = uninterrupted(DYNAMIC)
-    assert losses(train(4, DYNAMIC)) == first
-    assert losses(train(4, DYNAMIC, "--seed 8")) != first
+    records = train(4, DYNAMIC, FIVE)  # which saves nothing
+    assert losses(records) == first
+    assert losses(train(4, DYNAMIC, FIVE, "--seed 8 --exit-interval 2")) != first[:2]
     assert first[-1] < first[0]
-
-
-def test_records_count_real_tokens():
-    records = train(4, DYNAMIC)
     for record in records.values():
         assert record.num_samples == 12
         assert sum(record.cp_histogram.values()) > 0
@@ -76,21 +75,19 @@ RESUMES = [
 
 
 @pytest.mark.parametrize(("before", "after", "tolerance"), RESUMES)
-def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(tmp_path, uninterrupted, before, after, tolerance):
-    expected = uninterrupted(f"{DYNAMIC} {before}")
-    first = losses(train(4, DYNAMIC, before, "--exit-interval 3 --save", str(tmp_path)))
-    assert first == expected[:3]
-    resumed = train(4, DYNAMIC, after, "--load", str(tmp_path))
-    assert sorted(resumed) == [4, 5, 6, 7, 8]
-    assert losses(resumed) == pytest.approx(expected[3:], rel=tolerance, abs=0.0)
+def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(uninterrupted, saved_by, before, after, tolerance):
+    words = f"{DYNAMIC} {before}"
+    resumed = train(4, DYNAMIC, after, FIVE, f"--load {saved_by(words)}")
+    assert sorted(resumed) == [4, 5]
+    assert losses(resumed) == pytest.approx(uninterrupted(words)[SAVED:], rel=tolerance, abs=0.0)
 
 
-def test_static_and_dynamic_give_the_same_curve(tmp_path):
+def test_static_and_dynamic_give_the_same_curve():
     curves = [
-        losses(train(4, words, "--train-iters 20"))
+        losses(train(4, words, "--train-iters 8 --lr 3e-3"))
         for words in (DYNAMIC, STATIC, f"{STATIC} --static-cp-policy balanced")
     ]
-    assert len(curves[0]) == 20
+    assert len(curves[0]) == 8
     assert curves[0][-1] < 0.99 * curves[0][0]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=2e-5)
@@ -98,8 +95,9 @@ def test_static_and_dynamic_give_the_same_curve(tmp_path):
 
 def test_the_same_command_without_dynamic_cp_continues_the_run(tmp_path, uninterrupted):
     expected = uninterrupted(DYNAMIC)
-    train(4, DYNAMIC, "--exit-interval 3 --save", str(tmp_path))
-    resumed = losses(train(4, STATIC, "--load", str(tmp_path)))
+    first = losses(train(4, DYNAMIC, FIVE, f"--exit-interval 3 --save {tmp_path}"))
+    assert first == expected[:3]
+    resumed = losses(train(4, STATIC, FIVE, f"--load {tmp_path}"))
     assert resumed == pytest.approx(expected[3:], rel=LAYOUT_TOLERANCE)
 
 
@@ -115,45 +113,44 @@ def test_the_same_command_without_dynamic_cp_continues_the_run(tmp_path, uninter
 )
 def test_what_must_not_change_the_losses(uninterrupted, words):
     base = DYNAMIC if "--split" not in words else f"{DYNAMIC} --split 90,10,0"
-    assert losses(train(4, base, words)) == pytest.approx(uninterrupted(base), rel=LAYOUT_TOLERANCE)
+    assert losses(train(4, base, FIVE, words)) == pytest.approx(uninterrupted(base), rel=LAYOUT_TOLERANCE)
 
 
 def test_evaluation_and_tensorboard(tmp_path, capfd):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = f"{DYNAMIC} --split 60,30,10 --eval-interval 4 --eval-iters 2"
-    train(4, words, "--log-interval 2 --tensorboard-dir", str(tmp_path))
+    words = f"{DYNAMIC} --split 60,30,10 --eval-interval 2 --eval-iters 2"
+    train(4, words, f"--train-iters 4 --log-interval 2 --tensorboard-dir {tmp_path}")
     out = capfd.readouterr().out
-    assert out.count("validation loss at iteration") == 2  # at 4 and at the end
-    assert out.count("test loss at iteration 8") == 1
-    assert out.count("elapsed time per iteration") == 4
+    assert out.count("validation loss at iteration") == 2  # at 2 and at the end
+    assert out.count("test loss at iteration 4") == 1
+    assert out.count("elapsed time per iteration") == 2
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm loss")] == [2, 4, 6, 8]
+    assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
     values = [event.value for event in events.Scalars("lm loss validation")]
-    assert [event.step for event in events.Scalars("lm loss validation")] == [4, 8]
+    assert [event.step for event in events.Scalars("lm loss validation")] == [2, 4]
     assert all(math.isfinite(value) for value in values)
     assert values[1] < values[0]
 
 
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("", SHARDED), (SHARDED, "")])
-def test_bf16_trains_and_resumes(tmp_path, uninterrupted, before, after):
-    expected = uninterrupted(f"{DYNAMIC} --bf16 {before}")
+def test_bf16_trains_and_resumes(uninterrupted, saved_by, before, after):
+    words = f"{DYNAMIC} --bf16 {before}"
+    expected = uninterrupted(words)
     assert expected == pytest.approx(uninterrupted(DYNAMIC), rel=1e-2)
     assert expected != uninterrupted(DYNAMIC)
-    train(4, DYNAMIC, "--bf16", before, "--exit-interval 3 --save", str(tmp_path))
-    resumed = losses(train(4, DYNAMIC, "--bf16", after, "--load", str(tmp_path)))
-    assert resumed == pytest.approx(expected[3:], rel=0.0 if before == after else 1e-4)
+    resumed = losses(train(4, DYNAMIC, "--bf16", after, FIVE, f"--load {saved_by(words)}"))
+    assert resumed == pytest.approx(expected[SAVED:], rel=0.0 if before == after else 1e-4)
 
 
-def test_dropout_resumes_exactly_on_the_same_layout(tmp_path, uninterrupted, capfd):
+def test_dropout_resumes_exactly_on_the_same_layout(uninterrupted, saved_by, capfd):
     words = f"{DYNAMIC} --hidden-dropout 0.1"
-    expected = uninterrupted(words)
+    expected, folder = uninterrupted(words), saved_by(words)
     assert expected != uninterrupted(DYNAMIC)
-    train(4, words, "--exit-interval 3 --save", str(tmp_path))
-    assert losses(train(4, words, "--load", str(tmp_path))) == expected[3:]
+    assert losses(train(4, words, FIVE, f"--load {folder}")) == expected[SAVED:]
     capfd.readouterr()
-    train(4, words, TP2_SP, "--load", str(tmp_path))
+    train(4, words, TP2_SP, FIVE, f"--exit-interval 4 --load {folder}")
     assert capfd.readouterr().out.count("random states do not fit") == 1
 
 
@@ -165,11 +162,10 @@ def test_exit_duration_leaves_after_the_iteration_with_a_checkpoint(tmp_path, ca
     assert "nothing to train: iteration 1 of 1" in capfd.readouterr().out
 
 
-def test_finetuning_starts_anew_from_the_weights(tmp_path, uninterrupted):
+def test_finetuning_starts_anew_from_the_weights(uninterrupted, saved_by):
     expected = uninterrupted(DYNAMIC)
-    train(4, DYNAMIC, "--exit-interval 3 --save", str(tmp_path))
-    tuned = train(4, DYNAMIC, "--finetune --seed 8 --load", str(tmp_path))
-    assert sorted(tuned) == list(range(1, 9))
+    tuned = train(4, DYNAMIC, f"--train-iters 2 --lr-decay-iters 8 --finetune --seed 8 --load {saved_by(DYNAMIC)}")
+    assert sorted(tuned) == [1, 2]
     assert losses(tuned)[0] < expected[0]
 
 

@@ -182,7 +182,7 @@ def launcher_of(example: Path) -> list[str]:
     found = re.search(r"^torchrun --nproc-per-node (\d+)", example.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         return []
-    if example.stem == "loop_plain_torch":
+    if example.stem == "own_iterator":
         return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", found[1]]
     return [str(Path(__file__).with_name("forked_example.py")), found[1]]
 
