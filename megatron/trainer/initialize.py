@@ -39,6 +39,23 @@ def choose_backend(requested: str | None, *, num_devices: int, built_for_device:
     return "nccl"
 
 
+def device_of(local_rank: int, *, num_devices: int) -> torch.device:
+    """Return the CUDA device of the rank `local_rank` of this node.
+
+    Raises:
+        InvalidInputError: there is none; on such ranks only, before they meet the others, whom their launcher ends.
+    """
+    if local_rank >= num_devices:
+        raise InvalidInputError(
+            f"rank {local_rank} of this node has no GPU, torch sees {num_devices} here "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most {num_devices} "
+            "ranks a node (--nproc-per-node, --ntasks-per-node), or let each see its GPU",
+            local_rank=local_rank,
+            num_devices=num_devices,
+        )
+    return torch.device("cuda", local_rank)
+
+
 def initialize(args: argparse.Namespace) -> torch.device:
     """Set up device, process groups of the job and of megatron-core, and seeds; return this rank's device.
 
@@ -57,7 +74,7 @@ def initialize(args: argparse.Namespace) -> torch.device:
         check_device_queues(
             args.tensor_model_parallel_size, args.max_dynamic_cp_size or derive.topology(args).max_cp_size
         )
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = device_of(int(os.environ.get("LOCAL_RANK", "0")), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
         choose_precision(bf16=args.bf16)
     optimizer_checkpoint.install()

@@ -15,7 +15,7 @@ from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.dynamic_cp import verify
 from megatron.trainer import evaluation, exits
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.initialize import check_device_queues, choose_backend, choose_precision
+from megatron.trainer.initialize import check_device_queues, choose_backend, choose_precision, device_of
 from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
 from megatron.trainer.model import build_scheduler, ddp_bucket_size
 from tests.trainer.commandline import command_line
@@ -125,6 +125,13 @@ def test_cpu_is_never_a_silent_fallback():
             choose_backend(requested, num_devices=0, built_for_device=True)
     with pytest.raises(InvalidInputError):
         choose_backend("nccl", num_devices=0, built_for_device=False)
+
+
+def test_more_ranks_on_a_node_than_devices_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert device_of(1, num_devices=2) == torch.device("cuda", 1)
+    with pytest.raises(InvalidInputError, match=r"rank 2 of this node has no GPU, torch sees 2.*0,1.*at most 2 ranks"):
+        device_of(2, num_devices=2)
 
 
 def test_float32_is_not_tf32():
