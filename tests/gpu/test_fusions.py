@@ -1,0 +1,75 @@
+"""pretrain_gpt.py on one GPU with each fusion and without any: the same losses, and nothing compiled during training.
+
+It has not run on a GPU yet (docs/GPU.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from megatron.core.models.common.language_module import language_module
+from torch.utils._triton import has_triton
+
+from megatron.trainer.fusions import why_no_kernel
+from tests.gpu.test_training import MODEL, losses, trains
+
+pytestmark = pytest.mark.gpu
+
+NONE = "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
+needs_triton = pytest.mark.skipif(not has_triton(), reason="torch finds no Triton")
+no_kernel = why_no_kernel()
+no_te_loss = language_module.te_parallel_cross_entropy is None
+
+FUSED = {
+    "gradients": pytest.param(
+        "--gradient-accumulation-fusion",
+        "weight gradients",
+        marks=pytest.mark.skipif(bool(no_kernel), reason=no_kernel),
+    ),
+    "compiled": pytest.param("--bias-swiglu-fusion --bias-dropout-fusion", "SwiGLU, dropout", marks=needs_triton),
+    "recomputed": pytest.param(
+        "--bias-swiglu-fusion --bias-dropout-fusion --recompute-granularity full", "SwiGLU, dropout", marks=needs_triton
+    ),
+    "native_loss": pytest.param("--cross-entropy-loss-fusion", "cross entropy (native)", marks=needs_triton),
+    "te_loss": pytest.param(
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+        "cross entropy (te)",
+        marks=pytest.mark.skipif(no_te_loss, reason="megatron-core finds no cross entropy of TransformerEngine"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    """Flags -> (losses, output) of 12 steps; the data are indexed once."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def train(flags: str) -> tuple[list[float], str]:
+        words = [sys.executable, "pretrain_gpt.py", *MODEL.split(), *NONE.split(), *flags.split()]
+        job = trains([*words, "--data-cache-path", str(Path(cache))], {"TORCH_LOGS": "recompiles"}, 200)
+        assert job.returncode == 0, job.stdout
+        assert len(losses(job.stdout)) == 12, job.stdout
+        return losses(job.stdout), job.stdout
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def plain(trained) -> list[float]:
+    """Losses without any fusion."""
+    found, output = trained("")
+    assert "fusions: none; off:" in output, output
+    return found
+
+
+@pytest.mark.parametrize(("flags", "named"), FUSED.values(), ids=list(FUSED))
+def test_losses_are_those_without(trained, plain: list[float], flags: str, named: str) -> None:
+    fused, output = trained(flags)
+    assert f"fusions: {named}; off:" in output, output
+    # The first loss comes from the same weights; later ones drift apart with the rounding of gradients.
+    assert fused[0] == pytest.approx(plain[0], rel=1e-3)
+    assert fused == pytest.approx(plain, rel=2e-2)
+    first_step = output.index("iteration        1/")
+    assert "Recompiling" not in output[first_step:], output[first_step:]
