@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 # Tests on two processes: those with several ranks wait as much as they compute. Empty: one after the other.
 PARALLEL ?= -n 2 --dist loadfile
 
-.PHONY: train test check lint bench bench-planner docs clean
+.PHONY: train test check lint kernels bench bench-planner docs clean
 
 $(READY): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,7 +21,7 @@ $(READY): setup.py
 train: $(READY)
 	PYTHON=$(BIN)/python sh examples/train_cpu.sh
 
-test: $(READY)
+test: kernels
 	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(READY)
@@ -29,7 +29,12 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint
+# Has the planner compile nearly all of its inner loops, once: each process of the tests would otherwise do it anew.
+kernels: $(READY)
+	$(BIN)/dynamic-cp simulate --lengths github --global-batch-size 32 --batches 1 --max-seqlen 8192 \
+		--lanes 8 --tp 2 --pp 2 --vpp 2 --search thorough --cp-comm-type auto > /dev/null
+
+check: lint kernels
 	$(BIN)/python -m pytest -m "not slow" -q $(PARALLEL)
 
 bench: $(READY)

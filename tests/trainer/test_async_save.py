@@ -109,7 +109,7 @@ def _train_and_die(words: list[str], folder: Path) -> None:
 
     def on_step(iteration, _record):
         if iteration == 4:
-            _slow_writers(patched, 60.0)
+            _slow_writers(patched, 600.0)
         if iteration == 5:
             children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
             (folder / f"children{dist.get_rank()}").write_text(children)
@@ -129,14 +129,13 @@ def _is_alive(pid: int) -> bool:
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path, uninterrupted):
     words = f"{WORDS} --num-workers 0 --save-interval 2 --async-save --save {tmp_path}/run"
-    started = time.monotonic()
-    with pytest.raises(RankError, match="rank 1: died"):
+    with pytest.raises(RankError, match="rank 1: died") as raised:
         run_ranks(2, _train_and_die, command_line(words), tmp_path)
-    assert time.monotonic() - started < 50, "a writer kept the connections of its dead rank open"
+    assert "rank 0: nothing" not in str(raised.value), "a writer kept the connections of its dead rank open"
     assert _saved_when(tmp_path / "run") == (["iter_0000002"], ["iter_0000004.partial"])
     writers = [int(word) for rank in (0, 1) for word in (tmp_path / f"children{rank}").read_text().split()]
     assert len(writers) >= 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(map(_is_alive, writers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(_is_alive, writers)), "a writer outlives its rank"

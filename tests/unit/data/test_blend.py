@@ -74,13 +74,13 @@ def test_the_docstring_example():
 
 def test_a_far_position_costs_no_more_than_a_near_one():
     blend = Blend([Fraction("0.3"), Fraction("0.7")])
-    start = time.perf_counter()
+    start = time.process_time()
     pools, draws = blend.locate(np.array([10**9, 10**9 + 1]))
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     assert draws[0] == pytest.approx(10**9 * (0.3, 0.7)[pools[0]], abs=1)
 
 
 def test_the_longest_period_is_quick():
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(interleave((MAX_PERIOD - 1000, 900, 99, 1))) == MAX_PERIOD
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2

@@ -99,8 +99,8 @@ def test_error_names_document_tokens_limit_and_remedy():
 
 def test_a_million_documents_index_in_about_a_second():
     lengths = np.random.default_rng(0).integers(0, 100_000, 1_000_000)
-    start = time.perf_counter()
+    start = time.process_time()
     index = build(lengths, 8192)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert index.num_samples > 5_000_000
     assert index.num_tokens == int(np.maximum(lengths - 1, 0).sum())
