@@ -52,7 +52,7 @@ class Packer:
         self._workers: set[multiprocessing.process.BaseProcess] = set()
         if num_workers > 0 and read_sample is not None:
             context = multiprocessing.get_context("fork")  # the index of the data is shared, not copied
-            _keep_what_forks_inherit()
+            keep_what_forks_inherit()
             self._queues = [context.Queue() for _ in range(num_workers)]
             others = set(multiprocessing.active_children())
             with _own_child_signal():
@@ -146,7 +146,7 @@ class _Packing(IterableDataset):
 
 
 @functools.cache
-def _keep_what_forks_inherit() -> None:
+def keep_what_forks_inherit() -> None:
     """Let no fork of this process collect garbage that it inherits: it would die of freeing an event of CUDA."""
     os.register_at_fork(after_in_child=gc.freeze)
 

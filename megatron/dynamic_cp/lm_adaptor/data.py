@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from dynamic_cp.errors import DataError
+from megatron.dynamic_cp.prefetch import keep_what_forks_inherit
 from megatron.trainer.data.build import Splits, build_splits
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.stream import SampleStream
@@ -109,6 +110,7 @@ def build_loader(
     Args:
         worker_init: called by each worker process with its number.
     """
+    keep_what_forks_inherit()
     return DataLoader(
         dataset,
         batch_sampler=sampler,
