@@ -21,6 +21,14 @@ from megatron.dynamic_cp.prefetch import Packer
 from tests.distributed.reference import SampleTokens
 
 
+@pytest.fixture(autouse=True)
+def no_other_loader() -> Iterator[None]:
+    """Take away the handler that another test's DataLoader left: it would raise for the workers killed here."""
+    left = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, left)
+
+
 def plan_of(num_samples: int, step: int = 0) -> LanePlan:
     """Return one micro-batch of many short samples on one lane."""
     samples = tuple(Sample(sample_id=step * num_samples + i, seqlen=1 + i % 7) for i in range(num_samples))
