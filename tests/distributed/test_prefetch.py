@@ -22,11 +22,9 @@ from tests.distributed.reference import SampleTokens
 
 
 @pytest.fixture(autouse=True)
-def no_other_loader() -> Iterator[None]:
+def no_other_loader() -> None:
     """Take away the handler that another test's DataLoader left: it would raise for the workers killed here."""
-    left = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, left)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def plan_of(num_samples: int, step: int = 0) -> LanePlan:
@@ -172,4 +170,5 @@ def test_a_worker_killed_while_it_sends_is_said_as_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(packer, "_packed", broken())
     with pytest.raises(DataError, match="DataLoader worker ended as it sent a pack"):
         packer.take()
+    monkeypatch.undo()
     packer.close()
