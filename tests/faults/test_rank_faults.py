@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 40.0
 NOTICED_S = 30.0
-"""Seconds from a rank's death to the end of the others, when their connections or rank 0's store tell them: far less
-than the minutes that a collective waits, and more than a busy machine stands still. What they say tells how they knew."""
+"""Seconds from a rank's death to the end of the others, when their connections or rank 0's store tell them: less
+than the minutes that a collective waits, more than a busy machine stands still. What they say tells how they knew."""
 
 
 def die() -> None:

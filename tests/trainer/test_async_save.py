@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,8 +29,21 @@ pytestmark = pytest.mark.slow
 WORDS = DYNAMIC.replace("48", "64") + " --lr-decay-iters 8"
 
 
+def _held_writers(patched: pytest.MonkeyPatch, gate: Path) -> None:
+    """Let processes that write wait until `gate` exists, so that the tensors change meanwhile."""
+    real, trainer = FileSystemWriterAsync.write_preloaded_data, os.getpid()
+
+    def write(*args, **kwargs):
+        assert os.getpid() != trainer, "the training process writes by itself"
+        while not gate.exists():
+            time.sleep(0.01)
+        return real(*args, **kwargs)
+
+    patched.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
+
+
 def _slow_writers(patched: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let processes that write wait before they do, so that the tensors change meanwhile."""
+    """Let processes that write wait before they do."""
     real, trainer = FileSystemWriterAsync.write_preloaded_data, os.getpid()
 
     def write(*args, **kwargs):
@@ -47,17 +61,29 @@ def _saved_when(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[list[str], list[str]]]:
-    """Return iteration -> what was there when it ended; iteration 4 waits until the writers are done."""
+    """Return iteration -> what was there when it ended; writers start after iterations 4 and 7; 4 waits for them."""
     os.environ["RANK"] = str(dist.get_rank())
     seen = {}
+    gate = folder.with_name(f"gate{dist.get_rank()}")
+    before: set[psutil.Process] = set()
 
     def on_step(iteration, _record):
         seen[iteration] = _saved_when(folder)
+        if iteration == 3:
+            before.update(psutil.Process().children())
+        if iteration in (4, 7):
+            writers = set(psutil.Process().children()) - before
+            assert writers
+            gate.touch()
         if iteration == 4:
-            time.sleep(4.0)
+            deadline = time.monotonic() + 60
+            while any(_is_alive(writer.pid) for writer in writers):  # does not reap them, the trainer does
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            gate.unlink()
 
     with pytest.MonkeyPatch.context() as patched:
-        _slow_writers(patched, 2.0)
+        _held_writers(patched, gate)
         training.pretrain(parse_args(words, dist.get_world_size()), on_step=on_step)
     return seen
 
