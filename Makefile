@@ -10,11 +10,12 @@ PARALLEL ?= -n 2 --dist loadfile
 
 .PHONY: train test check lint kernels bench bench-planner docs clean
 
+# Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
 $(READY): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
 	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
 	touch $@
 
 # Trains a GPT on the source files of the running Python's standard library, on 4 CPU ranks; a second run resumes.
