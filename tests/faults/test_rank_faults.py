@@ -22,7 +22,7 @@ from megatron.dynamic_cp import planner, planning, prefetch
 from megatron.trainer import checkpoint_files, exits, index_once, saving, step
 from megatron.trainer import run as trainer_run
 from megatron.trainer.data.stream import SampleStream
-from tests.faults.job import Job, RankEnd
+from tests.faults.job import SURVIVORS_LIMIT_S, Job, RankEnd
 from tests.faults.test_planner_faults import WORDS, faulty, figures
 from tests.trainer.commandline import command_line
 
@@ -261,7 +261,7 @@ def test_a_hung_planner_and_workers_do_not_outlive_a_killed_rank(tmp_path):
         assert len(orphans) == 3
         job.kill(0)
         job.kill(1)
-        _, alive = psutil.wait_procs(orphans, timeout=2.0)
+        _, alive = psutil.wait_procs(orphans, timeout=SURVIVORS_LIMIT_S)
         assert [process for process in alive if process.is_running() and process.status() != "zombie"] == []
         job.wait(LIMIT_S)
 
