@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.trainer import run as trainer_run
+from dynamic_cp.planner_process import Problem
+from megatron.trainer import planners
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
 from tests.trainer.commandline import command_line
@@ -29,7 +30,8 @@ FAULT_LIMIT_S = 30.0
 def faulty(rank: int, **fault: Any) -> None:
     """Give rank 0 a planner that fails."""
     if rank == 0:
-        trainer_run.Problem = partial(FaultyProblem, **fault)
+        assert planners.Problem is Problem, "what is replaced is what a run takes"
+        planners.Problem = partial(FaultyProblem, **fault)
 
 
 def figures(ended: RankEnd) -> dict[int, str]:
@@ -230,7 +232,6 @@ def test_a_static_plan_that_is_impossible_is_an_error_of_all_ranks_at_the_start(
     def sabotage(rank: int) -> None:
         if rank == 0:  # as if validation had let it through
             from dynamic_cp.errors import InfeasibleSampleError
-            from dynamic_cp.planner_process import Problem
 
             def refuse(self: Problem, max_seqlen: int) -> Problem:
                 raise InfeasibleSampleError(f"no group holds {max_seqlen} tokens")
