@@ -179,14 +179,15 @@ def test_a_rank_without_a_partner_does_not_count_as_a_fast_hop() -> None:
 
 
 def _timed_sleeps() -> tuple[float, float]:
-    """Return the seconds of what sleeps in 2 windows of 3: as a part, and as a whole micro-batch."""
+    """Return the seconds of what sleeps on rank 1 in 2 windows of 3: as a part, and as a whole micro-batch."""
     from megatron.dynamic_cp.calibration.timing import Probe, Timer
 
     timer = Timer(device=torch.device("cpu"), window_s=0.01, num_windows=3, alone=False)
     row = Measurement(section="packs", forward_s=0.0)
 
     def probe(as_in_a_step: bool) -> Probe:
-        naps = iter((0.0, 0.0, 0.05, 0.05))  # the first call warms up
+        nap_s = 0.05 * dist.get_rank()
+        naps = iter((0.0, 0.0, nap_s, nap_s))  # the first call warms up
         return Probe(row=row, forward=lambda: time.sleep(next(naps)), num_turns=1, as_in_a_step=as_in_a_step)
 
     part, whole = timer.measure([probe(as_in_a_step=False), probe(as_in_a_step=True)])

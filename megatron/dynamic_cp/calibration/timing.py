@@ -6,7 +6,8 @@ CPU, one thread         CPU seconds of the process, a low quantile over calls: w
                         step. Caches and hyperthreads are shared while measuring, so they are in the numbers.
 CPU, several threads    the same by the clock
 what ranks wait in      by the clock, a low quantile over windows
-whole micro-batches     by the clock, the median over windows: what a step takes, not the least that it could
+whole micro-batches     by the clock until the last rank is through, the median over windows: what a step takes, not the
+                        least that it could
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Timer:
             seconds = np.quantile(np.concatenate(windows), quantile, axis=0)
             seconds = seconds if self.alone else mean_over_ranks(seconds, probe.takes_part)
         else:
-            means = mean_over_ranks(np.stack([window.mean(axis=0) for window in windows]), probe.takes_part)
+            means = np.stack([window.mean(axis=0) for window in windows])
+            means = max_over_ranks(means) if probe.as_in_a_step else mean_over_ranks(means, probe.takes_part)
             shared = self.ranks_per_core if self._in_cpu_seconds(probe) else 1.0
             seconds = shared * np.quantile(means, quantile, axis=0)
         return replace(probe.row, forward_s=float(seconds[0]), backward_s=float(seconds[1]) if probe.backward else 0.0)
@@ -156,6 +158,13 @@ class Timer:
 
 def _backward_of(probe: Probe) -> Backward:
     return probe.backward or (lambda output: None)
+
+
+def max_over_ranks(seconds: Floats) -> Floats:
+    """Return the largest of `seconds` on any rank, element by element. Collective."""
+    found = torch.from_numpy(seconds.copy()).to(collective_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return np.asarray(found.cpu().numpy())
 
 
 def mean_over_ranks(seconds: Floats, takes_part: bool) -> Floats:
