@@ -23,7 +23,7 @@ WORDS = (
     "--dynamic-cp-lookahead 1"
 )
 LIMIT_S = 40.0
-FAULT_LIMIT_S = 30.0
+FAULT_LIMIT_S = 20.0
 """Seconds from a fault to the end of the last rank."""
 
 

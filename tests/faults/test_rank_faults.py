@@ -22,16 +22,15 @@ from megatron.dynamic_cp import planner, planning, prefetch
 from megatron.trainer import checkpoint_files, exits, index_once, saving, step
 from megatron.trainer import run as trainer_run
 from megatron.trainer.data.stream import SampleStream
-from tests.faults.job import SURVIVORS_LIMIT_S, Job, RankEnd
+from tests.faults.job import Job, RankEnd
 from tests.faults.test_planner_faults import WORDS, faulty, figures
 from tests.trainer.commandline import command_line
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 40.0
-NOTICED_S = 30.0
-"""Seconds from a rank's death to the end of the others, when their connections or rank 0's store tell them: less
-than the minutes that a collective waits, more than a busy machine stands still. What they say tells how they knew."""
+NOTICED_S = 8.0
+"""Seconds from a rank's death to the end of the others, when their connections or rank 0's store tell them."""
 
 
 def die() -> None:
@@ -238,7 +237,8 @@ def test_a_worker_that_dies_while_it_reads_ends_all_ranks(tmp_path):
     with Job(tmp_path, command_line(WORDS), sabotage=die_while_reading) as job:
         ended = job.wait(LIMIT_S)
     assert all(end.code in (1, 2) for end in ended), ended
-    assert "DataLoader worker" in ended[1].output, "killed between two packs or while it sends one"
+    between = r"\(pid\(?s?\)? ?\d+\) .*(killed|exited unexpectedly)"
+    assert re.search(rf"DataLoader worker ({between}|ended as it sent a pack)", ended[1].output)
     assert re.search(r"DataLoader worker|one of 2 ranks ended|rank 0 failed \(iteration", ended[0].output)
 
 
@@ -261,7 +261,7 @@ def test_a_hung_planner_and_workers_do_not_outlive_a_killed_rank(tmp_path):
         assert len(orphans) == 3
         job.kill(0)
         job.kill(1)
-        _, alive = psutil.wait_procs(orphans, timeout=SURVIVORS_LIMIT_S)
+        _, alive = psutil.wait_procs(orphans, timeout=2.0)
         assert [process for process in alive if process.is_running() and process.status() != "zombie"] == []
         job.wait(LIMIT_S)
 
