@@ -88,6 +88,7 @@ class Packer:
                 packed = pack_step(self._plans.popleft(), self._read_sample)
             return packed.pin_memory() if self._pin_memory else packed
         try:
+            self._raise_of_ended_workers()
             outcome = next(self._packed)
         except (RuntimeError, ConnectionError, EOFError) as error:
             # RuntimeError is DataLoader's word for a dead worker; the others come while a worker hands a pack over.
@@ -98,6 +99,13 @@ class Packer:
         if isinstance(outcome, DynamicCPError):
             raise outcome
         return outcome
+
+    def _raise_of_ended_workers(self) -> None:
+        """Say which worker has died before DataLoader waits for its pack: it looks for the dead every 5 s only."""
+        for worker in self._workers:
+            if (code := worker.exitcode) is not None:
+                how = f"was killed by signal {-code}" if code < 0 else f"exited unexpectedly with code {code}"
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
 
     def close(self) -> None:
         """End the workers, whatever they do; what was submitted and not taken is dropped."""
