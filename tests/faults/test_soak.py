@@ -1,12 +1,29 @@
 """A short soak; the long one is a command, tools/soak.py."""
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 from tools import soak
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("fds", "wrong"),
+    [
+        ([90, *[100] * 38, 99], []),  # 99: the other rank has left
+        ([90, *[100] * 29, *[101] * 10], ["rank 0: fds 100 -> 101"]),
+        ([*range(100, 140)], ["rank 0: fds 120 -> 138"]),
+    ],
+)
+def test_what_is_held_at_the_end_is_what_was_held_before(fds, wrong):
+    watch = soak.Soak(options=argparse.Namespace(steps=40, max_slope_mb=1.0), folder=Path())
+    held = {"rss_mb": 500.0, "planner_rss_mb": None, "threads": 70, "children": 1}
+    soak.growth(watch, [{step: held | {"fds": fds[step - 1]} for step in range(1, 41)}])
+    assert watch.wrong == wrong
 
 
 def test_a_run_with_random_kills_trains_what_an_undisturbed_one_trains(capsys):
