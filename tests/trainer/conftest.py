@@ -10,9 +10,8 @@ from megatron.trainer import checkpoint_files
 from megatron.trainer.data import mock
 from tests.trainer.training_ranks import losses, train
 
-LAST, SAVED = 5, 3
-"""Iterations of an uninterrupted run, and the one that runs go on from: enough for an optimizer step with every state
-that was loaded, and for the one after it."""
+SAVED = 3
+"""Iteration that runs go on from; an uninterrupted one ends at 8."""
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -25,15 +24,14 @@ def few_documents():
 
 @pytest.fixture(scope="session")
 def _runs(tmp_path_factory):
-    """Words of a command line -> losses of its LAST iterations on 4 ranks, and the folder with checkpoint SAVED."""
+    """Words of a command line -> losses of its iterations on 4 ranks, and the folder with checkpoint SAVED."""
     known: dict[str, tuple[list[float], Path]] = {}
 
     def get(words: str) -> tuple[list[float], Path]:
         if words not in known:
             folder = tmp_path_factory.mktemp("uninterrupted")
-            saving = f"--train-iters {LAST} --lr-decay-iters 8 --save-interval {SAVED} --save {folder}"
-            known[words] = losses(train(4, words, saving)), folder
-            assert len(known[words][0]) == LAST
+            known[words] = losses(train(4, words, f"--save-interval {SAVED} --save {folder}")), folder
+            assert len(known[words][0]) == 8
             (folder / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
             assert checkpoint_files.latest(str(folder)).name == f"iter_{SAVED:07d}"
         return known[words]
@@ -43,7 +41,7 @@ def _runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(_runs):
-    """Words of a command line -> losses of its LAST iterations on 4 ranks."""
+    """Words of a command line -> losses of its iterations on 4 ranks."""
     return lambda words: _runs(words)[0]
 
 
