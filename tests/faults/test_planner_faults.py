@@ -140,16 +140,16 @@ def test_a_request_that_kills_the_planner_twice_gets_the_static_plan(tmp_path, u
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "words", "why"),
     [
-        ("raise", "the planner raised RuntimeError: planted in iteration 3"),
-        ("hang", "no plan after 2 s"),
-        ("die", "the planner process was killed by signal 9, twice"),
+        ("raise", "", "the planner raised RuntimeError: planted in iteration 3"),
+        ("hang", "--dynamic-cp-plan-timeout 4", "no plan after 4 s"),
+        ("die", "", "the planner process was killed by signal 9, twice"),
     ],
 )
-def test_in_a_strict_run_all_ranks_end_with_the_same_error(tmp_path, fault, why):
+def test_in_a_strict_run_all_ranks_end_with_the_same_error(tmp_path, fault, words, why):
     sabotage = partial(faulty, fault=fault, iterations=(3,), folder=str(tmp_path))
-    ended = run_job(tmp_path, "--dynamic-cp-strict --dynamic-cp-plan-timeout 2", sabotage=sabotage, code=2)
+    ended = run_job(tmp_path, "--dynamic-cp-strict", words, sabotage=sabotage, code=2)
     said = [re.findall(r"^error.*?: (.*)", end.output, re.MULTILINE) for end in ended]
     assert said[0] == said[1]
     assert len(said[0]) == 1
