@@ -156,19 +156,20 @@ def test_a_killed_worker_is_said_by_take_and_nowhere_else() -> None:
     packer.close()
 
 
+def raising(error: BaseException) -> Iterator[None]:
+    """Return an iterator that fails when it is asked."""
+    raise error
+    yield
+
+
 def test_a_worker_that_died_between_two_steps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """DataLoader looks every 5 s whether the worker that it waits for is alive."""
-
-    def waited_for() -> Iterator[None]:
-        raise AssertionError("asks DataLoader for what does not come")
-        yield
-
     packer = Packer(slow_read, num_workers=1)
     packer.submit(plan_of(5))
     (worker,) = multiprocessing.active_children()
     worker.kill()
     worker.join(10)
-    monkeypatch.setattr(packer, "_packed", waited_for())
+    monkeypatch.setattr(packer, "_packed", raising(AssertionError("asks DataLoader for what does not come")))
     with pytest.raises(
         DataError, match=rf"DataLoader worker \(pid {worker.pid}\) was killed by signal 9: .*--num-workers"
     ):
@@ -180,15 +181,10 @@ def test_a_worker_that_died_between_two_steps_is_not_waited_for(monkeypatch: pyt
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
 def test_a_worker_killed_while_it_sends_is_said_as_one(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """A pack's tensors are fetched from the worker after its message came."""
-
-    def broken() -> Iterator[None]:
-        raise error
-        yield
-
     packer = Packer(read, num_workers=1)
     packer.submit(plan_of(1))
     packer.take()
-    monkeypatch.setattr(packer, "_packed", broken())
+    monkeypatch.setattr(packer, "_packed", raising(error))
     with pytest.raises(DataError, match="DataLoader worker ended as it sent a pack"):
         packer.take()
     monkeypatch.undo()

@@ -14,8 +14,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -76,15 +74,6 @@ def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:
     return draw_case(np.random.default_rng(seed), most_lanes, most_samples)
 
 
-@contextmanager
-def naming(seed: int, case: Case) -> Iterator[None]:
-    """Have whatever fails say which case it was."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
-
-
 SOME = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -92,8 +81,10 @@ def test_every_promise_of_a_plan_on_every_kind_of_case():
     covered: Counter[str] = Counter()
     for seed in range(600):
         case = drawn(seed)
-        with naming(seed, case):
+        try:
             covered += check_case(case, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
     scarce = {name: count for name, count in covered.items() if count < 2}
     assert not scarce, f"hardly looked at: {scarce}"
     assert len(covered) >= 18, sorted(covered)
