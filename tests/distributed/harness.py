@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +39,13 @@ def run_ranks(
         shims_without: CPU shims that the ranks do without.
 
     Raises:
-        RankError: a rank raised (its traceback is in the message), or not all were done after `timeout_s`.
+        RankError: a rank raised (its traceback is in the message), or was not done after `timeout_s` (where it was then
+            is in the message).
     """
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
@@ -47,26 +53,27 @@ def run_ranks(
             )
             process.start()
             sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+            ranks.append((process, receiver))
         try:
-            return _collect(pipes, time.monotonic() + timeout_s, timeout_s)
+            return _collect(ranks, folder, timeout_s)
         finally:
-            for process in processes:
+            for process, _ in ranks:
                 process.join(timeout=2)
                 if process.is_alive():
                     process.kill()
                     process.join()
 
 
-def _collect(pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
-    results: list[Any] = [None] * len(pipes)
+def _collect(ranks: list[tuple[ForkProcess, Any]], folder: Path, timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: list[Any] = [None] * len(ranks)
     failures = []
-    for rank, pipe in enumerate(pipes):
+    for rank, (process, pipe) in enumerate(ranks):
         # Once a rank has failed its peers may wait for it in a collective: give them a moment, not the whole timeout.
         remaining = max(0.0, min(deadline - time.monotonic(), 5.0 if failures else timeout_s))
         if not pipe.poll(remaining):
-            failures.append(f"rank {rank}: nothing after {timeout_s if not failures else 5.0} s")
+            waited_s = timeout_s if not failures else 5.0
+            failures.append(f"rank {rank}: nothing after {waited_s} s\n{_where(process, _stacks(folder, rank))}")
             continue
         try:
             succeeded, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
@@ -82,16 +89,30 @@ def _collect(pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
     return results
 
 
+def _stacks(folder: Path, rank: int) -> Path:
+    return folder / f"stacks_of_rank_{rank}"
+
+
+def _where(process: ForkProcess, stacks: Path) -> str:
+    """Return the stacks of all threads of a rank that says nothing."""
+    if process.pid is None or not stacks.exists():
+        return "it had not begun"
+    os.kill(process.pid, signal.SIGUSR1)
+    process.join(timeout=0.5)  # the stacks are being written
+    return stacks.read_text()
+
+
 def _rank_main(
     rank: int,
     world_size: int,
-    folder: str,
+    folder: Path,
     sender: Any,
     shims_without: tuple[str, ...],
     function: Callable[..., Any],
     args: Any,
 ) -> None:
     try:
+        faulthandler.register(signal.SIGUSR1, _stacks(folder, rank).open("w"))
         torch.set_num_threads(1)
         cpu_backend.enable(shims_without)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
