@@ -21,6 +21,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.dynamic_cp import cpu_backend
 
+_SAY_WHERE = signal.SIGUSR2  # training takes SIGUSR1
+
 
 class RankError(RuntimeError):
     """A rank raised, died or hung; carries what each failed rank said."""
@@ -70,10 +72,9 @@ def _collect(ranks: list[tuple[ForkProcess, Any]], folder: Path, timeout_s: floa
     failures = []
     for rank, (process, pipe) in enumerate(ranks):
         # Once a rank has failed its peers may wait for it in a collective: give them a moment, not the whole timeout.
-        remaining = max(0.0, min(deadline - time.monotonic(), 5.0 if failures else timeout_s))
-        if not pipe.poll(remaining):
-            waited_s = timeout_s if not failures else 5.0
-            failures.append(f"rank {rank}: nothing after {waited_s} s\n{_where(process, _stacks(folder, rank))}")
+        limit_s = 5.0 if failures else timeout_s
+        if not pipe.poll(max(0.0, min(deadline - time.monotonic(), limit_s))):
+            failures.append(f"rank {rank}: nothing after {limit_s} s\n{_where(process, _stacks(folder, rank))}")
             continue
         try:
             succeeded, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
@@ -97,7 +98,7 @@ def _where(process: ForkProcess, stacks: Path) -> str:
     """Return the stacks of all threads of a rank that says nothing."""
     if process.pid is None or not stacks.exists():
         return "it had not begun"
-    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, _SAY_WHERE)
     process.join(timeout=0.5)  # the stacks are being written
     return stacks.read_text()
 
@@ -112,7 +113,7 @@ def _rank_main(
     args: Any,
 ) -> None:
     try:
-        faulthandler.register(signal.SIGUSR1, _stacks(folder, rank).open("w"))
+        faulthandler.register(_SAY_WHERE, _stacks(folder, rank).open("w"))
         torch.set_num_threads(1)
         cpu_backend.enable(shims_without)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
