@@ -108,7 +108,7 @@ def decode_lane(message: bytes) -> LanePlan:
     """Return what `encode_lanes` wrote.
 
     Raises:
-        DisagreementError: the message was changed on its way.
+        DisagreementError: the message was changed on its way, or is none.
     """
     checksum, _, body = message.partition(b"\n")
     found = hashlib.sha256(body).hexdigest()
@@ -117,9 +117,15 @@ def decode_lane(message: bytes) -> LanePlan:
             f"a lane's part of the plan arrived with digest {found[:15]}, it was sent with {checksum[:15]!r}: "
             "the job's store returned other bytes than were written; restart the job",
         )
-    lane, head, rows = json.loads(body)
-    head["cp_histogram"] = {int(size): number for size, number in head["cp_histogram"].items()}
-    return LanePlan(lane=lane, buckets=tuple(_decode_bucket(row) for row in rows), facts=PlanFacts(**head))
+    try:
+        lane, head, rows = json.loads(body)
+        head["cp_histogram"] = {int(size): number for size, number in head["cp_histogram"].items()}
+        return LanePlan(lane=lane, buckets=tuple(_decode_bucket(row) for row in rows), facts=PlanFacts(**head))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise DisagreementError(
+            f"a lane's part of the plan is {body[:60]!r}, which is none ({type(error).__name__}: {error}): all ranks "
+            "must run the same version, and no other program may reach the job's store; restart the job"
+        ) from error
 
 
 def _message(lane: int, buckets: str, head: str) -> bytes:

@@ -69,7 +69,7 @@ def dumps(plan: Plan) -> str:
     return json.dumps(plan_to_dict(plan), sort_keys=True, separators=(",", ":"))
 
 
-def loads(text: str) -> Plan:
+def loads(text: str | bytes) -> Plan:
     """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
     try:
         data = json.loads(text)

@@ -14,6 +14,7 @@ What arrives is what was planned, because
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from megatron.dynamic_cp.verify import run_on_all_ranks
+from megatron.dynamic_cp.messages import all_gather_bytes
+from megatron.dynamic_cp.verify import collective_device, run_on_all_ranks
 
 Shape = tuple[int, int, int]
 
@@ -118,9 +120,8 @@ class PlannedP2PCommunicator(P2PCommunicator):
             DisagreementError: the two ends of a pipe have different plans; the same on every rank.
         """
         mine = {name: [self._shapes[index] for index in order] for name, order in self._orders.items()}
-        everyone: list[dict[str, list[Shape]]] = [{} for _ in range(self.pp_group.size())]
-        dist.all_gather_object(everyone, mine, group=self.pp_group)
-        run_on_all_ranks(lambda: _check_pipes(everyone))
+        everyone = all_gather_bytes(json.dumps(mine).encode(), collective_device(), self.pp_group)
+        run_on_all_ranks(lambda: _check_pipes([_shapes(one) for one in everyone]))
 
     def finish(self) -> None:
         """Raise DisagreementError unless every planned message was exchanged; every rank counts the same way."""
@@ -179,6 +180,10 @@ class PlannedP2PCommunicator(P2PCommunicator):
 def schedule_groups() -> ProcessGroupCollection:
     """Return the groups that megatron-core's schedules take by themselves when no communicator is given."""
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
+
+
+def _shapes(message: bytes) -> dict[str, list[Shape]]:
+    return {name: [tuple(shape) for shape in shapes] for name, shapes in json.loads(message).items()}
 
 
 def _check_pipes(everyone: Sequence[dict[str, list[Shape]]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.planner_process import Answer, PlannerProcess, Problem, Request, answer
 from dynamic_cp.types import Hardware, Sample
+from megatron.dynamic_cp import messages
 from megatron.dynamic_cp.verify import job_store
 
 logger = logging.getLogger(__name__)
@@ -169,14 +169,14 @@ class Planner:
     def _publish(self, given: Answer) -> None:
         num_lanes = self._problem.topology.num_lanes
         if given.error is not None:
-            message = ERROR + pickle.dumps(given.error)
-            messages = {lane_key(given.key, lane): message for lane in range(num_lanes)}
+            error = ERROR + messages.encode_error(given.error)
+            parts = {lane_key(given.key, lane): error for lane in range(num_lanes)}
         else:
             assert given.lanes is not None, "an answer is a plan, an error or a failure"
-            messages = {lane_key(given.key, lane): PLAN + part for lane, part in enumerate(given.lanes)}
+            parts = {lane_key(given.key, lane): PLAN + part for lane, part in enumerate(given.lanes)}
             if self._publish_whole and given.whole is not None:  # before the parts: whoever has one asks for it
                 self._store.set(lane_key(given.key, WHOLE), given.whole)
-        _set_all(self._store, messages)
+        _set_all(self._store, parts)
 
     def _run(self, process: PlannerProcess) -> None:
         with self._noting_a_lost_store():

@@ -9,7 +9,6 @@ store blocks signal handlers and prints a warning whenever it times out.
 from __future__ import annotations
 
 import logging
-import pickle
 import queue
 import threading
 import time
@@ -23,6 +22,7 @@ from dynamic_cp.errors import DisagreementError, DynamicCPError
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, Sample, Topology
 from dynamic_cp.validate import check_plan
+from megatron.dynamic_cp.messages import decode_error
 from megatron.dynamic_cp.planner import CLOSE_LIMIT_S, ERROR, WHOLE, Planner, lane_key
 from megatron.dynamic_cp.verify import agree, beat, job_store, lost_store, rank_zero_is_silent, silent_rank_zero
 
@@ -117,7 +117,7 @@ class PlanSource:
 
     def whole(self, step: int) -> Plan:
         """Return the whole plan of `step`, which was taken; the planner must publish whole plans."""
-        return serialize.loads(job_store().get(lane_key(self._key(step), WHOLE)).decode())
+        return serialize.loads(job_store().get(lane_key(self._key(step), WHOLE)))
 
     def close(self) -> None:
         """Stop fetching; after a collective that followed the latest `take`."""
@@ -191,8 +191,7 @@ class PlanSource:
             pause_s = min(1.5 * pause_s, longest_s)
         message = store.get(key)
         if message[:1] == ERROR:
-            error: DynamicCPError = pickle.loads(message[1:])
-            return error
+            return decode_error(message[1:], f"under {key!r} in the job's store")
         return decode_lane(message[1:])
 
 

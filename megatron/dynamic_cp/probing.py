@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.types import MAX_COUNT, Sample
+from megatron.dynamic_cp.messages import all_gather_bytes, decode_error, encode_error
 from megatron.dynamic_cp.verify import collective_device
 
 NOT_PROBED, FAILED = -1, -2
@@ -77,8 +78,7 @@ def probe_lengths(
         if not len(failures):
             return lengths
         owner = int(failures[0]) % num_ranks
-        errors = [error]
-        dist.broadcast_object_list(errors, dist.get_global_rank(group, owner), group=group, device=device)
+        gathered_errors = all_gather_bytes(b"" if error is None else encode_error(error), device, group)
     except RuntimeError as lost:
         raise DynamicCPError(
             f"probing the lengths of {noun}s {sample_ids[0]} .. {sample_ids[-1]}: one of {num_ranks} ranks ended or "
@@ -86,9 +86,9 @@ def probe_lengths(
             "see the logs of the other ranks",
             num_ranks=num_ranks,
         ) from lost
-    first = errors[0]
-    assert first is not None
-    raise first from (error if owner == rank and error is not None else None)
+    if owner == rank and error is not None:
+        raise error
+    raise decode_error(gathered_errors[owner], f"from rank {owner} of the group")
 
 
 def _probe_share(

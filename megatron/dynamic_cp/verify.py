@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp import messages, phase
 
 T = TypeVar("T")
 
@@ -33,34 +32,37 @@ def job_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def publish_outcome(key: str, compute: Callable[[], T]) -> T:
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def publish_outcome(key: str, compute: Callable[[], Any], as_value: Callable[[Any], T] = _unchanged) -> T:
     """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank.
 
     Any other exception is a bug: rank 0 raises it as it is, the others learn its text, so that they do not wait.
 
     Args:
         key: name of the outcome, unique in the job, the same on all ranks.
+        compute: returns a JSON value; tuples become lists.
+        as_value: what is returned in place of the JSON value, for what JSON does not have; on every rank.
     """
     store = job_store()
-    if dist.get_rank() == 0:
-        try:
-            try:
-                with _beating():
-                    outcome: tuple[bool, object] = (True, compute())
-            except DynamicCPError as error:
-                outcome = (False, error)
-            published = pickle.dumps(outcome)
-        except Exception as error:
-            failed = DynamicCPError(f"rank 0 failed: {type(error).__name__}: {error}; its log has the traceback")
-            store.set(key, pickle.dumps((False, failed)))
-            raise
-        store.set(key, published)
-    else:
-        outcome = pickle.loads(_wait_for(store, key))
-    succeeded, value = outcome
-    if not succeeded:
-        raise value  # type: ignore[misc]
-    return value  # type: ignore[return-value]
+    place = f"under {key!r} in the job's store"
+    if dist.get_rank() != 0:
+        return messages.decode(_wait_for(store, key), place, as_value)
+    try:
+        with _beating():
+            message = messages.encode_value(compute())
+        value = messages.decode(message, place, as_value)  # as all ranks do
+    except DynamicCPError as error:
+        store.set(key, messages.encode_error(error))
+        raise
+    except Exception as error:
+        failed = DynamicCPError(f"rank 0 failed: {type(error).__name__}: {error}; its log has the traceback")
+        store.set(key, messages.encode_error(failed))
+        raise
+    store.set(key, message)
+    return value
 
 
 _BEAT_KEY = "dynamic_cp/rank_zero_is_waiting"
@@ -177,11 +179,11 @@ def lost_rank(error: Exception) -> DynamicCPError:
 _calls = 0
 
 
-def run_on_rank_zero(compute: Callable[[], T]) -> T:
+def run_on_rank_zero(compute: Callable[[], Any], as_value: Callable[[Any], T] = _unchanged) -> T:
     """Like `publish_outcome`, with a key counted here: all ranks must call it equally often."""
     global _calls
     _calls += 1
-    return publish_outcome(f"rank_zero/{_calls}", compute)
+    return publish_outcome(f"rank_zero/{_calls}", compute, as_value)
 
 
 def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = None) -> T:
@@ -221,24 +223,27 @@ def agree(
     except Exception as caught:
         bug, error = caught, DynamicCPError(f"{type(caught).__name__}: {caught}; the rank's log has the traceback")
     prefix = 0 if error is not None or digest_of is None else _digest_prefix(digest_of(value))  # type: ignore[arg-type]
-    extremes = torch.tensor([int(error is not None), prefix, -prefix], device=device or collective_device())
-    errors: list[DynamicCPError | None] = [None] * dist.get_world_size()
+    device = device or collective_device()
+    extremes = torch.tensor([int(error is not None), prefix, -prefix], device=device)
     try:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         has_error, largest, smallest = extremes.tolist()
         if not has_error:
             _check_equal(prefix, largest, -smallest, what)
             return value  # type: ignore[return-value]
-        dist.all_gather_object(errors, error)
+        gathered = messages.all_gather_bytes(b"" if error is None else messages.encode_error(error), device)
     except RuntimeError as lost:
         if bug is not None:
             raise bug from lost
         raise error or lost_rank(lost) from lost
     if bug is not None:
         raise bug
-    rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
-    where = "" if len({str(e) for e in errors}) == 1 and len(errors) > 1 else f" (rank {rank})"
-    raise type(first)(f"{first}{where}", **first.details)
+    rank, message = next((rank, message) for rank, message in enumerate(gathered) if message)
+    first = messages.decode_error(message, f"from rank {rank}")
+    texts = {str(messages.decode_error(one, "from a rank")) if one else None for one in gathered}
+    if len(texts) > 1 or len(gathered) == 1:
+        first.args = (f"{first} (rank {rank})",)
+    raise first
 
 
 def _digest_prefix(digest: str) -> int:

@@ -78,7 +78,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     Raises:
         CheckpointError: damaged, missing, or of another model, data set or seed; the same on every rank.
     """
-    found = run_on_rank_zero(lambda: _find(load_dir, required, trainable.identity["model"], finetune))
+    found = run_on_rank_zero(lambda: _find(load_dir, required, trainable.identity["model"], finetune), _found)
     if found is None:
         logger.info("no checkpoint in %s: starting afresh", load_dir)
         return Position()
@@ -149,7 +149,7 @@ def reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
 
 def _find(
     load_dir: str, required: bool, model: Mapping[str, Any], weights_only: bool
-) -> tuple[Path, dict[str, Any]] | None:
+) -> tuple[str, dict[str, Any]] | None:
     """Return the folder of the latest checkpoint, and what its manifest says, or would say if it is Megatron-LM's."""
     folder = checkpoint_files.latest(load_dir)
     if folder is None:
@@ -160,7 +160,15 @@ def _find(
             )
         return None
     theirs = interchange.read_run(folder, model, weights_only=weights_only)
-    return folder, theirs or checkpoint_files.verify(folder)
+    return str(folder), theirs or checkpoint_files.verify(folder)
+
+
+def _found(value: list[Any] | None) -> tuple[Path, dict[str, Any]] | None:
+    """Return what `_find` found, from JSON."""
+    if value is None:
+        return None
+    folder, run = value
+    return Path(folder), run
 
 
 def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:

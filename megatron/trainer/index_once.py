@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,25 @@ class _Ticket:
     header: bytes
     path: str | None
 
+    def __post_init__(self) -> None:
+        for column in json.loads(self.header)["columns"]:
+            if np.dtype(column["dtype"]).kind not in "iu":
+                raise TypeError(f"column {column['name']} has type {column['dtype']}, integers are needed")
+
+    @classmethod
+    def of(cls, entry: IndexedEntry) -> _Ticket:
+        """Return the ticket of `entry`."""
+        return cls(name=entry.name, root=entry.root, header=entry.index.header, path=entry.index.path)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> _Ticket:
+        """Return the ticket that `to_json` gave."""
+        return cls(**{**value, "header": value["header"].encode()})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ticket as JSON has it."""
+        return {**asdict(self), "header": self.header.decode()}
+
     def open(self) -> LengthIndex | None:
         """Return the index when this rank can map the very same one."""
         if self.path is None:
@@ -68,14 +87,17 @@ def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry |
     key, progress_key = f"index/{_calls}", f"index/{_calls}/progress"
     entries: tuple[IndexedEntry | None, ...] = ()
 
-    def index() -> list[_Ticket | None]:
+    def index() -> list[dict[str, Any] | None]:
         nonlocal entries
         entries = index_entries(config, on_tick=lambda: job_store().set(progress_key, str(time.monotonic())))
-        return [None if entry is None else _ticket(entry) for entry in entries]
+        return [None if entry is None else _Ticket.of(entry).to_json() for entry in entries]
+
+    def as_tickets(values: list[dict[str, Any] | None]) -> list[_Ticket | None]:
+        return [None if value is None else _Ticket.from_json(value) for value in values]
 
     if dist.get_rank() != 0:
         _wait_while_it_goes_on(key, progress_key)
-    tickets = publish_outcome(key, index)
+    tickets = publish_outcome(key, index, as_tickets)
     if dist.get_rank() == 0:
         indexes = [None if entry is None else entry.index for entry in entries]
     else:
@@ -84,10 +106,6 @@ def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry |
         None if ticket is None or index is None else IndexedEntry(name=ticket.name, root=ticket.root, index=index)
         for ticket, index in zip(tickets, _share(tickets, indexes, device), strict=True)
     )
-
-
-def _ticket(entry: IndexedEntry) -> _Ticket:
-    return _Ticket(name=entry.name, root=entry.root, header=entry.index.header, path=entry.index.path)
 
 
 def _wait_while_it_goes_on(key: str, progress_key: str) -> None:

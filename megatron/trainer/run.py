@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -148,14 +148,16 @@ def set_up(args: argparse.Namespace) -> Run:
     logger.info("%s", layer_choice.describe())
     logger.info("%s", fusions.choose(args, device).describe())
     hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
-    hardware = run_on_rank_zero(lambda: _hardware(args, hardware_name))
+    hardware = run_on_rank_zero(lambda: asdict(_hardware(args, hardware_name)), lambda found: Hardware(**found))
     data_config, vocab_size, splits = _data(args, device)
     topology = derive.topology(args)
     vocab_rows = derive.padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by, topology.tp_size)
     model_shape = derive.model_shape(args, vocab_rows)
     is_auto = args.max_seqlen_per_dp_cp_rank == "auto"
     # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
-    args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(lambda: memory.max_tokens_per_rank(args, model_shape, hardware))
+    args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
+        lambda: memory.max_tokens_per_rank(args, model_shape, hardware), int
+    )
     dump, recorded = planners.dump_and_replay(args, topology)
     groups = DynamicCPGroups.build(
         topology,

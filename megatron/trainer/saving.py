@@ -72,7 +72,7 @@ class Saver:
         if trainable.gathers_params:
             for chunk in trainable.wrapped:
                 chunk.disable_forward_pre_hook(param_sync=True)
-        partial = run_on_rank_zero(lambda: checkpoint_files.begin(save_dir, position.iteration))
+        partial = run_on_rank_zero(lambda: str(checkpoint_files.begin(save_dir, position.iteration)), Path)
         run = _run_values(trainable, position)
         with self._reporting(position.iteration):
             request = self._request(partial, position, in_background)
@@ -129,7 +129,7 @@ class Saver:
         assert self._unnamed is not None
         unnamed, self._unnamed = self._unnamed, None
         named_since_s = time.perf_counter()
-        folder = run_on_rank_zero(lambda: checkpoint_files.commit(unnamed.folder, unnamed.iteration, unnamed.run))
+        folder = run_on_rank_zero(lambda: str(checkpoint_files.commit(unnamed.folder, unnamed.iteration, unnamed.run)))
         now_s = time.perf_counter()
         held_up_s = unnamed.blocked_s + waited_s + now_s - named_since_s
         logger.info("saved %s in %.1f s, training waited %.1f s", folder, now_s - unnamed.started_s, held_up_s)

@@ -44,7 +44,7 @@ def publish(error: DynamicCPError | None) -> tuple[Any, list[int]]:
 
 def test_rank_zero_computes_and_all_ranks_get_its_value() -> None:
     results = run_ranks(3, publish, None, timeout_s=60)
-    assert [value for value, _ in results] == [{"rank": 0, "numbers": (1, 2)}] * 3
+    assert [value for value, _ in results] == [{"rank": 0, "numbers": [1, 2]}] * 3
     assert [computed for _, computed in results] == [[0], [], []]
 
 
@@ -80,7 +80,7 @@ def _raise(error: Exception) -> None:
 
 
 def test_calls_on_rank_zero_do_not_mix() -> None:
-    expected = [("first", 0), ("second", 0), (DataError, "torn", {"path": "x"}), "after an error"]
+    expected = [["first", 0], ["second", 0], (DataError, "torn", {"path": "x"}), "after an error"]
     assert run_ranks(3, run_twice_on_rank_zero, timeout_s=60) == [expected] * 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -67,10 +68,10 @@ class Session:
         self.topology = derive.topology(planning)
         self.layers = layers.choose(planning, self.device)
         name = planning.dynamic_cp_hardware or ("cpu" if self.device.type == "cpu" else "h100")
-        self.hardware = run_on_rank_zero(lambda: load_hardware(name))
+        self.hardware = run_on_rank_zero(lambda: asdict(load_hardware(name)), lambda found: Hardware(**found))
         self.model_shape = derive.model_shape(planning, theirs.padded_vocab_size)
         planning.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
-            lambda: memory.max_tokens_per_rank(planning, self.model_shape, self.hardware)
+            lambda: memory.max_tokens_per_rank(planning, self.model_shape, self.hardware), int
         )
         self._dump, recorded = planners.dump_and_replay(planning, self.topology)
         self.groups = DynamicCPGroups.build(

@@ -1,0 +1,118 @@
+"""What ranks tell each other, as JSON: whoever reaches the job's store, or a rank's connections, can send no code.
+
+    a value or an error -> one message -> the same value or error on every rank
+
+An error travels as the name of its class, its text and its details, as far as JSON has them; a class that
+`dynamic_cp.errors` does not have arrives as the nearest of its bases. docs/trust.md says what this does not prevent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dynamic_cp import errors
+from dynamic_cp.errors import DisagreementError, DynamicCPError
+
+T = TypeVar("T")
+
+_CLASSES: dict[str, type[DynamicCPError]] = {
+    name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, DynamicCPError)
+}
+
+
+def encode_value(value: Any) -> bytes:
+    """Return the message of a JSON value; tuples arrive as lists.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    return _dump({"value": value})
+
+
+def encode_error(error: DynamicCPError) -> bytes:
+    """Return the message of an error."""
+    name = next(base.__name__ for base in type(error).__mro__ if base in _CLASSES.values())
+    details = {name: _as_json(value) for name, value in error.details.items()}
+    return _dump({"error": name, "message": str(error), "details": details})
+
+
+def decode(message: bytes, place: str, as_value: Callable[[Any], T]) -> T:
+    """Return the value of a message, or raise the error that it holds.
+
+    Args:
+        place: where it was found, for the error.
+        as_value: turns what JSON has into the value; whatever it raises says that the message is none.
+
+    Raises:
+        DynamicCPError: of the message.
+        DisagreementError: it is no message.
+    """
+    try:
+        content = json.loads(message)
+        if "error" not in content:
+            return as_value(content["value"])
+        error = _error(**content)
+    except Exception as reason:  # RecursionError, UnicodeDecodeError, ...: whatever somebody has planted
+        raise _no_message(message, place, reason) from reason
+    raise error
+
+
+def decode_error(message: bytes, place: str) -> DynamicCPError:
+    """Return the error that a message holds; if it holds none, the error that says so."""
+    try:
+        return _error(**json.loads(message))
+    except Exception as reason:
+        return _no_message(message, place, reason)
+
+
+def all_gather_bytes(mine: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return what each rank of `group` (default: all) gives, in the order of its ranks. Collective.
+
+    Args:
+        device: where the group's tensors live.
+    """
+    num_ranks = dist.get_world_size(group)
+    sizes = torch.empty(num_ranks, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(mine)], device=device), group=group)
+    num_bytes: list[int] = sizes.tolist()
+    longest = max(num_bytes)
+    padded = np.frombuffer(mine.ljust(longest, b"\0"), dtype=np.uint8).copy()
+    gathered = torch.empty(num_ranks * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, torch.from_numpy(padded).to(device), group=group)
+    rows = gathered.cpu().numpy().reshape(num_ranks, longest)
+    return [row[:size].tobytes() for row, size in zip(rows, num_bytes, strict=True)]
+
+
+def _dump(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _as_json(value: Any) -> Any:
+    """Return a detail of an error as what JSON has: for programs that read it, the text says it to people."""
+    try:
+        json.dumps(value)
+        return value
+    except (TypeError, ValueError, RecursionError):
+        return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _error(*, error: str, message: str, details: dict[str, Any]) -> DynamicCPError:
+    if not isinstance(message, str):
+        raise TypeError(f"the text of an error is {message!r}")
+    found = _CLASSES[error](message)
+    found.details = dict(details)
+    return found
+
+
+def _no_message(message: bytes, place: str, reason: Exception) -> DisagreementError:
+    return DisagreementError(
+        f"no message of this program {place}: {message[:40]!r} ({type(reason).__name__}: {reason}); restart the job "
+        "and let no other program reach its ports (docs/trust.md)",
+        place=place,
+    )
