@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import checkpoint_files, interchange, optimizer_state
+from megatron.trainer import checkpoint_files, interchange, optimizer_state, safe_loading
 from megatron.trainer.extra_states import load_weights, without_extra_states
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         if same_layout:
             state["rng"] = sharded_rng(None)
     with reporting(f"--load {load_dir}: {folder.name}", "read", "resume from an older checkpoint or another"):
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded = safe_loading.load(state, folder)
     for index, chunk in enumerate(trainable.chunks):
         load_weights(chunk, loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
     if request is None:
@@ -140,7 +140,9 @@ def reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        own = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        causes = {rank: str(cause) for rank, (cause, _) in sorted(error.failures.items())}
+        same = set(causes.values()) if len(causes) > 1 else set()
+        own = same.pop() if len(same) == 1 else "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
         reasons = run_on_rank_zero(lambda: own)
         raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {what.split()[0]}") from None
     except OSError as error:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from dynamic_cp.errors import CheckpointError
-from megatron.trainer import checkpoint_files, optimizer_state
+from megatron.trainer import checkpoint_files, optimizer_state, safe_loading
 
 CONTENT_METADATA = {
     **optimizer_state.SHARDING,
@@ -73,7 +72,7 @@ def values_for_megatron_lm(
 def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> dict[str, Any] | None:
     """Return what the manifest of one of our checkpoints would say of Megatron-LM's checkpoint `folder`.
 
-    None: it is none of Megatron-LM's. On one rank; unpickles the folder's common values.
+    None: it is none of Megatron-LM's. On one rank; reads the folder's common values.
 
     Args:
         model: `derive.model_identity` of this run.
@@ -85,8 +84,9 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
     if (folder / checkpoint_files.MANIFEST).exists() or not (folder / "metadata.json").exists():
         return None
     try:
-        (folder / "common.pt").stat()  # megatron-core stumbles while it says that it is missing
-        common = dist_checkpointing.load_common_state_dict(str(folder))
+        common = safe_loading.read_common(folder)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ImportError, *_OTHER_CONTENT) as error:
         raise CheckpointError(
             f"{folder} has no {checkpoint_files.MANIFEST}, and its metadata.json or common.pt cannot be read as "
@@ -94,8 +94,6 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
             f"({type(error).__name__}: {error}): resume from an older checkpoint by writing its iteration into "
             f"{checkpoint_files.TRACKER}"
         ) from error
-    except CheckpointingException as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}; resume from an older checkpoint") from error
     args = common.get("args") if isinstance(common, dict) else None
     if (
         not isinstance(args, argparse.Namespace)

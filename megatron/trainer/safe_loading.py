@@ -1,0 +1,185 @@
+"""Reading a checkpoint as data: whoever wrote the folder of --load cannot have this process run anything.
+
+Unpickling calls what the file names, and a checkpoint of torch_dist is unpickled in three places:
+
+    .metadata         torch's list of tensors       here with the classes of such a list, and no others
+    common.pt         values beside the tensors     by torch.load(weights_only=True), whatever the environment says
+    objects           random states, in *.distcp    the same
+    tensors           in *.distcp                   torch itself does so
+
+megatron-core has `common.pt` read so unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, the other two never. Checksums of
+a manifest are no help: whoever writes the file writes its checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import maybe_load_config
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata, ReadItem
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from dynamic_cp.errors import CheckpointError
+from megatron.dynamic_cp.verify import run_on_all_ranks
+
+COMMON = "common.pt"
+METADATA = ".metadata"
+_FORMAT = "torch_dist"
+_LISTS_OF_TENSORS = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    # Of earlier versions of torch and megatron-core.
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}
+"""Classes of plain values: module -> names. And torch's dtypes."""
+
+
+def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what megatron-core's `dist_checkpointing.load` returns. Collective.
+
+    Raises:
+        CheckpointError: a file holds something else than data, or is damaged; the same on every rank.
+        CheckpointException: the same of an object in a file of tensors, or a tensor that cannot be read.
+    """
+    reader = _Reader(folder)
+
+    def read() -> dict[str, Any]:
+        with _naming_damage(folder / COMMON):
+            common = read_common(folder)
+        with _naming_damage(folder / METADATA):
+            reader.read_metadata()
+        return common
+
+    common = run_on_all_ranks(read)
+    return dist_checkpointing.load(sharded_state, str(folder), _ShardedPart(reader), _CommonPart(common))
+
+
+def read_common(folder: Path) -> Any:
+    """Return the values beside the tensors.
+
+    Raises:
+        CheckpointError: they are not only data, or the checkpoint is of another format.
+        Exception: whatever damaged files make torch and json raise.
+    """
+    config = maybe_load_config(str(folder))
+    if config is None or config.sharded_backend != _FORMAT:
+        found = "no metadata.json" if config is None else f"format {config.sharded_backend!r}"
+        raise CheckpointError(f"{folder} has {found}, {_FORMAT!r} is needed: convert it with Megatron-LM's tools")
+    return _read_data(folder / COMMON, str(folder / COMMON))
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # of single ranks there is none
+        if self._metadata is None:
+            path = Path(self.path) / METADATA
+            with path.open("rb") as file:
+                found = _MetadataUnpickler(file, str(path)).load()
+            if not isinstance(found, Metadata):
+                raise CheckpointError(f"{path} holds a {type(found).__name__} and no list of tensors")
+            self._metadata = found
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        planner.load_bytes = functools.partial(self._load_object, planner)  # type: ignore[method-assign]
+        return super().read_data(plan, planner)
+
+    def _load_object(self, planner: Any, item: ReadItem, value: Any) -> None:
+        """As `DefaultLoadPlanner.load_bytes` does, which unpickles everything."""
+        path = Path(self.path) / self.storage_data[item.storage_index].relative_path
+        name = item.dest_index.fqn
+        set_element(planner.original_state_dict, planner.mappings[name], _read_data(value, f"{path} ({name})"))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: str) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in _LISTS_OF_TENSORS.get(module, ()):
+            raise _foreign(self._path, f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+class _ShardedPart(TorchDistLoadShardedStrategy):
+    """megatron-core's, with our reader: it has no parameter for it."""
+
+    def __init__(self, reader: _Reader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        made = torch_strategies._get_filesystem_reader
+        torch_strategies._get_filesystem_reader = lambda folder, cache_metadata=False: self._reader
+        try:
+            return super().load(sharded_state_dict, checkpoint_dir)
+        finally:
+            torch_strategies._get_filesystem_reader = made
+
+
+class _CommonPart(TorchCommonLoadStrategy):
+    """What `read_common` has returned."""
+
+    def __init__(self, common: Any) -> None:
+        super().__init__()
+        self._common = common
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        return self._common
+
+
+def _read_data(file: Any, name: str) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused is None:
+            raise
+        raise _foreign(name, refused[1]) from None
+
+
+def _foreign(name: str, refused: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} holds {refused}, which is no data of a checkpoint: loading it would run it, so it is refused. Take a "
+        "checkpoint that this program or Megatron-LM wrote; docs/trust.md says how to allow a class of your own",
+        refused=refused,
+    )
+
+
+@contextlib.contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # unpickling what is damaged raises anything
+        reason = str(error).strip().splitlines() or [""]
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {reason[-1]}): resume from an older checkpoint",
+            path=str(path),
+        ) from error
