@@ -37,7 +37,7 @@ from megatron.dynamic_cp.verify import run_on_all_ranks
 COMMON = "common.pt"
 METADATA = ".metadata"
 _FORMAT = "torch_dist"
-_LISTS_OF_TENSORS = {
+ADMITTED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
@@ -47,6 +47,7 @@ _LISTS_OF_TENSORS = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     # Of earlier versions of torch and megatron-core.
+    "pathlib": ("PosixPath",),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
@@ -121,7 +122,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if name not in _LISTS_OF_TENSORS.get(module, ()):
+        if name not in ADMITTED.get(module, ()):
             raise _foreign(self._path, f"{module}.{name}")
         return super().find_class(module, name)
 
