@@ -19,7 +19,8 @@ TRAIN = [
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
-TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1"]  # local tokenizer.json files and chat templates; no torch
+# Local tokenizer.json files and chat templates; no torch. Before 3.1.6 a template could leave jinja2's sandbox.
+TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1.6"]
 HF = ["transformers==5.23.0", "accelerate==1.15.0"]  # pinned: their attention and mesh interfaces change; 26 MB in all
 MEGATRON_LM = ["six", "regex", "pyyaml"]  # what the training code of a Megatron-LM checkout imports
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]

@@ -40,7 +40,8 @@ CHECK_PARENT_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
 # Not -m: the module would exist twice, as __main__ and under its own name, and so would the classes that are sent.
-_RUN = "from dynamic_cp.planner_process import main; main()"
+# Python looks for modules in the working folder first ('' of -c), and that may be one that others write to.
+_RUN = "import sys; sys.path = [*filter(None, sys.path)]; from dynamic_cp.planner_process import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, InfeasibleSampleError, InvalidInputError
-from megatron.dynamic_cp import probing
+from megatron.dynamic_cp import messages, probing
 from megatron.dynamic_cp.planner import ERROR, PLAN, WHOLE, lane_key
 from megatron.dynamic_cp.planning import PlanSource
 from megatron.dynamic_cp.verify import job_store, publish_outcome, run_on_all_ranks
@@ -35,15 +37,15 @@ NOT_MESSAGES = {
 }
 
 
-def read_planted(messages: dict[str, bytes]) -> dict[str, Any]:
+def read_planted(stored: dict[str, bytes]) -> dict[str, Any]:
     """Return what rank 1 makes of each message that stands where it expects rank 0's."""
     if dist.get_rank() == 0:
-        for name, message in messages.items():
+        for name, message in stored.items():
             job_store().set(name, message)
     dist.barrier()
     return {
         name: None if dist.get_rank() == 0 else outcome_of(lambda name=name: publish_outcome(name, lambda: None))
-        for name in messages
+        for name in stored
     }
 
 
@@ -85,8 +87,6 @@ def take_planted(message: bytes) -> Any:
 
 def checksummed(body: bytes) -> bytes:
     """Return a lane's part as somebody would write it who knows how."""
-    import hashlib
-
     return PLAN + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
@@ -197,6 +197,20 @@ def test_a_peer_that_fails_to_probe_sends_no_code(tmp_path: Path) -> None:
     assert (own, kind) == ("Evil", "DataError")
     assert text.startswith("sample 0 could not be probed for its length on rank 0")
     assert details == {"sample_id": 0, "rank": 0}
+
+
+def gather(texts: list[bytes]) -> list[list[bytes]]:
+    """Return what all ranks say, what two of three say, and what nobody says."""
+    mine, device = texts[dist.get_rank()], torch.device("cpu")
+    group = dist.new_group([0, 2])
+    found = [messages.all_gather_bytes(mine, device), messages.all_gather_bytes(b"", device)]
+    return found + ([messages.all_gather_bytes(mine, device, group)] if dist.get_rank() != 1 else [])
+
+
+def test_bytes_of_any_length_are_gathered() -> None:
+    texts = [b"", b"one\0", b"\0" * 70_000]
+    for rank, found in enumerate(run_ranks(3, gather, texts, timeout_s=60)):
+        assert found == [texts, [b""] * 3, *([[texts[0], texts[2]]] if rank != 1 else [])]
 
 
 def test_messages_are_json() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -69,6 +70,13 @@ def test_rank_zero_alone_lists_and_scans(folder, case):
     assert results[0][3] == build_splits(config).train.fingerprint(), "as without ranks"
     again = run_ranks(4, index_and_count, config, blind, timeout_s=60)
     assert [scans for scans, *_ in again] == [[]] * 4
+
+
+def test_an_index_of_objects_is_refused():
+    """Whoever writes to the job's store could name any type for the columns that follow."""
+    header = {"columns": [{"name": "lengths", "dtype": "O", "length": 1}]}
+    with pytest.raises(TypeError, match="column lengths has type O, integers are needed"):
+        module._Ticket.from_json({"name": "a", "root": "", "header": json.dumps(header), "path": None})
 
 
 def fail():

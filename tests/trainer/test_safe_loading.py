@@ -201,6 +201,20 @@ def test_a_damaged_list_of_tensors_is_named(whole: Path, tmp_path: Path, content
     assert ".metadata" in text
 
 
+class Settings:
+    """Of somebody's own program."""
+
+
+def test_a_class_that_the_user_allows_is_read(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(whole, folder)
+    torch.save({"own": Settings()}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt holds tests\.trainer\.test_safe_loading\.Settings, "):
+        safe_loading.read_common(folder)
+    with torch.serialization.safe_globals([Settings]):
+        assert isinstance(safe_loading.read_common(folder)["own"], Settings)
+
+
 def test_another_format_is_refused_before_its_files_are_read(tmp_path: Path) -> None:
     """megatron-core's earlier format, zarr, has filters that unpickle."""
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')

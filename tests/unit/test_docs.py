@@ -227,6 +227,7 @@ def test_flags_named_on_pages_exist() -> None:
     for script in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tools").glob("*.py")]:
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
     others = {"--nproc-per-node", "--help", "--version", "--index-url"}
+    others |= {"--rdzv-backend", "--master-port"}  # torchrun's
     others |= {"--nodes"}  # sbatch's, and below docker's
     others |= {"--target", "--build-arg", "--rm", "--gpus", "--ipc", "--ulimit", "--user", "--shm-size", "--device"}
     others |= {"--network"}

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -31,6 +33,10 @@ TEMPLATES = {
     "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 }
+
+
+_SAFE_JINJA = (3, 1, 6)
+"""Templates come with tokenizers that others made. Before this version one could leave the sandbox (CVE-2025-27516)."""
 
 
 class Span(NamedTuple):
@@ -126,8 +132,12 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.variables),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise LineError(f": {self.name} refuses this chat ({error}): repair the chat or the template") from error
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+            *(RecursionError, MemoryError),
+        ) as error:
+            said = str(error) or type(error).__name__
+            raise LineError(f": {self.name} refuses this chat ({said}): repair the chat or the template") from error
         return str(text)
 
     def check(self) -> str | None:
@@ -139,6 +149,18 @@ class ChatFormat:
         except jinja2.TemplateError as error:
             return f"line {getattr(error, 'lineno', '?')}: {error}"
         return None
+
+
+def why_no_templates() -> str | None:
+    """Return why no template of others can be rendered here, None when it can."""
+    needed = ".".join(map(str, _SAFE_JINJA))
+    try:
+        version = metadata.version("jinja2")
+    except metadata.PackageNotFoundError:
+        return f"jinja2 is not installed, {needed} or later is needed"
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) >= _SAFE_JINJA:
+        return None
+    return f"jinja2 {version} is installed, {needed} or later keeps a template from running code"
 
 
 @lru_cache(maxsize=4)
@@ -167,8 +189,14 @@ def _compiled(template: str) -> Any:
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **others)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import hugging_face, tokenizer
-from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader
+from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader, why_no_templates
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
 from megatron.trainer.data.json_text import LineError
@@ -24,7 +24,7 @@ def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | 
     """Return what reads the chats of `config`; None without --sft.
 
     Raises:
-        InvalidInputError: no template, or one that does not compile; a tokenizer that cannot read text.
+        InvalidInputError: no template, or one that does not compile; a tokenizer that cannot read text; no safe jinja2.
     """
     if not config.sft:
         return None
@@ -32,6 +32,9 @@ def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | 
         raise InvalidInputError(
             f"--sft needs a tokenizer that reads text, --tokenizer-type is {config.tokenizer}: use HuggingFaceTokenizer"
         )
+    reason = why_no_templates()
+    if reason is not None:
+        raise InvalidInputError(f"--sft renders templates: {reason}: pip install 'megatron-dynamic-cp[tokenizers]'")
     folder = tokenizer.folder if isinstance(tokenizer, HuggingFaceTokenizer) else None
     name, template = _template(config.chat_template, folder)
     variables = tuple(sorted(hugging_face.special_tokens(folder).items())) if folder is not None else ()

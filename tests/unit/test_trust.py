@@ -1,0 +1,240 @@
+"""What a run reads is data: proofs that planted code is not run, and a list of the places that could run it.
+
+The job's store and peers: tests/distributed/test_messages.py. Checkpoints: tests/trainer/test_safe_loading.py. What is
+trusted and what is not: docs/trust.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.lengths import read_lengths
+from dynamic_cp.planner_process import PlannerProcess, Problem, Request
+from dynamic_cp.serialize import loads
+from dynamic_cp.types import PlanOptions, Sample, Topology
+from tests.payload import Payload, planted, works
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_pickles_in_place_of_data_files_are_refused(tmp_path: Path) -> None:
+    from megatron.trainer.data.length_index import load_index
+
+    assert works(tmp_path)
+    mark = tmp_path / "ran"
+    np.save(tmp_path / "objects.npy", np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    for name in ("plain.npy", "plain.json", "plain.txt", "plain.jsonl", "plain.idx", "plain.lengths"):
+        (tmp_path / name).write_bytes(planted(mark))
+    readers: list[Any] = [
+        *(lambda name=name: read_lengths(tmp_path / name) for name in ("objects.npy", "plain.npy", "plain.txt")),
+        *(lambda name=name: read_lengths(tmp_path / name) for name in ("plain.json", "plain.jsonl", "plain.idx")),
+        lambda: load_index(str(tmp_path / "plain.lengths")),
+        lambda: load_hardware(tmp_path / "plain.json"),
+        lambda: load_model(tmp_path / "plain.json"),
+        lambda: loads((tmp_path / "plain.json").read_bytes()),
+    ]
+    for read in readers:
+        with pytest.raises((DataError, InvalidInputError)):
+            read()
+    assert not mark.exists()
+
+
+def test_code_beside_a_hugging_face_model_is_not_imported(tmp_path: Path) -> None:
+    """As trust_remote_code would."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from megatron.trainer.data.hugging_face import HuggingFaceTokenizer, chat_template, special_tokens
+    from tests.unit.data.made_tokenizers import write_tokenizer
+
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    mark = tmp_path / "ran"
+    for name in ("modeling_evil.py", "tokenization_evil.py", "configuration_evil.py"):
+        (folder / name).write_text(f"import os; os.mkdir({str(mark)!r})")
+    config = {"model_type": "llama", "auto_map": {"AutoConfig": "configuration_evil.Evil"}}
+    config |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    said["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Evil", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    assert load_model(folder / "config.json").num_layers == 2
+    assert HuggingFaceTokenizer.load(str(folder)).encode(b"The river").tolist()
+    assert special_tokens(str(folder))
+    chat_template(str(folder))
+    assert not mark.exists()
+
+
+ESCAPES = {
+    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals of jinja": "{{ cycler.__init__.__globals__.os.mkdir('MARK') }}",
+    "globals of lipsum": "{{ lipsum.__globals__['os'].mkdir('MARK') }}",
+    "globals of ours": "{{ raise_exception.__globals__['json'].codecs.builtins.open('MARK', 'w') }}",
+    "attr of ours": "{{ (raise_exception|attr('__globals__'))['json'] }}",
+    "format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "format by attr": "{{ ('{0.__class__.__mro__}'|attr('format'))(messages) }}",
+    "format by map": "{{ ['{0.__class__.__mro__}']|map('format', messages)|first }}{{ ''.__class__.x.y }}",
+    "the environment": "{{ self.__init__.__globals__ }}{{ self._TemplateReference__context.environment.x.y }}",
+    "another file": "{% include '/etc/passwd' %}",
+    "a module": "{% import 'os' as os %}{{ os.mkdir('MARK') }}",
+    "changing a message": "{% set _ = messages.append({'role': 'user'}) %}",
+    "json with a class of its own": "{{ messages|tojson(cls=cycler) }}",
+    "a huge loop": "{% for i in range(1000000000) %}x{% endfor %}",
+    "recursion without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_chat_template_stays_in_its_sandbox(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2", reason="jinja2 is not installed")
+    from megatron.trainer.data.chat import ChatFormat
+    from megatron.trainer.data.json_text import LineError
+
+    mark = tmp_path / "ran"
+    chat = ChatFormat(name="t", template=ESCAPES[name].replace("MARK", str(mark)))
+    messages = [{"role": "user", "content": "{{ 7*7 }}"}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(LineError, match="t refuses this chat"):
+        chat.spans(messages)
+    assert not mark.exists()
+
+
+def test_the_escapes_are_real_ones(tmp_path: Path) -> None:
+    jinja2 = pytest.importorskip("jinja2", reason="jinja2 is not installed")
+    for number, name in enumerate(("globals of jinja", "globals of lipsum")):
+        mark = tmp_path / str(number)
+        jinja2.Environment().from_string(ESCAPES[name].replace("MARK", str(mark))).render()
+        assert mark.is_dir(), "without a sandbox it runs"
+
+
+def test_texts_of_a_chat_are_no_templates() -> None:
+    pytest.importorskip("jinja2", reason="jinja2 is not installed")
+    from megatron.trainer.data.chat import TEMPLATES, ChatFormat
+
+    messages = [{"role": "user", "content": "{{ 7*7 }}"}, {"role": "assistant", "content": "{% raw %}"}]
+    text, _ = ChatFormat(name="t", template=TEMPLATES["chatml"]).spans(messages)
+    assert "{{ 7*7 }}" in text
+    assert "{% raw %}" in text
+
+
+def test_a_sandbox_that_can_be_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.trainer.data import chat
+
+    for version, good in (("3.1.6", True), ("3.2", True), ("4.0.0rc1", True), ("3.1.5", False), ("2.11.3", False)):
+        monkeypatch.setattr(chat.metadata, "version", lambda name, version=version: version)
+        assert (chat.why_no_templates() is None) == good, version
+    assert "jinja2 2.11.3 is installed, 3.1.6 or later" in str(chat.why_no_templates())
+
+
+def test_the_planner_imports_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may be started in a folder of data that others write to."""
+    mark = tmp_path / "ran"
+    for name in ("dynamic_cp.py", "numpy.py", "numba.py", "secrets.py", "subprocess.py"):
+        (tmp_path / name).write_text(f"import os; os.mkdir({str(mark)!r})")
+    monkeypatch.chdir(tmp_path)
+    process = PlannerProcess()
+    process.start(
+        Problem(
+            topology=Topology(num_lanes=2),
+            model=load_model("llama-3-8b"),
+            hardware=load_hardware("h100"),
+            options=PlanOptions(max_tokens_per_rank=8192),
+        )
+    )
+    try:
+        process.submit(Request.of("key", [Sample(sample_id=0, seqlen=9)]))
+        found = process.receive(120.0)
+    except (EOFError, OSError):
+        found = None
+    finally:
+        process.close()
+    assert not mark.exists()
+    assert found is not None
+    assert found.lanes is not None
+
+
+RUNS_CODE = {
+    "eval": "",
+    "exec": "",
+    "compile": "",
+    "pickle.load": "",
+    "pickle.loads": "",
+    "pickle.Unpickler": "",
+    "marshal.loads": "",
+    "shelve.open": "",
+    "yaml.load": "",
+    "torch.load": "weights_only=True",
+    "np.load": "allow_pickle=False",
+    "numpy.load": "allow_pickle=False",
+    "os.system": "",
+    "os.popen": "",
+    "jinja2.Environment": "",
+    "Environment": "",
+    "runpy.run_path": "",
+    ".all_gather_object": "",
+    ".gather_object": "",
+    ".broadcast_object_list": "",
+    ".scatter_object_list": "",
+    ".send_object_list": "",
+    ".recv_object_list": "",
+    ".recv": "",
+}
+"""Call -> the argument that makes it harmless. Those with a dot first are methods of anything."""
+
+LISTED = {
+    # Pipes to processes that this one has started.
+    ("dynamic_cp/planner_process.py", ".recv"): 3,
+    ("megatron/trainer/background_writer.py", "pickle.load"): 1,
+    ("megatron/trainer/data/scan.py", "pickle.load"): 1,
+    ("megatron/trainer/data/workers.py", "pickle.load"): 1,
+    # What is unpickled may name the classes of a list of tensors only.
+    ("megatron/trainer/safe_loading.py", "pickle.Unpickler"): 1,
+    # Our own templates, every value escaped.
+    ("dynamic_cp/report/page.py", "Environment"): 1,
+    # A tensor.
+    ("megatron/dynamic_cp/calibration/links.py", ".recv"): 1,
+    # The script that the user names.
+    ("megatron/dynamic_cp/run.py", "exec"): 1,
+    ("megatron/dynamic_cp/run.py", "compile"): 1,
+    # Between the ranks of a job, when Megatron-LM saves; it does the same with the rest of the checkpoint.
+    ("megatron/dynamic_cp/lm_adaptor/random_states.py", ".all_gather_object"): 1,
+}
+
+
+def _calls(source: str) -> list[str]:
+    """Return the names of RUNS_CODE that a file calls, subclasses, or imports by name."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Call):
+            given = {f"{one.arg}={ast.unparse(one.value)}" for one in node.keywords}
+            names = [ast.unparse(node.func)]
+            harmless = RUNS_CODE.get(names[0])
+            if harmless and harmless in given:
+                continue
+            if any(one.arg == "shell" or one.arg == "trust_remote_code" for one in node.keywords):
+                found.append("shell or trust_remote_code")
+        elif isinstance(node, ast.ClassDef):
+            names = [ast.unparse(base) for base in node.bases]
+        elif isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch", "marshal", "importlib"):
+            found += [one.name for one in node.names if f"{node.module}.{one.name}" in RUNS_CODE]
+        found += [name for name in names if name in RUNS_CODE]
+        found += ["." + name.rpartition(".")[2] for name in names if "." in name]
+    return [name for name in found if name in RUNS_CODE or not name.startswith(".")]
+
+
+def test_every_place_that_could_run_what_it_reads_is_listed() -> None:
+    files = [ROOT / "pretrain_gpt.py"]
+    for folder in ("dynamic_cp", "megatron", "examples", "tools"):
+        files += sorted((ROOT / folder).rglob("*.py"))
+    assert len(files) > 200
+    found: dict[tuple[str, str], int] = {}
+    for file in files:
+        for name in _calls(file.read_text(encoding="utf-8")):
+            place = (str(file.relative_to(ROOT)), name)
+            found[place] = found.get(place, 0) + 1
+    assert found == LISTED, "replace it, or say in docs/trust.md and here why it can be trusted"
