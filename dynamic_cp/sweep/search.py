@@ -6,6 +6,7 @@ The result does not depend on the number of processes: settings are numbered, an
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -165,18 +166,37 @@ def _evaluator(job: SweepJob, num_processes: int) -> Iterator[_Evaluate]:
         yield lambda settings, count: [_counted(evaluate(setting, job), count) for setting in settings]
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads that draw the progress
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_start, initargs=(job,))
+    with _nothing_from_the_working_folder():
+        pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_start, initargs=(job,))
 
-    def run(settings: Sequence[Setting], count: Callable[[], None]) -> list[Point | Refused]:
-        futures = [pool.submit(_evaluate_here, setting) for setting in settings]
-        for _ in as_completed(futures):
-            count()
-        return [future.result() for future in futures]
+        def run(settings: Sequence[Setting], count: Callable[[], None]) -> list[Point | Refused]:
+            futures = [pool.submit(_evaluate_here, setting) for setting in settings]
+            for _ in as_completed(futures):
+                count()
+            return [future.result() for future in futures]
 
+        try:
+            yield run
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _nothing_from_the_working_folder() -> Iterator[None]:
+    """Have Python processes that are started meanwhile not look for modules there: it may be a folder of others' data.
+
+    Limits: Python 3.10 looks there all the same, before it gets the path of this process.
+    """
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
-        yield run
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _counted(result: Point | Refused, count: Callable[[], None]) -> Point | Refused:

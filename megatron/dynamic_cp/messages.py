@@ -27,12 +27,17 @@ _CLASSES: dict[str, type[DynamicCPError]] = {
 
 
 def encode_value(value: Any) -> bytes:
-    """Return the message of a JSON value; tuples arrive as lists.
+    """Return the message of a JSON value; tuples arrive as lists, keys as text.
 
     Raises:
         TypeError, ValueError: it is none.
     """
     return _dump({"value": value})
+
+
+def value_of(message: bytes) -> Any:
+    """Return the value that `encode_value` made a message of."""
+    return json.loads(message)["value"]
 
 
 def encode_error(error: DynamicCPError) -> bytes:

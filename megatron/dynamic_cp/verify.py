@@ -47,13 +47,12 @@ def publish_outcome(key: str, compute: Callable[[], Any], as_value: Callable[[An
         as_value: what is returned in place of the JSON value, for what JSON does not have; on every rank.
     """
     store = job_store()
-    place = f"under {key!r} in the job's store"
     if dist.get_rank() != 0:
-        return messages.decode(_wait_for(store, key), place, as_value)
+        return messages.decode(_wait_for(store, key), f"under {key!r} in the job's store", as_value)
     try:
         with _beating():
             message = messages.encode_value(compute())
-        value = messages.decode(message, place, as_value)  # as all ranks do
+        value = as_value(messages.value_of(message))  # as all ranks do
     except DynamicCPError as error:
         store.set(key, messages.encode_error(error))
         raise

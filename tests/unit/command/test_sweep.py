@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -90,9 +91,14 @@ def test_a_static_policy_has_one_cp_size_in_all_batches(policy):
     assert most[1] > most[8]  # communicators of large groups only where they are used
 
 
-def test_processes_change_nothing(found):
+def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    if sys.version_info >= (3, 11):
+        for name in ("multiprocessing", "numpy", "dynamic_cp"):
+            (tmp_path / f"{name}.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
+    monkeypatch.chdir(tmp_path)
     few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,))
     assert sweep(few, JOB, max_seqlen=9000, num_processes=2) == sweep(few, JOB, max_seqlen=9000)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_refusals_are_counted_with_their_reasons():
