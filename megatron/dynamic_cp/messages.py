@@ -42,9 +42,9 @@ def value_of(message: bytes) -> Any:
 
 def encode_error(error: DynamicCPError) -> bytes:
     """Return the message of an error."""
-    name = next(base.__name__ for base in type(error).__mro__ if base in _CLASSES.values())
+    known = next(base.__name__ for base in type(error).__mro__ if base in _CLASSES.values())
     details = {name: _as_json(value) for name, value in error.details.items()}
-    return _dump({"error": name, "message": str(error), "details": details})
+    return _dump({"error": known, "message": str(error), "details": details})
 
 
 def decode(message: bytes, place: str, as_value: Callable[[Any], T]) -> T:

@@ -122,6 +122,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module == "pathlib._local":  # where Python 3.13 has it
+            module = "pathlib"
         if name not in ADMITTED.get(module, ()):
             raise _foreign(self._path, f"{module}.{name}")
         return super().find_class(module, name)
