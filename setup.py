@@ -15,6 +15,7 @@ TRAIN = [
     "packaging",
     "psutil",  # dist_checkpointing.save needs it without declaring it: without psutil a save hangs
     "tensorboard",
+    "xxhash>=3",  # hashes of checkpoint files
 ]
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.

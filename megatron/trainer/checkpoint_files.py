@@ -2,7 +2,7 @@
 
     save_dir/latest_checkpointed_iteration.txt      the number of the newest checkpoint, replaced atomically
     save_dir/iter_0000010/                          written as iter_0000010.partial, renamed at the end
-        manifest.json                               sizes (and CRC-32 of small files) of all others; the run's position
+        manifest.json                               all others with their hashes, and the run's position
 
 A crash leaves a .partial folder, which nothing reads and the next save removes. A checkpoint that is saved once more is
 renamed to .old until the new one is in place; after a crash in between it is read from there. Called on one rank.
@@ -11,23 +11,19 @@ renamed to .old until the new one is in place; after a crash in between it is re
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import CheckpointError, DynamicCPError
+from megatron.trainer import manifest
+from megatron.trainer.manifest import FileRecord, Manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
 _PARTIAL = ".partial"
 _OLD = ".old"
-# Larger files are checked by their size only: reading a checkpoint twice would double the time of a restart.
-_CHECKSUM_LIMIT_BYTES = 1 << 20
 
 
 def probe_writable(folder: str, flag: str = "--save", kind: type[DynamicCPError] = CheckpointError) -> None:
@@ -64,26 +60,26 @@ def begin(save_dir: str, iteration: int) -> Path:
     return partial
 
 
-def commit(partial: Path, iteration: int, run: Mapping[str, Any]) -> Path:
+def commit(
+    partial: Path, iteration: int, run: Mapping[str, Any], written: Mapping[str, FileRecord] | None = None
+) -> Path:
     """Write the manifest of `partial`, give the folder its name and point the tracker at it.
 
     Args:
-        run: JSON values to find again in `verify`'s result.
+        run: JSON values to find again in the manifest.
+        written: records of files that were hashed as they were written.
     """
     final = partial.with_name(_name(iteration))
     with _reporting(final):
-        files = {
-            str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()
-        }
-        manifest = {"schema_version": SCHEMA_VERSION, "iteration": iteration, "run": run, "files": files}
-        _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1))
+        files = manifest.record_files(partial, written or {})
+        _write_synced(partial / manifest.NAME, manifest.encode(Manifest(iteration=iteration, run=run, files=files)))
         old = final.with_name(final.name + _OLD)
         if final.exists():
             final.rename(old)
         partial.rename(final)
         _sync_folder(final.parent)
         tracker = final.parent / TRACKER
-        _write_synced(tracker.with_suffix(_PARTIAL), f"{iteration}\n")
+        _write_synced(tracker.with_suffix(_PARTIAL), f"{iteration}\n".encode())
         tracker.with_suffix(_PARTIAL).replace(tracker)
         _sync_folder(final.parent)
         if old.exists():
@@ -122,42 +118,6 @@ def latest(load_dir: str) -> Path | None:
     return folder
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Return the `run` values of a checkpoint after checking each of its files against the manifest.
-
-    Raises:
-        CheckpointError: a file is missing, has another size or another content.
-    """
-    remedy = "resume from an older checkpoint by writing its iteration into " + TRACKER
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        schema_version, files, run = manifest["schema_version"], manifest["files"], manifest["run"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint, {MANIFEST}: {type(error).__name__} {error}; {remedy}"
-        ) from None
-    if schema_version != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"{folder} has schema version {schema_version}, this program reads {SCHEMA_VERSION}: "
-            "use the version of the program that wrote it"
-        )
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint file {path} is missing: {remedy}", path=str(path))
-        num_bytes = path.stat().st_size
-        if num_bytes != expected["bytes"]:
-            raise CheckpointError(
-                f"checkpoint file {path} has {num_bytes} bytes, {expected['bytes']} were written: {remedy}",
-                path=str(path),
-                num_bytes=num_bytes,
-                expected_bytes=expected["bytes"],
-            )
-        if "crc32" in expected and _fingerprint(path)["crc32"] != expected["crc32"]:
-            raise CheckpointError(f"checkpoint file {path} has another content than was written: {remedy}")
-    return run
-
-
 @contextlib.contextmanager
 def _reporting(path: Path) -> Iterator[None]:
     """Turn what the file system refuses into a CheckpointError."""
@@ -173,16 +133,9 @@ def _name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def _fingerprint(path: Path) -> dict[str, int]:
-    num_bytes = path.stat().st_size
-    if num_bytes > _CHECKSUM_LIMIT_BYTES:
-        return {"bytes": num_bytes}
-    return {"bytes": num_bytes, "crc32": zlib.crc32(path.read_bytes())}
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

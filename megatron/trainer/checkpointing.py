@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError
-from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import checkpoint_files, interchange, optimizer_state, safe_loading
+from megatron.dynamic_cp.verify import run_on_all_ranks, run_on_rank_zero
+from megatron.trainer import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
 from megatron.trainer.extra_states import load_weights, without_extra_states
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
     else:
         _check_identity({part: trainable.identity[part] for part in run["identity"]}, run["identity"], folder)
+    if (folder / manifest.NAME).exists():
+        _verify(folder)
     state = without_extra_states(sharded_model(trainable))
     same_layout = run["layout"] == trainable.layout
     request = None
@@ -162,7 +165,7 @@ def _find(
             )
         return None
     theirs = interchange.read_run(folder, model, weights_only=weights_only)
-    return str(folder), theirs or checkpoint_files.verify(folder)
+    return str(folder), theirs or dict(manifest.read_manifest(folder).run)
 
 
 def _found(value: list[Any] | None) -> tuple[Path, dict[str, Any]] | None:
@@ -171,6 +174,26 @@ def _found(value: list[Any] | None) -> tuple[Path, dict[str, Any]] | None:
         return None
     folder, run = value
     return Path(folder), run
+
+
+def _verify(folder: Path) -> None:
+    """Read all files of a checkpoint once and compare their hashes; each rank reads its share. Collective.
+
+    Raises:
+        CheckpointError: a file is damaged; the same on every rank.
+    """
+    started_s = time.perf_counter()
+    num_bytes = run_on_all_ranks(
+        lambda: manifest.verify_files(
+            folder, manifest.read_manifest(folder), share=dist.get_rank(), num_shares=dist.get_world_size()
+        )
+    )
+    logger.info(
+        "%s is as it was written: this rank compared %.2f GB in %.1f s",
+        folder.name,
+        num_bytes / 1e9,
+        time.perf_counter() - started_s,
+    )
 
 
 def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:

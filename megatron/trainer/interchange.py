@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from dynamic_cp.errors import CheckpointError
-from megatron.trainer import checkpoint_files, optimizer_state, safe_loading
+from megatron.trainer import checkpoint_files, manifest, optimizer_state, safe_loading
 
 CONTENT_METADATA = {
     **optimizer_state.SHARDING,
@@ -81,7 +81,7 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
     Raises:
         CheckpointError: it is one, of a kind that cannot be read.
     """
-    if (folder / checkpoint_files.MANIFEST).exists() or not (folder / "metadata.json").exists():
+    if (folder / manifest.NAME).exists() or not (folder / "metadata.json").exists():
         return None
     try:
         common = safe_loading.read_common(folder)
@@ -89,7 +89,7 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
         raise
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ImportError, *_OTHER_CONTENT) as error:
         raise CheckpointError(
-            f"{folder} has no {checkpoint_files.MANIFEST}, and its metadata.json or common.pt cannot be read as "
+            f"{folder} has no {manifest.NAME}, and its metadata.json or common.pt cannot be read as "
             "Megatron-LM's "
             f"({type(error).__name__}: {error}): resume from an older checkpoint by writing its iteration into "
             f"{checkpoint_files.TRACKER}"

@@ -1,33 +1,34 @@
 """Writing checkpoints: the files of all ranks, then a manifest, then the name (checkpoint_files.py).
 
-With --async-save the files are written beside the training (background_writer.py): between two iterations all ranks
-hear whether the last of them is done, and then verify, name and report the checkpoint in lock-step. Until then the
-folder is a `.partial` one, which nothing reads.
+A process of each rank writes its files (writer_process.py). Training waits for it, or with --async-save goes on, and
+between two iterations all ranks hear whether the last of them is done. Then they name and report the checkpoint in
+lock-step. Until then the folder is a `.partial` one, which nothing reads.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import queue
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from megatron.dynamic_cp.messages import all_gather_bytes
 from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.dynamic_cp.verify import collective_device, run_on_rank_zero
 from megatron.trainer import checkpoint_files, interchange, optimizer_state
-from megatron.trainer.background_writer import BackgroundWriter, WriteResults
 from megatron.trainer.checkpointing import Position, Trainable, reporting, rng_state, sharded_model, sharded_rng
+from megatron.trainer.content_hash import FileRecord
+from megatron.trainer.writer_process import WriterProcess
 
 logger = logging.getLogger(__name__)
 
-_LOOK_UP_S = 0.05
+_FIRST_LOOK_UP_S, _LOOK_UP_S = 0.002, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Saver:
         self._trainable = trainable
         self._save_dir = save_dir
         self._in_background = in_background
-        self._writer = BackgroundWriter()
+        self._writer = WriterProcess()
         self._unnamed: _Unnamed | None = None
 
     def save(self, position: Position, *, wait: bool) -> None:
@@ -75,11 +76,7 @@ class Saver:
         partial = run_on_rank_zero(lambda: str(checkpoint_files.begin(save_dir, position.iteration)), Path)
         run = _run_values(trainable, position)
         with self._reporting(position.iteration):
-            request = self._request(partial, position, in_background)
-            if in_background:
-                self._writer.start(request)
-            else:
-                request.execute_sync()
+            self._writer.start(self._request(partial, position))
         if trainable.gathers_params:
             for chunk in trainable.wrapped:
                 chunk.enable_forward_pre_hook()
@@ -93,7 +90,7 @@ class Saver:
         if in_background:
             logger.info("writing %s beside the training", partial)
         else:
-            self._name()
+            self.finish()
 
     @property
     def has_unnamed(self) -> bool:
@@ -117,24 +114,29 @@ class Saver:
         try:
             with self._reporting(iteration), span("naming the checkpoint"):
                 # All ranks ask until the last is done, so that no collective is open for as long as a disk takes.
+                pause_s = _FIRST_LOOK_UP_S
                 while not self._writer.finalized():
-                    time.sleep(_LOOK_UP_S)
+                    time.sleep(pause_s)
+                    pause_s = min(1.5 * pause_s, _LOOK_UP_S)
         except BaseException:
             self._unnamed = None
             raise
         self._name(time.perf_counter() - waits_since_s)
 
     def _name(self, waited_s: float = 0.0) -> None:
-        """Verify, name and report the checkpoint whose files are written; collective."""
+        """Name and report the checkpoint whose files are written; collective."""
         assert self._unnamed is not None
         unnamed, self._unnamed = self._unnamed, None
         named_since_s = time.perf_counter()
-        folder = run_on_rank_zero(lambda: str(checkpoint_files.commit(unnamed.folder, unnamed.iteration, unnamed.run)))
+        files = _of_all_ranks(self._writer.files)
+        folder = run_on_rank_zero(
+            lambda: str(checkpoint_files.commit(unnamed.folder, unnamed.iteration, unnamed.run, files))
+        )
         now_s = time.perf_counter()
         held_up_s = unnamed.blocked_s + waited_s + now_s - named_since_s
         logger.info("saved %s in %.1f s, training waited %.1f s", folder, now_s - unnamed.started_s, held_up_s)
 
-    def _request(self, partial: Path, position: Position, in_background: bool) -> AsyncRequest:
+    def _request(self, partial: Path, position: Position) -> AsyncRequest:
         """Return how megatron-core writes the state of this rank, after planning that with the others."""
         state = sharded_model(self._trainable)
         state["optimizer"] = optimizer_state.sharded_for_save(self._trainable.optimizer, state)
@@ -146,7 +148,7 @@ class Saver:
             self._trainable.scheduler.state_dict(),
             position.coefficients,
         )
-        filesystem_async._results_queue = WriteResults() if in_background else queue.SimpleQueue()
+        self._writer.expect_results()
         return dist_checkpointing.save(
             state,
             str(partial),
@@ -157,6 +159,18 @@ class Saver:
 
     def _reporting(self, iteration: int) -> Any:
         return reporting(f"--save {self._save_dir}: checkpoint {iteration}", "written", "free space or choose another")
+
+
+def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return what all ranks wrote; collective.
+
+    Args:
+        files: what this rank wrote, by name.
+    """
+    united: dict[str, FileRecord] = {}
+    for message in all_gather_bytes(json.dumps(files).encode(), collective_device()):
+        united |= json.loads(message)
+    return united
 
 
 def _run_values(trainable: Trainable, position: Position) -> dict[str, Any]:

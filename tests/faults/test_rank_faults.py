@@ -16,14 +16,16 @@ from typing import Any
 
 import psutil
 import pytest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp import planner, planning, prefetch
-from megatron.trainer import checkpoint_files, exits, index_once, saving, step
+from megatron.trainer import checkpoint_files, exits, index_once, step
 from megatron.trainer import run as trainer_run
 from megatron.trainer.data.stream import SampleStream
 from tests.faults.job import Job, RankEnd
 from tests.faults.test_planner_faults import WORDS, faulty, figures
+from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line
 
 pytestmark = pytest.mark.slow
@@ -50,10 +52,25 @@ def dying(at_call: int, real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def in_writers(checkpoint: str, act: Callable[[], None]) -> None:
+    """Have the process that writes this rank's files of `checkpoint` do something first, then take its time."""
+    real, rank_pid = FileSystemWriterAsync.write_preloaded_data, os.getpid()
+
+    def write(*args: Any, **options: Any) -> Any:
+        if any(checkpoint in str(bucket[0]) for bucket in (*args, *options.values()) if isinstance(bucket, tuple)):
+            assert os.getpid() != rank_pid, "the rank writes by itself"
+            act()
+            time.sleep(2 * LIMIT_S)
+        return real(*args, **options)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
+
+
 def die_in(phase: str, victim: int, rank: int) -> None:
     """Have rank `victim` killed in a phase of the run."""
     if rank != victim:
         return
+    rank_pid = os.getpid()
     if phase == "indexing":
         index_once.index_entries = dying(1, index_once.index_entries)
     elif phase == "reading the index":
@@ -78,7 +95,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
     elif phase == "beginning a checkpoint":
         checkpoint_files.begin = dying(2, checkpoint_files.begin)
     elif phase == "writing a checkpoint":
-        saving.AsyncRequest.execute_sync = dying(2, saving.AsyncRequest.execute_sync)
+        in_writers("iter_0000004", lambda: os.kill(rank_pid, signal.SIGKILL))
     elif phase == "naming a checkpoint":  # each writes its manifest and the tracker
         checkpoint_files._write_synced = dying(4, checkpoint_files._write_synced)
     else:
@@ -137,6 +154,26 @@ def test_the_death_of_a_rank_ends_the_others_at_once(tmp_path, losses, phase, vi
         assert not list((tmp_path / "saved").glob("*.partial"))
 
 
+@pytest.mark.parametrize("words", ["", "--async-save", "--train-iters 4"], ids=["waits", "beside", "last"])
+def test_a_writer_that_is_killed_ends_all_ranks_with_one_message(tmp_path, words):
+    """As the kernel does when memory is short: the rank goes on living."""
+
+    def sabotage(rank: int) -> None:
+        if rank == 1:
+            in_writers("iter_0000004", die)
+
+    saving = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 2"
+    with Job(tmp_path, command_line(WORDS, saving, words), sabotage=sabotage) as job:
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [2, 2], ended
+    for end in ended:
+        assert re.search(
+            r"error.*--save .*checkpoint 4 cannot be written .*rank 1.*killed, or out of memory", end.output
+        )
+        assert "Traceback" not in end.output
+    assert checkpoint_files.latest(str(tmp_path / "saved")).name == "iter_0000002"
+
+
 def test_the_death_of_rank_0_beside_a_living_store_is_noticed_after_a_signal(tmp_path):
     """As under torchrun, whose agent hosts the store: nothing closes, but the launcher sends SIGTERM."""
     saving = f"--save {tmp_path}/saved --save-interval 2"
@@ -151,6 +188,26 @@ def test_the_death_of_rank_0_beside_a_living_store_is_noticed_after_a_signal(tmp
     assert ended[1].code in (1, 2), ended
     assert 3.0 <= ended[1].seconds - died_s < 3.0 + NOTICED_S
     assert "iteration 4, saving: rank 0 has not said anything" in ended[1].output
+
+
+def test_the_death_of_rank_0_in_the_save_after_a_signal_is_noticed(tmp_path):
+    """Beside a living store; the launcher's own SIGTERM is the second one then."""
+
+    def sabotage(rank: int) -> None:
+        exits.GIVE_UP_S = 3.0
+        if rank == 0:
+            checkpoint_files.commit = dying(1, checkpoint_files.commit)
+
+    words = command_line(WORDS, f"--save {tmp_path}/saved --train-iters 500")
+    with Job(tmp_path, words, sabotage=sabotage, own_store=True, launched=True) as job:
+        job.wait_for(0, r"iteration +2/")
+        for rank in (0, 1):
+            job.signal(rank, signal.SIGTERM)
+        died_s = wait_for_death(job, 0)
+        ended = job.wait(LIMIT_S)
+    assert ended[1].code == 2, ended
+    assert ended[1].seconds - died_s < 3.0 + NOTICED_S
+    assert "saving: rank 0 has not said anything" in ended[1].output
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -270,7 +327,7 @@ def fill_disk(phase: str, rank: int) -> None:
     """Let no file grow beyond a few bytes, in one phase of one rank: the error is another one, the path the same."""
     owner, name, victim = {
         "index": (index_once, "index_entries", 0),
-        "checkpoint": (saving.AsyncRequest, "execute_sync", 1),
+        "checkpoint": (FileSystemWriterAsync, "write_preloaded_data", 1),
         "manifest": (checkpoint_files, "commit", 0),
     }[phase]
     real = getattr(owner, name)
@@ -303,7 +360,7 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_older_checkpoint(tmp_path, pha
     ]
     assert said, ended
     assert checkpoint_files.latest(str(saved)).name == "iter_0000002"
-    assert checkpoint_files.verify(saved / "iter_0000002")["iteration"] == 2
+    assert verified(saved / "iter_0000002")["iteration"] == 2
 
 
 def test_a_full_disk_while_indexing_costs_only_the_index(tmp_path):

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron.trainer import checkpoint_files, exits, training
+from megatron.trainer import checkpoint_files, exits, manifest, training
 from megatron.trainer.arguments import parse_args
 from tests.distributed.harness import RankError, run_ranks
+from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, OVERLAPPED
 from tests.trainer.training_ranks import Ended, _command_on_one_rank, losses, train
@@ -102,7 +103,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     return {
         **contents,
         "common.pt": {**{k: repr(v) for k, v in common.items()}, "args": arguments},
-        checkpoint_files.MANIFEST: json.loads(contents[checkpoint_files.MANIFEST])["run"],
+        manifest.NAME: json.loads(contents[manifest.NAME])["run"],
     }
 
 
@@ -223,4 +224,4 @@ def test_a_run_that_diverges_keeps_what_was_being_written(tmp_path):
     ended = run_ranks(2, _diverge, words, timeout_s=100.0)
     assert [end.code for end in ended] == [2, 2], ended
     assert "loss is nan at iteration 4" in ended[0].stderr
-    assert checkpoint_files.verify(checkpoint_files.latest(str(tmp_path)))["iteration"] == 3
+    assert verified(checkpoint_files.latest(str(tmp_path)))["iteration"] == 3

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 
 import pytest
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.trainer import checkpoint_files as files
+from megatron.trainer import manifest
+from megatron.trainer.content_hash import HashedFile, hash_file
+from megatron.trainer.manifest import Manifest
+from tests.trainer.checkpoints import verified
 
 BIG = b"x" * ((1 << 20) + 1)
 
@@ -23,7 +29,7 @@ def test_round_trip(tmp_path):
     assert files.latest(str(tmp_path)) is None
     for iteration in (10, 20):
         _write(tmp_path, iteration)
-        assert files.verify(files.latest(str(tmp_path))) == {"iteration": iteration}
+        assert verified(files.latest(str(tmp_path))) == {"iteration": iteration}
     assert sorted(os.listdir(tmp_path)) == ["iter_0000010", "iter_0000020", files.TRACKER]
 
 
@@ -32,7 +38,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path):
     _write(tmp_path, 10, big=b"shorter")
     folder = files.latest(str(tmp_path))
     assert (folder / "weights.distcp").read_bytes() == b"shorter"
-    files.verify(folder)
+    verified(folder)
 
 
 class _CrashError(RuntimeError):
@@ -72,10 +78,10 @@ def test_a_crash_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypat
     _write(tmp_path, 10)
     with monkeypatch.context() as patched, pytest.raises(_CrashError):
         _save_and_crash(tmp_path, 20, step, patched)
-    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
+    assert verified(files.latest(str(tmp_path))) == {"iteration": 10}
     # The next save cleans up and succeeds.
     _write(tmp_path, 20)
-    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 20}
+    assert verified(files.latest(str(tmp_path))) == {"iteration": 20}
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -89,12 +95,12 @@ def test_a_crash_while_saving_an_iteration_again_leaves_it_whole(tmp_path, monke
     _write(tmp_path, 10, big=b"first")
     with monkeypatch.context() as patched, pytest.raises(_CrashError):
         _save_and_crash(tmp_path, 10, step, patched)
-    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
+    assert verified(files.latest(str(tmp_path))) == {"iteration": 10}
     # So it is while the next save is under way; at its end nothing is left over.
     partial = files.begin(str(tmp_path), next_iteration)
-    assert files.verify(files.latest(str(tmp_path))) == {"iteration": 10}
+    assert verified(files.latest(str(tmp_path))) == {"iteration": 10}
     files.commit(partial, next_iteration, {"iteration": next_iteration})
-    assert files.verify(files.latest(str(tmp_path))) == {"iteration": next_iteration}
+    assert verified(files.latest(str(tmp_path))) == {"iteration": next_iteration}
     assert {path.suffix for path in tmp_path.iterdir()} == {"", ".txt"}
 
 
@@ -107,10 +113,13 @@ DAMAGE = {
     "empty": (lambda folder: (folder / "weights.distcp").write_bytes(b""), "0 bytes"),
     "missing": (lambda folder: (folder / "weights.distcp").unlink(), "missing"),
     "another small file": (lambda folder: (folder / "common.pt").write_bytes(b"cOmmon"), "another content"),
-    "no manifest": (lambda folder: (folder / files.MANIFEST).unlink(), "not a complete checkpoint"),
-    "truncated manifest": (lambda folder: _truncate(folder / files.MANIFEST), "not a complete checkpoint"),
+    "another large file": (lambda folder: (folder / "weights.distcp").write_bytes(BIG[1:] + b"y"), "another content"),
+    "no manifest": (lambda folder: (folder / manifest.NAME).unlink(), "not a complete checkpoint"),
+    "truncated manifest": (lambda folder: _truncate(folder / manifest.NAME), "not a complete checkpoint"),
     "other version": (
-        lambda folder: (folder / files.MANIFEST).write_text('{"schema_version": 99, "files": {}, "run": {}}'),
+        lambda folder: (folder / manifest.NAME).write_bytes(
+            manifest.encode(Manifest(iteration=10, run={}, files={}, schema_version=99))
+        ),
         "99",
     ),
 }
@@ -123,7 +132,7 @@ def test_damage_is_found(tmp_path, kind):
     folder = files.latest(str(tmp_path))
     damage(folder)
     with pytest.raises(CheckpointError) as caught:
-        files.verify(folder)
+        verified(folder)
     assert part in str(caught.value)
     assert str(folder) in str(caught.value)
 
@@ -145,3 +154,86 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         files.probe_writable(str(tmp_path / "file" / "run"), "--tensorboard-dir", InvalidInputError)
     files.probe_writable(str(tmp_path / "new" / "folder"))
     assert not os.listdir(tmp_path / "new" / "folder")
+
+
+def test_any_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path):
+    """One bit of every byte of every file, the manifest among them."""
+    _write(tmp_path, 10, big=bytes(range(256)))
+    folder = files.latest(str(tmp_path))
+    num_refused = 0
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for place in range(len(whole)):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            with pytest.raises(CheckpointError, match=path.name):
+                verified(folder)
+            num_refused += 1
+        path.write_bytes(whole)
+    assert num_refused > 500
+    assert verified(folder) == {"iteration": 10}
+
+
+def test_ranks_divide_the_files_among_themselves(tmp_path):
+    partial = files.begin(str(tmp_path), 10)
+    for number in range(7):
+        (partial / f"__{number}_0.distcp").write_bytes(bytes(100 + number))
+    folder = files.commit(partial, 10, {})
+    content = manifest.read_manifest(folder)
+    shares = [manifest.verify_files(folder, content, share=share, num_shares=3) for share in range(3)]
+    assert sum(shares) == sum(range(100, 107))
+    assert max(shares) <= 3 * 106
+    (folder / "__0_0.distcp").write_bytes(bytes(99) + b"1")
+    refused = []
+    for share in range(3):
+        try:
+            manifest.verify_files(folder, content, share=share, num_shares=3)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) == 1
+    assert "__0_0.distcp" in refused[0]
+
+
+def test_a_checkpoint_from_before_there_were_hashes_is_read(tmp_path, caplog):
+    """Version 1: sizes, and CRC-32 of files up to 1 MiB."""
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    contents = {"weights.distcp": BIG, "common.pt": b"common"}
+    records = {}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+        records[name] = {"bytes": len(content)}
+    records["common.pt"]["crc32"] = zlib.crc32(b"common")
+    text = json.dumps({"schema_version": 1, "iteration": 10, "run": {"iteration": 10}, "files": records}, indent=1)
+    (folder / manifest.NAME).write_text(text)
+    with caplog.at_level("INFO"):
+        assert verified(folder) == {"iteration": 10}
+    assert "no hashes of 1 large files" in caplog.text
+    (folder / "common.pt").write_bytes(b"Common")
+    with pytest.raises(CheckpointError, match=r"common\.pt has another content"):
+        verified(folder)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 5, 3], [1 << 20, 7, (9 << 20) + 1, 1]])
+def test_what_is_hashed_while_it_is_written_is_what_lies_on_the_disk(tmp_path, sizes):
+    path = tmp_path / "file"
+    content = [os.urandom(size) for size in sizes]
+    with HashedFile(path) as file:
+        for part in content:
+            assert file.write(memoryview(part)) == len(part)
+        os.fsync(file.fileno())
+        assert path.stat().st_size == sum(sizes), "everything is on its way to the disk before it is synced"
+    assert path.read_bytes() == b"".join(content)
+    assert file.record() == {"bytes": sum(sizes), "xxh3_64": hash_file(path)}
+
+
+def test_a_file_that_is_not_on_the_disk_as_it_was_written_is_an_error_of_the_save(tmp_path):
+    partial = files.begin(str(tmp_path), 10)
+    with HashedFile(partial / "weights.distcp") as file:
+        file.write(b"12345")
+    _truncate(partial / "weights.distcp")
+    with pytest.raises(CheckpointError, match="4 bytes right after 5 were written"):
+        files.commit(partial, 10, {}, {"weights.distcp": file.record()})
+    (partial / "weights.distcp").unlink()
+    with pytest.raises(CheckpointError, match="is not there: do all ranks see the same folder"):
+        files.commit(partial, 10, {}, {"weights.distcp": file.record()})
+    assert files.latest(str(tmp_path)) is None

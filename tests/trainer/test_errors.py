@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron.trainer import checkpoint_files, exits
+from megatron.trainer import exits, manifest
 from tests.trainer.training_ranks import run_command, train
 
 pytestmark = pytest.mark.slow
@@ -83,15 +83,27 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert "--save" in _fails(monkeypatch, MOCK, "--save", str(tmp_path / "file" / "run"))
 
 
-@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata", "common.pt", checkpoint_files.MANIFEST])
-def test_a_truncated_checkpoint(saved, monkeypatch, damaged):
+def _cut(whole: bytes) -> bytes:
+    return whole[: len(whole) // 2]
+
+
+def _flip(whole: bytes) -> bytes:
+    middle = len(whole) // 2
+    return whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip])
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", manifest.NAME])
+def test_a_damaged_checkpoint(saved, monkeypatch, damaged, damage):
     path = saved / "iter_0000002" / damaged
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    path.write_bytes(damage(whole))
     try:
-        assert damaged in _fails(monkeypatch, MOCK, "--load", str(saved))
+        said = _fails(monkeypatch, MOCK, "--load", str(saved))
     finally:
         path.write_bytes(whole)
+    assert damaged in said
+    assert "resume from an older checkpoint" in said
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.trainer import checkpoint_files
 from megatron.trainer.data import mock
+from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import train
 
@@ -147,4 +148,4 @@ def test_a_signal_to_launcher_and_ranks_saves(tmp_path):
     last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert 2 <= last < 500
     assert f"leaving after iteration {last} (SIGTERM)" in output
-    assert checkpoint_files.verify(checkpoint_files.latest(str(tmp_path)))["iteration"] == last
+    assert verified(checkpoint_files.latest(str(tmp_path)))["iteration"] == last

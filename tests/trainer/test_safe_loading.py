@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
-import json
 import os
 import pickle
 import queue
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from dynamic_cp.errors import CheckpointError
-from megatron.trainer import checkpoint_files, checkpointing, interchange, safe_loading
+from megatron.trainer import checkpoint_files, checkpointing, interchange, manifest, safe_loading
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 from tests.payload import Payload, planted, works
@@ -240,13 +240,12 @@ def test_the_command_ends_with_one_error(saved: Path, tmp_path: Path, name: str,
     poison = _in_place_of("rng_state") if name == "random states" else CASES[name][0]
     poison(folder, tmp_path / "ran")
     if name == "common.pt":
-        (folder / checkpoint_files.MANIFEST).unlink()
+        (folder / manifest.NAME).unlink()
         folder.rename(top / "release")
         (top / checkpoint_files.TRACKER).write_text("release")
     else:
-        manifest = json.loads((folder / checkpoint_files.MANIFEST).read_text())
-        manifest["files"] = {}
-        (folder / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
+        forged = dataclasses.replace(manifest.read_manifest(folder), files={})
+        (folder / manifest.NAME).write_bytes(manifest.encode(forged))
     ended = run_command(2, BASE, f"--load {top}", flags)
     assert not (tmp_path / "ran").exists()
     assert [end.code for end in ended] == [2, 2]

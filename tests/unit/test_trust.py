@@ -188,7 +188,7 @@ RUNS_CODE = {
 LISTED = {
     # Pipes to processes that this one has started.
     ("dynamic_cp/planner_process.py", ".recv"): 3,
-    ("megatron/trainer/background_writer.py", "pickle.load"): 1,
+    ("megatron/trainer/writer_process.py", "pickle.load"): 1,
     ("megatron/trainer/data/scan.py", "pickle.load"): 1,
     ("megatron/trainer/data/workers.py", "pickle.load"): 1,
     # What is unpickled may name the classes of a list of tensors only.

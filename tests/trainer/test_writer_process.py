@@ -1,4 +1,4 @@
-"""What a background writer reads stays as it was staged, also in memory that both processes share."""
+"""What the process that writes reads stays as it was staged, also in memory that both processes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron.trainer.background_writer import BackgroundWriter, WriteResults
+from megatron.trainer.writer_process import WriteResults, WriterProcess
 from tests.distributed.harness import run_ranks
 
 STAGED, REUSED = [1.0, 2.0, 3.0], [-1.0] * 3
@@ -44,7 +44,7 @@ def write_what_was_staged(folder: Path) -> tuple[list[float], bool, bool]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
-        writer = BackgroundWriter()
+        writer = WriterProcess()
         writer.start(
             AsyncRequest(
                 async_fn=functools.partial(print, []),  # its first argument is looked at, it is not called

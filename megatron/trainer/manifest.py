@@ -1,0 +1,171 @@
+"""The manifest of a checkpoint folder: its files with sizes and hashes, where the run was, and its own hash.
+
+    {"schema_version": 2, "iteration": 10, "run": {...}, "files": {name: {"bytes": n, "xxh3_64": hash}, ...},
+     "xxh3_64": hash of all bytes before this line}
+
+A flipped bit in any file of the folder, this one included, is refused by the file's name. Version 1 (before 2026-11-22)
+has no hash of itself, and of files CRC-32 up to 1 MiB only: it is still read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dynamic_cp.errors import CheckpointError
+from megatron.trainer.content_hash import ALGORITHM, FileRecord, hash_file, hash_files
+
+logger = logging.getLogger(__name__)
+
+NAME = "manifest.json"
+SCHEMA_VERSION = 2
+REMEDY = "resume from an older checkpoint by writing its iteration into latest_checkpointed_iteration.txt"
+_OWN_HASH = f',\n "{ALGORITHM}": "'.encode()
+_END = b'"\n}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint folder holds.
+
+    Attributes:
+        run: JSON values, what whoever saved wants to find again.
+        files: by their path in the folder; in version 1 with "crc32" or nothing instead of the hash.
+    """
+
+    iteration: int
+    run: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    schema_version: int = SCHEMA_VERSION
+
+
+def record_files(folder: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return the records of all files of `folder`; those that nobody hashed while writing are read.
+
+    Args:
+        written: records of files that were hashed as they were written.
+
+    Raises:
+        OSError: a file cannot be read.
+        CheckpointError: a file is not on the disk as it was written.
+    """
+    records: dict[str, FileRecord] = {}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        name, num_bytes = str(path.relative_to(folder)), path.stat().st_size
+        records[name] = written[name] if name in written else {"bytes": num_bytes, ALGORITHM: hash_file(path)}
+        if records[name]["bytes"] != num_bytes:
+            raise CheckpointError(
+                f"{path} has {num_bytes} bytes right after {records[name]['bytes']} were written: is the disk full or "
+                "failing? Choose another --save",
+                path=str(path),
+            )
+    if missing := sorted(set(written) - set(records)):
+        raise CheckpointError(
+            f"{folder / missing[0]} was written and is not there: do all ranks see the same folder? --save must be on "
+            "storage that all nodes share",
+            path=str(folder / missing[0]),
+        )
+    return records
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest as the text of its file."""
+    content = {
+        "schema_version": manifest.schema_version,
+        "iteration": manifest.iteration,
+        "run": manifest.run,
+        "files": manifest.files,
+    }
+    body = json.dumps(content, indent=1).removesuffix("\n}").encode()
+    return body + _OWN_HASH + xxhash.xxh3_64(body).hexdigest().encode() + _END
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it is not as it was written, or of a version that is not known.
+    """
+    path = folder / NAME
+    try:
+        text = path.read_bytes()
+        content = json.loads(text)
+        version = content["schema_version"]
+        manifest = Manifest(
+            iteration=content["iteration"], run=content["run"], files=content["files"], schema_version=version
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint, {NAME}: {type(error).__name__} {error}; {REMEDY}"
+        ) from None
+    body, _, own_hash = text.rpartition(_OWN_HASH)
+    if version != 1 and own_hash != xxhash.xxh3_64(body).hexdigest().encode() + _END:
+        raise _damaged(path)
+    if version not in (1, SCHEMA_VERSION):
+        raise CheckpointError(
+            f"{folder} has schema version {version}, this program reads up to {SCHEMA_VERSION}: "
+            "use the version of the program that wrote it"
+        )
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> int:
+    """Compare files of a checkpoint with its manifest; return how many bytes were read.
+
+    Args:
+        share: of `num_shares` equal ones, for ranks that divide the work among themselves.
+
+    Raises:
+        CheckpointError: a file is missing, has another size or another content; the message names it.
+    """
+    largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
+    records = {folder / name: manifest.files[name] for name in largest_first[share::num_shares]}
+    for path, record in records.items():
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint file {path} is missing: {REMEDY}", path=str(path))
+        num_bytes = path.stat().st_size
+        if num_bytes != record["bytes"]:
+            raise CheckpointError(
+                f"checkpoint file {path} has {num_bytes} bytes, {record['bytes']} were written: {REMEDY}",
+                path=str(path),
+                num_bytes=num_bytes,
+                expected_bytes=record["bytes"],
+            )
+    try:
+        if manifest.schema_version == 1:
+            return _verify_old(records)
+        for path, found in zip(records, hash_files(records), strict=True):
+            if found != records[path][ALGORITHM]:
+                raise _damaged(path)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {error.filename} cannot be read: {error.strerror}; {REMEDY}") from None
+    return sum(record["bytes"] for record in records.values())
+
+
+def _verify_old(records: Mapping[Path, FileRecord]) -> int:
+    """Compare what version 1 has the CRC-32 of."""
+    known = [path for path, record in records.items() if "crc32" in record]
+    for path in known:
+        if zlib.crc32(path.read_bytes()) != records[path]["crc32"]:
+            raise _damaged(path)
+    if len(known) < len(records):
+        logger.info(
+            "%s has no hashes of %d large files (written before version %d): only their sizes were checked",
+            next(iter(records)).parent,
+            len(records) - len(known),
+            SCHEMA_VERSION,
+        )
+    return sum(records[path]["bytes"] for path in known)
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"checkpoint file {path} has another content than was written: {REMEDY}", path=str(path))
