@@ -92,17 +92,26 @@ def beat() -> None:
 def _beating() -> Iterator[None]:
     """Beat while rank 0 computes something: a signal then does not make the others give it up."""
     done = threading.Event()
+    _beat_until(done)
+    try:
+        yield
+    finally:
+        done.set()
 
+
+def keep_beating() -> None:
+    """Beat on rank 0 until its process ends; does nothing on the others. For the end of a run that was signalled."""
+    if dist.get_rank() == 0:
+        _beat_until(threading.Event())
+
+
+def _beat_until(done: threading.Event) -> None:
     def beat_until_done() -> None:
         with contextlib.suppress(RuntimeError):  # what a store raises; the main thread will hear of it
             while not done.wait(_BEAT_EVERY_S):
                 beat()
 
     threading.Thread(target=beat_until_done, name="dynamic-cp-beat", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 def rank_zero_is_silent() -> bool:

@@ -200,6 +200,13 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     _switch(group, "--overlap-grad-reduce", help="reduce gradients during the backward pass")
     _switch(group, "--overlap-param-gather", help="gather parameters during the forward pass")
     group.add_argument("--distributed-timeout-minutes", type=float, default=10.0)
+    group.add_argument(
+        "--stopped-process-timeout",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds after which a stopped process of a rank (SIGSTOP) is killed; 0: never",
+    )
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,13 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp import phase
+from megatron.trainer import last_words
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
@@ -38,12 +38,16 @@ def exit_code_of(run: Callable[[], None]) -> int:
     try:
         run()
     except DynamicCPError as error:
+        last_words.hang_up()
         # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
         if global_rank() != 0:
-            time.sleep(SPEAK_FIRST_S)
-        print(f"error{'' if global_rank() == 0 else f' (rank {global_rank()})'}: {error}", file=sys.stderr, flush=True)
+            last_words.let_rank_zero_speak(SPEAK_FIRST_S)
+        if last_words.may_speak():
+            rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
+            print(f"error{rank}: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception:
+        last_words.hang_up()
         said = f"rank {global_rank()} failed ({phase.current()}):\n{traceback.format_exc()}"
         print(said, file=sys.stderr, flush=True)
         return 1
@@ -74,6 +78,7 @@ class ExitSignals:
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
+        last_words.is_asked_to_end = True
         if self.received is None:
             self.received = signal.Signals(number).name
             self._on_first()

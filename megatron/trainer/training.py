@@ -21,7 +21,7 @@ from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.verify import stop_waiting_after
+from megatron.dynamic_cp.verify import keep_beating
 from megatron.trainer import checkpointing
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.data.stream import SampleStream
@@ -33,6 +33,7 @@ from megatron.trainer.refining import Refining
 from megatron.trainer.run import Run, set_up
 from megatron.trainer.saving import Saver
 from megatron.trainer.step import sum_over_job
+from megatron.trainer.stop_guard import StopGuard
 from megatron.trainer.summary import RunSummary
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,11 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
     Raises:
         DynamicCPError: the same on every rank.
     """
+    with contextlib.closing(StopGuard(args.stopped_process_timeout)):
+        _pretrain(args, on_step)
+
+
+def _pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None] | None) -> None:
     started = time.monotonic()
     run = set_up(args)
     position = Position()
@@ -112,8 +118,8 @@ def _train(
             )
         profiling.end(position.iteration + 1)
         if stop:
-            # All ranks are alive and know that this iteration is the last. Saving takes rank 0 as long as it takes.
-            stop_waiting_after(math.inf)
+            # Saving takes rank 0 as long as it takes; the others must hear that it lives, whatever it is busy with.
+            keep_beating()
         if saver.has_unnamed and not is_writing:
             phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
             saver.finish()

@@ -31,7 +31,7 @@ def complete_and_check(args: argparse.Namespace) -> None:
     _not_negative(
         args,
         "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples exit_duration_in_mins num_workers profile_step_start",
+        "lr_wsd_decay_samples exit_duration_in_mins num_workers profile_step_start stopped_process_timeout",
     )
     check_planning_values(args)
     _fraction(args, "hidden_dropout adam_beta1 adam_beta2")

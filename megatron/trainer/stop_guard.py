@@ -1,0 +1,92 @@
+"""A small process beside each rank that kills what somebody stopped (SIGSTOP): nobody waits for it for ever.
+
+A stopped rank keeps its connections, and a stopped writer, worker or planner its rank: the others cannot tell them from
+slow ones and would wait for minutes. Once they are killed, what follows is what follows any death. A debugger's stop is
+left alone. Where a whole job is suspended (SLURM, Ctrl-Z) this process is, too: it counts the seconds that it sees.
+
+It needs /proc (Linux). As a program it imports nothing but the standard library, and it ends a second after its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_LOOK_EVERY_S = 1.0
+
+
+class StopGuard:
+    """The process, seen from its rank.
+
+    Args:
+        limit_s: how long a process of this rank may be stopped; 0: for ever, nothing is started.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if limit_s > 0 and sys.platform == "linux":
+            # -I -S: from its own file and the standard library alone, which takes 10 ms.
+            words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(limit_s)]
+            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def watch(rank: int, limit_s: float) -> None:
+    """Kill the process `rank`, or a child of it, once it was stopped for `limit_s`; return once `rank` has ended."""
+    seen_stopped_s: dict[int, float] = {}
+    while os.getppid() == rank:
+        time.sleep(_LOOK_EVERY_S)
+        stopped = [pid for pid in (rank, *_children(rank)) if _state(pid) == "T"]
+        seen_stopped_s = {pid: seen_stopped_s.get(pid, 0.0) + _LOOK_EVERY_S for pid in stopped}
+        for pid, seen_s in seen_stopped_s.items():
+            if seen_s >= limit_s:
+                print(
+                    f"rank {os.environ.get('RANK', '0')}: its process {pid} ({_name(pid, rank)}) was stopped for "
+                    f"{limit_s:g} s: killed, as the others would wait for it (--stopped-process-timeout)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _children(rank: int) -> list[int]:
+    return [int(pid) for children in Path(f"/proc/{rank}/task").glob("*/children") for pid in _read(children).split()]
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state, "" when it is gone. Its name, in brackets, may hold anything."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2][1:2]
+
+
+def _name(pid: int, rank: int) -> str:
+    return "the rank itself" if pid == rank else _read(Path(f"/proc/{pid}/comm")).strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def main() -> None:
+    """Watch the process that the command line names."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to a whole group: the rank finishes its step
+        signal.signal(number, signal.SIG_IGN)
+    watch(int(sys.argv[1]), float(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
