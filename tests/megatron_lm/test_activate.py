@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
@@ -18,7 +19,8 @@ from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
 def adaptor(**values: Any) -> Any:
     """Return one with dynamic CP on."""
     made = object.__new__(_Adaptor)
-    for name, value in {"_asked": object(), "_is_logging": False, "_elapsed_s": 0.5, "_loaders": [], **values}.items():
+    defaults = {"_asked": object(), "_on_cpu": False, "_is_logging": False, "_elapsed_s": 0.5, "_loaders": []}
+    for name, value in {**defaults, **values}.items():
         setattr(made, name, value)
     return made
 
@@ -160,3 +162,37 @@ def test_coefficients_and_random_states_of_a_checkpoint_are_taken_over() -> None
     made._asked = None
     made._load_base_checkpoint(load, "folder", args)
     assert resumed == [state], "a new run, no checkpoint, or dynamic CP off"
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_cpu_ranks_keep_outputs_that_gloo_still_sends(on_cpu: bool) -> None:
+    """With and without --dynamic-cp: interleaved schedules freed them, and gave wrong losses."""
+    configs = [SimpleNamespace(deallocate_pipeline_outputs=True) for _ in range(2)]
+    chunks = [SimpleNamespace(module=SimpleNamespace(config=config)) for config in configs]
+    made = adaptor(_asked=None, _on_cpu=on_cpu)
+    assert made._get_model(lambda *_: chunks, "provider") is chunks
+    assert [config.deallocate_pipeline_outputs for config in configs] == [not on_cpu] * 2
+
+
+def test_cpu_ranks_load_what_the_distributed_optimizer_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.dynamic_cp.lm_adaptor import cpu
+
+    done: list[str] = []
+    monkeypatch.setattr(cpu.cpu_backend, "enable", lambda: done.append("shims"))
+    monkeypatch.setattr(cpu.optimizer_checkpoint, "install", lambda: done.append("optimizer"))
+    monkeypatch.setattr(cpu, "SHIMS", ())
+    monkeypatch.setattr(cpu.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(cpu.torch, "set_num_threads", lambda _: None)
+    cpu.enable(1)
+    assert done == ["shims", "optimizer"]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_reading_moves_no_generator_of_cpu_ranks(on_cpu: bool) -> None:
+    """Dropout draws from the same one there: TP ranks, of which the first reads, and a resumed run would part."""
+    made = adaptor(_asked=None, _on_cpu=on_cpu, _get_args=loader_args)
+    loader = made._build_pretraining_data_loader(lambda data, _: DataLoader(data), [1, 2], 0)
+    before = torch.get_rng_state()
+    assert len(list(loader)) == 2
+    assert torch.equal(torch.get_rng_state(), before) == on_cpu
+    assert made._build_pretraining_data_loader(lambda data, _: data, "the script's own", 0) == "the script's own"

@@ -186,7 +186,7 @@ class _Adaptor:
             from megatron.dynamic_cp.lm_adaptor.session import Session
 
             optimizer_checkpoint.install()
-            DynamicCPGPTModel.enabled, DynamicCPGPTModel.on_cpu = True, self._on_cpu
+            DynamicCPGPTModel.enabled = True
             self._session = Session(self._get_args(), self._planning)
             DynamicCPGPTModel.transformer_impl = self._session.layers.impl
         return result
@@ -216,7 +216,12 @@ class _Adaptor:
     def _build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
         args = self._get_args()
         if not self._is_on or dataset is None or args.dataloader_type == "external":
-            return original(dataset, consumed_samples)
+            loader = original(dataset, consumed_samples)
+            if self._on_cpu:
+                from megatron.dynamic_cp.lm_adaptor.cpu import keep_random_states
+
+                keep_random_states(loader)
+            return loader
         from megatron.dynamic_cp.lm_adaptor.data import LaneSampler, build_loader, ignoring
 
         sampler = LaneSampler(
@@ -326,6 +331,15 @@ class _Adaptor:
         from megatron.dynamic_cp.lm_adaptor.cpu import with_one_device
 
         return with_one_device(original)
+
+    def _get_model(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        if self._on_cpu:
+            from megatron.core.utils import get_model_config
+
+            for chunk in chunks:
+                get_model_config(chunk).deallocate_pipeline_outputs = False
+        return chunks
 
     def _compile_dependencies(self, original: Any) -> None:
         if not self._on_cpu:

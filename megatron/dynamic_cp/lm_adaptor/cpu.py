@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp import cpu_backend, optimizer_checkpoint
 from megatron.dynamic_cp.cpu_backend import Shim
 
 
@@ -59,8 +60,9 @@ SHIMS: tuple[Shim, ...] = (
 
 
 def enable(timeout_minutes: float) -> None:
-    """Install all shims and start the gloo job; Megatron-LM then finds it started."""
+    """Install all shims and repairs and start the gloo job; Megatron-LM then finds it started."""
     cpu_backend.enable()
+    optimizer_checkpoint.install()
     for shim in SHIMS:
         setattr(shim.owner, shim.attribute, shim.replacement)
     torch.set_num_threads(1)  # ranks of one machine share its cores
@@ -80,6 +82,16 @@ def with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
             torch.cuda.device_count = original
 
     return wrapped
+
+
+def keep_random_states(loader: Any) -> None:
+    """Have a DataLoader (anything else is left alone) not draw its seed from the generator that dropout draws from.
+
+    On a device these are two. Only TP rank 0 reads, so that TP ranks would drop different activations, and a resumed
+    run others than the first one.
+    """
+    if isinstance(loader, DataLoader):
+        loader.generator = torch.Generator()
 
 
 def load_dataset_helpers() -> None:

@@ -46,12 +46,10 @@ class DynamicCPGPTModel(GPTModel):
 
     Attributes:
         enabled: set by --dynamic-cp; without it this is GPTModel.
-        on_cpu: ranks are CPU ranks.
         transformer_impl: TransformerEngine's layers or local ones; chosen when the session begins.
     """
 
     enabled = False
-    on_cpu = False
     transformer_impl: TransformerImpl = "local"
 
     def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,9 +57,6 @@ class DynamicCPGPTModel(GPTModel):
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
         check_supported(config, also_allowed=NO_EFFECT)
-        if self.on_cpu:
-            # Interleaved schedules free an output while gloo still sends it.
-            config.deallocate_pipeline_outputs = False
         spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
         super().__init__(config, spec, *args, **kwargs)
         use_one_rotary_table(self)

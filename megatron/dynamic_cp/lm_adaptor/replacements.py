@@ -81,7 +81,8 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module=_TRAINING,
         symbol="build_pretraining_data_loader",
-        reason="reads samples one by one and uncollated, in global batches of any size, without trailing padding",
+        reason="reads samples one by one and uncollated, in global batches of any size, without trailing padding; on "
+        "CPU ranks it always keeps from drawing its seed from the generator of dropout",
     ),
     Replacement(
         module=_TRAINING,
@@ -138,6 +139,12 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         module="megatron.training.initialize",
         symbol="_set_random_seed",
         reason="seeds the generators of tensor parallelism only when it sees a device",
+        cpu_only=True,
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="get_model",
+        reason="has schedules free an output once it was sent; interleaved ones do while gloo still reads it",
         cpu_only=True,
     ),
     Replacement(
