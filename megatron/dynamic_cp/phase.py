@@ -4,7 +4,9 @@ device out of memory.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -24,6 +26,15 @@ def enter(phase: str) -> None:
     """Say what begins now, such as "iteration 5, saving"."""
     global _current, _micro_batch, _since_s
     _current, _micro_batch, _since_s = phase, None, time.monotonic()
+
+
+@contextlib.contextmanager
+def during(phase: str) -> Iterator[None]:
+    """Enter `phase` for the body and go back to the one before; an error of the body leaves it entered."""
+    before = _current
+    enter(phase)
+    yield
+    enter(before)
 
 
 def enter_micro_batch(label: str, num_tokens: int) -> None:

@@ -44,13 +44,11 @@ def in_phase(name: str) -> Iterator[None]:
     Raises:
         DynamicCPError: one did.
     """
-    before = phase.current()
-    phase.enter(name)
-    try:
-        yield
-    except RuntimeError as error:  # what torch.distributed raises; the errors of this package are ValueErrors
-        raise lost_rank(error) from error
-    phase.enter(before)
+    with phase.during(name):
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises; the errors of this package are ValueErrors
+            raise lost_rank(error) from error
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.lm_adaptor import activate
 from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
 
@@ -196,3 +198,83 @@ def test_reading_moves_no_generator_of_cpu_ranks(on_cpu: bool) -> None:
     assert len(list(loader)) == 2
     assert torch.equal(torch.get_rng_state(), before) == on_cpu
     assert made._build_pretraining_data_loader(lambda data, _: data, "the script's own", 0) == "the script's own"
+
+
+@pytest.fixture
+def starting_up() -> Iterator[None]:
+    before = phase.current()
+    phase.enter("starting up")
+    yield
+    phase.enter(before)
+
+
+@pytest.mark.usefixtures("starting_up")
+def test_errors_say_where_a_run_was() -> None:
+    """With and without --dynamic-cp: what fails leaves its phase behind, what succeeds goes back."""
+    made = adaptor(_asked=None, _get_args=lambda: argparse.Namespace(curr_iteration=4))
+    seen: list[str] = []
+
+    def note(*_: Any, **__: Any) -> None:
+        seen.append(phase.current())
+
+    def evaluate(prefix: str, forward_step: Any, iterator: Any, model: Any, iteration: int, *_: Any) -> None:
+        note()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    made._load_checkpoint(note, "model", "optimizer", "scheduler", checkpointing_context={})
+    made._train_step(note, iteration=4)
+    made._save_checkpoint(note, 5, "model", train_data_iterator=None)
+    made._maybe_finalize_async_save(note, blocking=False)
+    made._maybe_finalize_async_save(note, blocking=True, terminate=True)
+    made._evaluate_and_print_results(evaluate, "iteration 5", "step", "data", "model", 5, None, "config")
+    assert seen == [
+        "loading the checkpoint",
+        "iteration 5",
+        "iteration 5, saving",
+        "naming the previous checkpoint",
+        "waiting for the files of the last checkpoint",
+        "evaluation after iteration 5",
+    ]
+    assert phase.current() == "iteration 5"
+    with pytest.raises(OSError, match="no space left"):
+        made._save_checkpoint(fail, 6, "model")
+    assert phase.current() == "iteration 6, saving"
+
+
+@pytest.mark.usefixtures("starting_up")
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only: bool) -> None:
+    from megatron.dynamic_cp.lm_adaptor import session
+
+    seen: list[str] = []
+
+    class Wrapper:
+        rank_tokens = ()
+
+        def __next__(self) -> Any:
+            seen.append(phase.current())
+            return SimpleNamespace(seqlen_sum=1, seqlen_squared_sum=1)
+
+    def run_schedule(*_: Any, **__: Any) -> list[Any]:
+        seen.append(phase.current())
+        return []
+
+    made: Any = object.__new__(session.Session)
+    made._theirs = argparse.Namespace(curr_iteration=2)
+    made.args = argparse.Namespace(dynamic_cp_verify="digest")
+    made._refining = SimpleNamespace(forward_step=None)
+    made.flops, made.model_shape = SimpleNamespace(add=lambda _: None), None
+    made._wrapper = lambda *_: Wrapper()
+    monkeypatch.setattr(session, "run_schedule", run_schedule)
+    monkeypatch.setattr(session, "training_flops", lambda *_: 1.0)
+    iterator = SimpleNamespace(name="train")
+    made.run_step(
+        forward_step_func=None, data_iterator=iterator, model="model", seq_length=8, forward_only=forward_only
+    )
+    if forward_only:
+        assert set(seen) == {"starting up"}, "an evaluation has its own name"
+    else:
+        assert seen == ["iteration 3, plan and samples", "iteration 3, forward and backward passes"]
+        assert phase.current() == "iteration 3, the optimizer's step"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.lm_adaptor import flags
 from megatron.dynamic_cp.lm_adaptor.checkout import SUPPORTED_VERSIONS, Checkout, import_without_triton, put_first
 from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
@@ -253,7 +254,26 @@ class _Adaptor:
     def _get_forward_backward_func(self, original: Any) -> Any:
         return self._session.run_step if self._is_on else original()
 
+    def _load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with phase.during("loading the checkpoint"):
+            return original(*args, **kwargs)
+
+    def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        with phase.during(f"iteration {iteration}, saving"):
+            original(iteration, *args, **kwargs)
+
+    def _maybe_finalize_async_save(self, original: Any, blocking: bool = False, **kwargs: Any) -> None:
+        name = "waiting for the files of the last checkpoint" if blocking else "naming the previous checkpoint"
+        with phase.during(name):
+            original(blocking=blocking, **kwargs)
+
+    def _evaluate_and_print_results(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+        with phase.during(f"evaluation after iteration {iteration}"):
+            original(*args, **kwargs)
+
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        phase.enter(f"iteration {self._get_args().curr_iteration + 1}")
         if not self._is_on:
             return original(*args, **kwargs)
         started_s = time.perf_counter()

@@ -97,12 +97,33 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module=_TRAINING,
         symbol="train_step",
-        reason="the learning rate and consumed samples step by the samples of the global batch",
+        reason="the learning rate and consumed samples step by the samples of the global batch; it does not say which "
+        "iteration it was",
     ),
     Replacement(
         module=_TRAINING,
         symbol="training_log",
         reason="prints the samples of the global batch and a line about the plan, and ends the step: dump, refinement",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="evaluate_and_print_results",
+        reason="does not say, for the errors of a run, that it was evaluating",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="load_checkpoint",
+        reason="does not say that it was loading",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="save_checkpoint",
+        reason="does not say that it was saving, and at which iteration",
+    ),
+    Replacement(
+        module=_TRAINING,
+        symbol="maybe_finalize_async_save",
+        reason="does not say that it was naming a checkpoint, or waiting for its files",
     ),
     Replacement(
         module="megatron.training.checkpointing",

@@ -16,6 +16,7 @@ from megatron.core.utils import log_single_rank
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError
 from dynamic_cp.types import Hardware
+from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
@@ -134,6 +135,9 @@ class Session:
                 self._refining = Refining(self, self.position, forward_step_func)
             forward_step_func = self._refining.forward_step
         wrapper = self._wrapper(iterators, chunks)
+        if not forward_only:
+            iteration = self._theirs.curr_iteration + 1
+            phase.enter(f"iteration {iteration}, plan and samples")
         try:
             step = next(wrapper)
         except StopIteration:
@@ -141,6 +145,8 @@ class Session:
                 f"the {iterators[0].name} data ended at step {wrapper.step}, before the run did: give more data, or "
                 "lower --train-iters or --eval-iters"
             ) from None
+        if not forward_only:
+            phase.enter(f"iteration {iteration}, forward and backward passes")
         logged = run_schedule(
             chunks,
             step,
@@ -152,6 +158,7 @@ class Session:
         )
         if forward_only:
             return sum_over_lanes(logged)
+        phase.enter(f"iteration {iteration}, the optimizer's step")
         self.flops.add(training_flops(self.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
         return logged
 
