@@ -46,7 +46,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-seqlen-per-dp-cp-rank",
-        type=_tokens_or_auto,
+        type=tokens_or_auto,
         metavar="N|auto",
         help="padded tokens of a rank in one micro-batch; auto: as many as fit in the memory that "
         "--dynamic-cp-hardware states, with samples of --seq-length (CPU hardware states none); default: what "
@@ -139,7 +139,8 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
 
 
-def _tokens_or_auto(text: str) -> int | str:
+def tokens_or_auto(text: str) -> int | str:
+    """Return the value of --max-seqlen-per-dp-cp-rank; an argparse type."""
     try:
         return text if text == "auto" else int(text)
     except ValueError:

@@ -320,7 +320,7 @@ def _complete_recompute(args: argparse.Namespace) -> None:
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
         _check_recompute_layers(args)
-        _check_auto_knows_recomputation(args)
+        check_auto_knows_recomputation(args)
     elif args.recompute_method is not None or args.recompute_num_layers is not None:
         raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
@@ -399,7 +399,12 @@ def _check_profiling(args: argparse.Namespace) -> None:
         )
 
 
-def _check_auto_knows_recomputation(args: argparse.Namespace) -> None:
+def check_auto_knows_recomputation(args: argparse.Namespace) -> None:
+    """Check that the memory model knows the full recomputation of `args`.
+
+    Raises:
+        InvalidInputError: the token limit is `auto`, and it does not.
+    """
     if args.max_seqlen_per_dp_cp_rank == "auto" and (args.recompute_method, args.recompute_num_layers) != (
         "uniform",
         1,

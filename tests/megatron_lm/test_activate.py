@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.lm_adaptor import activate
+from megatron.dynamic_cp.lm_adaptor import activate, flags
 from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
 
 
@@ -278,3 +280,46 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only
     else:
         assert seen == ["iteration 3, plan and samples", "iteration 3, forward and backward passes"]
         assert phase.current() == "iteration 3, the optimizer's step"
+
+
+def test_chats_are_tokens_with_either_transformers(tmp_path: Path) -> None:
+    """Megatron-LM takes the first of what apply_chat_template returns for tokens; in 5 that is a dict."""
+    from transformers import AutoTokenizer
+
+    from tests.unit.data.made_tokenizers import write_tokenizer
+
+    folder = str(write_tokenizer(tmp_path))
+
+    class Theirs:
+        def __init__(self, path: str, prompt_format: str) -> None:
+            self.prompt_format = prompt_format
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+
+        def tokenize(self, chat: list[dict[str, str]]) -> Any:
+            whole = self._tokenizer.apply_chat_template(chat, tokenize=True, return_tensors="np")[0]
+            turns = [self._tokenizer.apply_chat_template([turn], tokenize=True) for turn in chat]
+            return whole.copy().tolist(), turns
+
+    replaced = adaptor()._SFTTokenizer(Theirs)
+    made = replaced(folder, prompt_format="some")
+    chat = [{"role": "user", "content": "What runs?"}, {"role": "assistant", "content": "The river."}]
+    whole, turns = made.tokenize(chat)
+    assert whole == turns[0] + turns[1]
+    assert made.prompt_format == "some"
+    assert issubclass(replaced, Theirs)
+    assert made._tokenizer.decode(whole).startswith("<|im_start|>user")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_says_what_is_overridden(monkeypatch: pytest.MonkeyPatch, caplog: Any, rank: int) -> None:
+    parsed = argparse.Namespace(distributed_backend="nccl", dynamic_cp=True, rank=rank, tensor_model_parallel_size=1)
+    monkeypatch.setattr("megatron.trainer.initialize.choose_backend", lambda *_, **__: "nccl")
+    monkeypatch.setattr(flags, "refuse_without_effect", lambda _: None)
+    monkeypatch.setattr(flags, "translate", lambda args: args)
+    monkeypatch.setattr(flags, "environment_is_ready", lambda *_: None)
+    monkeypatch.setattr(flags, "overridden", lambda *_: [(logging.WARNING, "--one becomes 2"), (logging.INFO, "three")])
+    made = adaptor(_process_non_loss_data=None, _use_get_batch=lambda: None)
+    with caplog.at_level(logging.INFO):
+        made._parse_args(lambda: parsed)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == ([("WARNING", "dynamic CP: --one becomes 2"), ("INFO", "dynamic CP: three")] if rank == 0 else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout, put_first
+from megatron.dynamic_cp.lm_adaptor.checkout import NEEDED, open_checkout, put_first
 
 PACKAGE_INFO = 'MAJOR = 0\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "{pre}"\nVERSION = (MAJOR, MINOR)\n'
 
@@ -25,6 +26,16 @@ def make_tree(root: Path, minor: int = 16, patch: int = 1, pre: str = "", schedu
         (datasets / "data_schedule.py").write_text(schedules)
     script = root / "pretrain_gpt.py"
     script.write_text("raise SystemExit('the script ran')\n")
+    return script
+
+
+def make_importable_tree(root: Path) -> Path:
+    """Return the script of a tree with empty packages."""
+    script = make_tree(root)
+    for package in ("core", "core/transformer", "core/transformer/custom_layers", "training"):
+        (root / "megatron" / package).mkdir(exist_ok=True)
+        (root / "megatron" / package / "__init__.py").write_text("")
+    (root / "megatron/core/transformer/custom_layers/batch_invariant_kernels.py").write_text("")
     return script
 
 
@@ -94,13 +105,33 @@ def test_command_line_answers_in_one_line(tmp_path: Path) -> None:
     assert old.stderr.count("\n") == 1
 
 
+def test_missing_package_is_named_with_the_extra_that_has_it(tmp_path: Path) -> None:
+    """In one line, before anything of the run begins."""
+    script = make_importable_tree(tmp_path)
+    training = tmp_path / "megatron/training/__init__.py"
+    training.write_text("import sys\nsys.modules['six'] = None\nimport six\n")
+    done = run(str(script))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: the training code of Megatron-LM needs six")
+    assert "not installed here: install the extra megatron-lm of this project, pip install -e '.[megatron-lm]'" in (
+        done.stderr
+    )
+    training.write_text("import a_package_of_nobody\n")
+    other = run(str(script))
+    assert other.returncode == 1
+    assert "No module named 'a_package_of_nobody'" in other.stderr
+
+
+def test_the_extra_has_what_the_training_code_needs() -> None:
+    setup = ast.parse((Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8"))
+    extras = {node.targets[0].id: node.value for node in setup.body if isinstance(node, ast.Assign)}  # type: ignore
+    assert sorted(ast.literal_eval(extras["MEGATRON_LM"])) == sorted(NEEDED.values())
+
+
 def test_missing_symbol_is_named(tmp_path: Path) -> None:
     """A tree of the right version whose training code lacks everything: the first symbol of the table is named."""
-    script = make_tree(tmp_path)
-    for package in ("core", "core/transformer", "core/transformer/custom_layers", "training"):
-        (tmp_path / "megatron" / package).mkdir(exist_ok=True)
-        (tmp_path / "megatron" / package / "__init__.py").write_text("")
-    (tmp_path / "megatron/core/transformer/custom_layers/batch_invariant_kernels.py").write_text("")
+    script = make_importable_tree(tmp_path)
     done = run(str(script))
     assert done.returncode == 2, done.stderr
     assert "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced because it" in done.stderr

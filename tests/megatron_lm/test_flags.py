@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ def theirs() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--cp-comm-type", nargs="+", type=str, default=["p2p"])
     parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int, default=None)
     parser.add_argument("--distributed-backend", choices=["nccl", "gloo"], default="nccl")
     parser.add_argument("--hybrid-context-parallel", action="store_true")
     parser.add_argument("--micro-batch-size", type=int, default=None)
@@ -25,6 +27,8 @@ def theirs() -> argparse.ArgumentParser:
     parser.add_argument("--num-experts", type=int, default=None)
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--rerun-mode", default="validate_results")
+    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--no-create-attention-mask-in-dataloader", action="store_false", default=True)
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--fim-data", action="store_true")
     parser.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
@@ -38,7 +42,7 @@ def theirs() -> argparse.ArgumentParser:
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    return flags.add_flags(theirs()).parse_args(["--attention-dropout", "0", *argv])
+    return flags.add_flags(flags.accept_auto(theirs())).parse_args(["--attention-dropout", "0", *argv])
 
 
 def test_flags_of_both_keep_megatron_lms_form() -> None:
@@ -58,9 +62,80 @@ def test_translation_says_one_to_megatron_lm_and_remembers_the_rest() -> None:
         "cp_comm_type": ["p2p"],
         "max_seqlen_per_dp_cp_rank": None,
         "calculate_per_token_loss": True,
+        "moe_token_dispatcher_type": "alltoall",
         "rerun_mode": "disabled",
     }
     assert args.micro_batch_size == 1
+
+
+def test_what_was_given_and_is_overridden_is_said() -> None:
+    """With both values and the reason; what nobody gave, and what is so already, is not."""
+    argv = ("--dynamic-cp", "--rerun-mode", "validate_results", "--moe-token-dispatcher-type=flex", "--cp-comm-type")
+    argv += ("a2a", "--context-parallel-size", "4", "--no-create-attention-mask-in-dataloader")
+    args = parse(*argv)
+    said = flags.overridden(flags.translate(args), argv)
+    assert said == [
+        (
+            logging.INFO,
+            "--context-parallel-size 4 is for plans, Megatron-LM gets 1: every micro-batch brings its own CP group; "
+            "the flag's value names the static plan",
+        ),
+        (logging.INFO, "--cp-comm-type a2a is for plans, Megatron-LM gets p2p: each bucket of the plan says its own"),
+        (
+            logging.WARNING,
+            "--moe-token-dispatcher-type flex becomes alltoall: megatron-core accepts variable_seq_lengths with it "
+            "only, also without experts",
+        ),
+        (
+            logging.WARNING,
+            "--rerun-mode validate_results becomes disabled: a step cannot be run again from its micro-batches; "
+            "losses are still checked for NaN",
+        ),
+    ]
+    assert flags.overridden(flags.translate(parse("--dynamic-cp")), ["--dynamic-cp"]) == []
+    same = ("--dynamic-cp", "--rerun-mode", "disabled", "--context-parallel-size", "1")
+    assert flags.overridden(flags.translate(parse(*same)), same) == []
+
+
+def test_every_override_names_the_flag_that_sets_it() -> None:
+    actions = {option: action.dest for action in theirs()._actions for option in action.option_strings}
+    named = {setting.flag: setting.name for setting in flags.FORCED}
+    assert {flag: name.replace("create", "no_create") for flag, name in named.items()} == {
+        flag: actions[flag] for flag in named
+    }
+
+
+def test_the_token_limit_is_a_number_or_auto() -> None:
+    assert parse("--max-seqlen-per-dp-cp-rank", "96").max_seqlen_per_dp_cp_rank == 96
+    with pytest.raises(SystemExit):
+        parse("--max-seqlen-per-dp-cp-rank", "many")
+
+
+def planning_arguments(*argv: str, **validated: Any) -> argparse.Namespace:
+    asked = flags.translate(args := parse("--dynamic-cp", "--max-seqlen-per-dp-cp-rank", "auto", *argv))
+    values = {
+        "world_size": 2,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": False,
+        "num_attention_heads": 4,
+        "group_query_attention": False,
+        "seq_length": 64,
+        "global_batch_size": 4,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    }
+    return flags.planning_arguments(asked, argparse.Namespace(**{**vars(args), **values, **validated}))
+
+
+def test_auto_is_found_once_the_memory_is_known() -> None:
+    assert planning_arguments().max_seqlen_per_dp_cp_rank == "auto"
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1}
+    assert planning_arguments(**full, recompute_method="uniform").max_seqlen_per_dp_cp_rank == "auto"
+    with pytest.raises(InvalidInputError, match="auto knows full recomputation of one layer at a time only"):
+        planning_arguments(**full, recompute_method="block")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +192,21 @@ def test_what_would_have_no_effect_without_dynamic_cp_is_refused(argv: tuple[str
         flags.refuse_without_effect(parse(*argv))
     flags.refuse_without_effect(parse())
     flags.refuse_without_effect(parse("--dynamic-cp", *argv))
+
+
+@pytest.mark.parametrize("argv", [("--eod-id", "0"), ("--varlen-mock-dataset-config-json", "{}")])
+@pytest.mark.parametrize("more", [(), ("--dynamic-cp",)])
+def test_what_only_varlen_data_take_is_refused_without_them(argv: tuple[str, ...], more: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidInputError, match=f"{argv[0]} needs --use-varlen-dataset"):
+        flags.refuse_without_effect(parse(*argv, *more))
+    flags.refuse_without_effect(parse(*argv, "--dynamic-cp", "--use-varlen-dataset"))
+
+
+def test_auto_is_refused_without_dynamic_cp() -> None:
+    auto = ("--max-seqlen-per-dp-cp-rank", "auto")
+    with pytest.raises(InvalidInputError, match="--max-seqlen-per-dp-cp-rank auto needs --dynamic-cp in a checkout"):
+        flags.refuse_without_effect(parse(*auto))
+    flags.refuse_without_effect(parse(*auto, "--dynamic-cp"))
 
 
 @pytest.mark.parametrize(("given", "ours"), [("allgather", "all_gather"), ("a2a+p2p", "a2a+p2p"), ("auto", "auto")])

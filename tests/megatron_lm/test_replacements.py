@@ -43,7 +43,7 @@ def test_every_row_has_its_function_and_no_function_is_without_a_row() -> None:
     helpers = {"install", "_check_script", "_end_workers", "_use_get_batch", "_told_of_one_device"}
     assert names <= methods
     assert methods - names == helpers
-    assert len({one.where for one in REPLACEMENTS}) == len(REPLACEMENTS) == 27
+    assert len({one.where for one in REPLACEMENTS}) == len(REPLACEMENTS) == 29
 
 
 def test_docs_show_the_table() -> None:

@@ -238,6 +238,9 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--sft", "--spec", "--dynamic-context-parallel", "--sequence-packing-scheduler", "--attention-dropout"}
     others |= {"--dist-ckpt-optim-fully-reshardable", "--dist-ckpt-strictness", "--no-save-optim"}
     others |= {"--exit-signal-handler", "--skip-train", "--tensorboard-log-interval"}
+    others |= {"--data-args-path", "--train-data-path", "--per-split-data-args-path", "--legacy-tokenizer"}
+    others |= {"--eod-mask-loss", "--allow-ambiguous-pad-tokens", "--rerun-mode", "--moe-token-dispatcher-type"}
+    others |= {"--fim-data", "--split-sentences", "--calculate-per-token-loss"}
     named = 0
     for page in PAGES:
         if page.name in ("planner.md", "LOG.md"):  # commands of other tools

@@ -14,7 +14,13 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.lm_adaptor import flags
-from megatron.dynamic_cp.lm_adaptor.checkout import SUPPORTED_VERSIONS, Checkout, import_without_triton, put_first
+from megatron.dynamic_cp.lm_adaptor.checkout import (
+    SUPPORTED_VERSIONS,
+    Checkout,
+    explain_missing_package,
+    import_without_triton,
+    put_first,
+)
 from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
 
 logger = logging.getLogger(__name__)
@@ -26,14 +32,18 @@ def activate(checkout: Checkout) -> None:
     """Replace what the table says in the checkout's modules, which are imported; a second call does nothing.
 
     Raises:
-        DynamicCPError: megatron-core came from elsewhere, or a symbol is missing.
+        DynamicCPError: megatron-core came from elsewhere, or a symbol or a package is missing.
     """
     global _active
     if _active is not None:
         return
     put_first(checkout.root)
     if checkout.version in SUPPORTED_VERSIONS:
-        _active = _Adaptor()
+        try:
+            _active = _Adaptor()
+        except ModuleNotFoundError as error:
+            explain_missing_package(error)
+            raise
         _active.install()
     else:
         from megatron.dynamic_cp.lm_adaptor.scheduler import register, take_choice
@@ -84,6 +94,15 @@ class _Adaptor:
 
         return DynamicCPGPTModel
 
+    def _SFTTokenizer(self, original: Any) -> type:  # named after what it replaces
+        class SFTTokenizer(original):  # type: ignore[misc]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                chats = self._tokenizer
+                chats.apply_chat_template = functools.partial(chats.apply_chat_template, return_dict=False)
+
+        return SFTTokenizer
+
     def _pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs)
         theirs = given.arguments.get("extra_args_provider")
@@ -108,6 +127,9 @@ class _Adaptor:
             for loader in self._loaders:
                 end_workers(loader)
 
+    def _add_megatron_arguments(self, original: Any, parser: Any) -> Any:
+        return flags.accept_auto(original(parser))
+
     def _parse_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         parsed = original(*args, **kwargs)
         import torch
@@ -128,6 +150,9 @@ class _Adaptor:
         flags.refuse_without_effect(parsed)
         if parsed.dynamic_cp:
             self._asked = flags.translate(parsed)
+            if parsed.rank == 0:
+                for level, line in flags.overridden(self._asked, sys.argv[1:]):
+                    logger.log(level, "dynamic CP: %s", line)
             flags.environment_is_ready(2, parsed.tensor_model_parallel_size)
             self._check_script()
             self._use_get_batch()

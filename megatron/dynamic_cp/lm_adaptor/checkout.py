@@ -16,6 +16,9 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 SUPPORTED_VERSIONS = ("0.16.1",)
 """Versions whose training loop the adaptor replaces parts of."""
 
+NEEDED = {"six": "six", "regex": "regex", "yaml": "pyyaml"}
+"""Modules that a checkout's training code imports -> packages that have them; the extra megatron-lm."""
+
 _SCHEDULES = Path("megatron", "core", "datasets", "data_schedule.py")
 _VERSION = Path("megatron", "core", "package_info.py")
 
@@ -100,6 +103,22 @@ def put_first(root: Path) -> None:
     if path in sys.path:
         sys.path.remove(path)
     sys.path.insert(0, path)
+
+
+def explain_missing_package(error: ModuleNotFoundError) -> None:
+    """Say what to install when the training code cannot import something of NEEDED.
+
+    Raises:
+        InvalidInputError: naming all that is missing.
+    """
+    if error.name not in NEEDED:
+        return
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    raise InvalidInputError(
+        f"the training code of Megatron-LM needs {', '.join(missing)}, not installed here: install the extra "
+        "megatron-lm of this project, pip install -e '.[megatron-lm]'",
+        missing=tuple(missing),
+    ) from error
 
 
 def import_without_triton(module: str) -> None:

@@ -7,21 +7,31 @@ static plan; Megatron-LM itself is built with 1, because every micro-batch bring
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.arguments import EXCHANGES, UNSUPPORTED, Unsupported, add_dynamic_cp_arguments
+from megatron.dynamic_cp.arguments import (
+    EXCHANGES,
+    UNSUPPORTED,
+    Unsupported,
+    add_dynamic_cp_arguments,
+    tokens_or_auto,
+)
 from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
 from megatron.trainer.data.config import OVERLONG_POLICIES
-from megatron.trainer.validation import check_planning_values, complete_lanes
+from megatron.trainer.validation import check_auto_knows_recomputation, check_planning_values, complete_lanes
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
 _LOOP = "it changes the training loop that dynamic context parallelism takes part in"
 _DATA = "global batches are drawn in the order of one data set"
+_LIMIT = "--max-seqlen-per-dp-cp-rank"
 
 REFUSED: tuple[Unsupported, ...] = (
     *UNSUPPORTED,
@@ -54,34 +64,63 @@ REFUSED: tuple[Unsupported, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A value of Megatron-LM's arguments that --dynamic-cp sets, whatever was given."""
+    """A value of Megatron-LM's arguments that --dynamic-cp sets, whatever was given.
+
+    Attributes:
+        flag: with which a user sets it.
+        is_planned: what was given is followed by the plan; only Megatron-LM itself gets `value`.
+    """
 
     name: str
+    flag: str
     value: Any
     reason: str
+    is_planned: bool = False
 
 
 FORCED: tuple[Setting, ...] = (
     Setting(
         name="context_parallel_size",
+        flag="--context-parallel-size",
         value=1,
         reason="every micro-batch brings its own CP group; the flag's value names the static plan",
+        is_planned=True,
     ),
-    Setting(name="cp_comm_type", value=["p2p"], reason="each bucket of the plan says its own"),
-    Setting(name="max_seqlen_per_dp_cp_rank", value=None, reason="the planner keeps the limit"),
+    Setting(
+        name="cp_comm_type",
+        flag="--cp-comm-type",
+        value=["p2p"],
+        reason="each bucket of the plan says its own",
+        is_planned=True,
+    ),
+    Setting(
+        name="max_seqlen_per_dp_cp_rank",
+        flag="--max-seqlen-per-dp-cp-rank",
+        value=None,
+        reason="the planner keeps the limit",
+        is_planned=True,
+    ),
     Setting(
         name="calculate_per_token_loss",
+        flag="--calculate-per-token-loss",
         value=True,
         reason="gradients are sums over tokens, divided once: exact for any mixture of CP sizes",
     ),
     Setting(
         name="moe_token_dispatcher_type",
+        flag="--moe-token-dispatcher-type",
         value="alltoall",
         reason="megatron-core accepts variable_seq_lengths with it only, also without experts",
     ),
-    Setting(name="create_attention_mask_in_dataloader", value=False, reason="attention is causal within each sample"),
+    Setting(
+        name="create_attention_mask_in_dataloader",
+        flag="--no-create-attention-mask-in-dataloader",
+        value=False,
+        reason="attention is causal within each sample",
+    ),
     Setting(
         name="rerun_mode",
+        flag="--rerun-mode",
         value="disabled",
         reason="a step cannot be run again from its micro-batches; losses are still checked for NaN",
     ),
@@ -100,10 +139,8 @@ class _Additions:
     def add_argument(self, *flags: str, **kwargs: Any) -> None:
         if "feature" in kwargs:  # a refusal: Megatron-LM's own flag is looked at once it was read
             return
-        try:
+        with contextlib.suppress(argparse.ArgumentError):  # Megatron-LM has it
             self._parser.add_argument(*flags, **kwargs)
-        except argparse.ArgumentError:  # Megatron-LM has it
-            return
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -124,6 +161,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="documents of --use-varlen-dataset that are longer than --seq-length",
     )
     group.add_argument("--eod-id", type=int, help="token that ends a document of .bin/.idx data, if it has one")
+    return parser
+
+
+def accept_auto(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Have Megatron-LM's flag for the token limit take "auto" beside a number; return its parser."""
+    for action in parser._actions:
+        if _LIMIT in action.option_strings:
+            action.type = tokens_or_auto
     return parser
 
 
@@ -157,16 +202,21 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def refuse_without_effect(args: argparse.Namespace) -> None:
-    """Check that a run without --dynamic-cp was not given flags of ours that say what it is to do.
+    """Check that a run was not given flags of ours that say what it is to do without those that let them.
 
     Raises:
         InvalidInputError: naming the flag.
     """
+    for flag in ("--eod-id", "--varlen-mock-dataset-config-json"):
+        if not args.use_varlen_dataset and getattr(args, destination(flag)) is not None:
+            raise InvalidInputError(f"{flag} needs --use-varlen-dataset: add it, or leave {flag} out", flag=flag)
     if args.dynamic_cp:
         return
     for flag in ("--dynamic-cp-dump", "--dynamic-cp-replay", "--dynamic-cp-refine", "--use-varlen-dataset"):
         if getattr(args, destination(flag)):
             raise InvalidInputError(f"{flag} needs --dynamic-cp in a checkout: add it, or leave {flag} out", flag=flag)
+    if args.max_seqlen_per_dp_cp_rank == "auto":
+        raise InvalidInputError(f"{_LIMIT} auto needs --dynamic-cp in a checkout: add it, or leave {_LIMIT} out")
 
 
 def refuse_loaded(args: argparse.Namespace) -> None:
@@ -209,6 +259,26 @@ def translate(args: argparse.Namespace) -> argparse.Namespace:
     return asked
 
 
+def overridden(asked: argparse.Namespace, argv: Sequence[str]) -> list[tuple[int, str]]:
+    """Return (logging level, line) for each value of the command line that FORCED changes.
+
+    Args:
+        asked: as the user gave them; argv: the command line, which tells what was given from what is a default.
+    """
+    given = {word.split("=", 1)[0] for word in argv}
+    lines = []
+    for setting in FORCED:
+        value = getattr(asked, setting.name, setting.value)
+        if setting.flag not in given or value == setting.value:
+            continue
+        old, new = (" ".join(map(str, one)) if isinstance(one, list) else one for one in (value, setting.value))
+        if setting.is_planned:
+            lines.append((logging.INFO, f"{setting.flag} {old} is for plans, Megatron-LM gets {new}: {setting.reason}"))
+        else:
+            lines.append((logging.WARNING, f"{setting.flag} {old} becomes {new}: {setting.reason}"))
+    return lines
+
+
 def planning_arguments(asked: argparse.Namespace, args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of the planner, in the spelling of our own trainer, completed and checked.
 
@@ -224,6 +294,8 @@ def planning_arguments(asked: argparse.Namespace, args: argparse.Namespace) -> a
     planning.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
     if not args.group_query_attention:
         planning.num_query_groups = args.num_attention_heads
+    if args.recompute_granularity == "full":
+        check_auto_knows_recomputation(planning)
     complete_lanes(planning)
     return planning
 

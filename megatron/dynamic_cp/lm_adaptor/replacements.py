@@ -49,6 +49,11 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         reason="refuses what the supported list refuses, keeps --context-parallel-size for the static plan and sets 1",
     ),
     Replacement(
+        module="megatron.training.arguments",
+        symbol="add_megatron_arguments",
+        reason="has --max-seqlen-per-dp-cp-rank take numbers only, not auto; some callers read the flags without ours",
+    ),
+    Replacement(
         module="megatron.training.initialize",
         symbol="validate_args",
         reason="sets variable_seq_lengths, which it resets, and the DDP bucket size, and checks CP sizes and limits",
@@ -88,6 +93,11 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         module=_TRAINING,
         symbol="build_train_valid_test_data_iterators",
         reason="names the iterators, and gives one to ranks that read nothing, so that all ranks know which is meant",
+    ),
+    Replacement(
+        module="megatron.training.tokenizer.tokenizer",
+        symbol="SFTTokenizer",
+        reason="takes what apply_chat_template returns for tokens: transformers 5 returns a dict unless told otherwise",
     ),
     Replacement(
         module=_TRAINING,

@@ -71,6 +71,7 @@ class Session:
         name = planning.dynamic_cp_hardware or ("cpu" if self.device.type == "cpu" else "h100")
         self.hardware = run_on_rank_zero(lambda: asdict(load_hardware(name)), lambda found: Hardware(**found))
         self.model_shape = derive.model_shape(planning, theirs.padded_vocab_size)
+        of_memory = " (auto: what the memory of its hardware holds)" * (planning.max_seqlen_per_dp_cp_rank == "auto")
         planning.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
             lambda: memory.max_tokens_per_rank(planning, self.model_shape, self.hardware), int
         )
@@ -92,7 +93,7 @@ class Session:
             ready = f"plans are those of {planning.dynamic_cp_replay}"
         limits = (
             f"{self.topology.num_lanes} lanes, {planning.max_seqlen_per_dp_cp_rank} padded tokens per rank and "
-            f"micro-batch, hardware {name}; {ready}"
+            f"micro-batch{of_memory}, hardware {name}; {ready}"
         )
         for line in (self.layers.describe(), self.groups.describe(), limits):
             log_single_rank(logger, logging.INFO, f"dynamic CP: {line}")
