@@ -7,13 +7,17 @@ Each run imports Megatron-LM on 4 ranks: minutes on 2 cores.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.megatron_lm.corpora import write_chats
 
 REPOSITORY = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM")
@@ -158,3 +162,59 @@ def test_run_that_leaves_early_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [losses[0][0], losses[1][0], 2 * losses[1][1] - losses[1][0]] == pytest.approx(
         [losses[2][0], *losses[2][2:]], abs=3e-6
     )
+
+
+def test_documents_of_a_real_tokenizer_train_as_in_our_trainer(
+    corpora: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """Preprocessed by Megatron-LM's tool, read with its tokenizer: the same losses, and the log says what ends them.
+
+    The token limit is auto.
+    """
+    folder, prefixes = corpora
+    hardware = json.loads((REPOSITORY / "dynamic_cp/data/hardware/cpu.json").read_text())
+    (tmp_path / "small.json").write_text(json.dumps({**hardware, "hbm_bytes": {"value": 8e6, "source": "made up"}}))
+    flags = (
+        f"{SHARED} --dynamic-cp --max-seqlen-per-dp-cp-rank auto --dynamic-cp-hardware {tmp_path}/small.json "
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/tokenizer --split 80,10,10 "
+        f"--data-path 0.3 {prefixes['a']} 0.7 {prefixes['b']}"
+    )
+    flags = flags.replace("--mock-data ", "").replace("--tokenizer-type NullTokenizer --vocab-size 127 ", "")
+    theirs = run(SCRIPT, f"{flags} {ON_CPU} --use-varlen-dataset --rerun-mode report_stats", ranks=2)
+    ours = run(["pretrain_gpt.py"], f"{flags} --normalization LayerNorm", ranks=2)
+    assert losses_of_megatron_lm(theirs) == pytest.approx(losses_of_ours(ours), rel=3e-6)
+    assert theirs.count("documents end with id 0, the EOD of --tokenizer-type HuggingFaceTokenizer") == 1
+    assert theirs.count(f"{prefixes['a']}: 60 .bin/.idx documents, EOD in the data (id 0)") == 3, "once per data set"
+    assert theirs.count("--rerun-mode report_stats becomes disabled: a step cannot be run again") == 1
+    (limit,) = re.findall(r"([0-9]+) padded tokens per rank and micro-batch \(auto: what the memory", theirs)
+    assert f"policy dynamic, {limit} padded tokens per rank" in ours
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="datasets, with which Megatron-LM reads chats, is missing")
+def test_chats_train_alike_with_any_cp_size(tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    flags = (
+        f"{SHARED} {ON_CPU} --dynamic-cp --sft --data-path {tmp_path}/chats.jsonl --split 80,10,10 "
+        f"--legacy-tokenizer --tokenizer-type SFTTokenizer --tokenizer-model {tmp_path} "
+        "--sft-tokenizer-prompt-format nemotron-nano-v2"
+    ).replace("--mock-data ", "")
+    flags += " --seq-length 512 --max-position-embeddings 512 --global-batch-size 3"
+    alone = run(SCRIPT, f"{flags} --max-seqlen-per-dp-cp-rank 512 --max-dynamic-cp-size 1", ranks=2)
+    mixed = run(SCRIPT, f"{flags} --max-seqlen-per-dp-cp-rank 256 --min-dynamic-cp-size 2", ranks=2)
+    assert set().union(*cp_sizes(alone)) == {1}
+    assert 2 in set().union(*cp_sizes(mixed))
+    assert losses_of_megatron_lm(mixed) == pytest.approx(losses_of_megatron_lm(alone), rel=3e-6)
+
+
+def test_errors_say_where_the_run_was(tmp_path: Path) -> None:
+    flags = f"{SHARED} {ON_CPU} --dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 256 --eval-iters 0"
+    (tmp_path / "file").write_text("")
+    saving = ended(SCRIPT, f"{flags} --save {tmp_path}/file/folder --save-interval 2", ranks=1)
+    assert saving.returncode != 0
+    assert "rank 0 failed (iteration 2, saving):" in saving.stderr, saving.stderr[-3000:]
+    (tmp_path / "saved" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "saved" / "iter_0000002" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    loading = ended(SCRIPT, f"{flags} --load {tmp_path}/saved", ranks=1)
+    assert loading.returncode != 0
+    assert "rank 0 failed (loading the checkpoint):" in loading.stderr, loading.stderr[-3000:]

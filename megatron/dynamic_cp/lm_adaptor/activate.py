@@ -66,6 +66,7 @@ class _Adaptor:
         self._planning: Any = None
         self._session: Any = None
         self._samples: Any = None
+        self._varlen: Any = None
         self._get_args: Callable[[], Any] = importlib.import_module("megatron.training.global_vars").get_args
 
     def install(self) -> None:
@@ -234,10 +235,8 @@ class _Adaptor:
         args = self._get_args()
         if not (self._is_on and args.use_varlen_dataset):
             return original(provider, num_samples)
-        from megatron.dynamic_cp.lm_adaptor.data import varlen_datasets
-
         training = importlib.import_module("megatron.training.training")
-        return varlen_datasets(args, self._varlen_splits, num_samples or training.get_train_valid_test_num_samples())
+        return self._varlen.data_sets(args, num_samples or training.get_train_valid_test_num_samples())
 
     def _build_pretraining_data_loader(self, original: Any, dataset: Any, consumed_samples: int) -> Any:
         args = self._get_args()
@@ -265,12 +264,14 @@ class _Adaptor:
     def _build_train_valid_test_data_iterators(self, original: Any, provider: Any) -> Any:
         if not self._is_on:
             return original(provider)
-        from megatron.dynamic_cp.lm_adaptor.data import LaneIterator, build_varlen_splits
+        from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
         from megatron.dynamic_cp.lm_adaptor.session import TEST, TRAIN, VALIDATION
-        from megatron.dynamic_cp.verify import collective_device
 
-        if self._get_args().use_varlen_dataset and not hasattr(self, "_varlen_splits"):
-            self._varlen_splits = build_varlen_splits(self._get_args(), collective_device())
+        if self._get_args().use_varlen_dataset and self._varlen is None:
+            from megatron.dynamic_cp.lm_adaptor import varlen
+            from megatron.dynamic_cp.verify import collective_device
+
+            self._varlen = varlen.build_on_all_ranks(self._get_args(), collective_device())
         iterators = original(provider)
         return tuple(
             LaneIterator(name, items) for name, items in zip((TRAIN, VALIDATION, TEST), iterators, strict=True)

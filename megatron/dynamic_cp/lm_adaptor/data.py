@@ -1,4 +1,4 @@
-"""Megatron-LM's data sets, read in global batches of any size, and data sets whose samples have their own lengths.
+"""Megatron-LM's data sets, read in global batches of any size.
 
 Lane r of N draws the samples r, r + N, ... of each global batch: a function of consumed samples and global batch size
 only, so that a run resumes with another number of lanes. Trailing tokens without a loss are cut off each sample: no
@@ -7,7 +7,6 @@ later token attends to them, so loss and gradients stay the same, and padding is
 
 from __future__ import annotations
 
-import argparse
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.prefetch import keep_what_forks_inherit
-from megatron.trainer.data.build import Splits, build_splits
-from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.stream import SampleStream
 
 COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -148,74 +144,3 @@ class LaneIterator:
         if self.items is None:
             raise DataError(f"this rank reads no {self.name} data")
         return next(self.items)
-
-
-class StreamDataset(Dataset[dict[str, Any]]):
-    """A data set of Megatron-LM's form over a stream of samples with their own lengths.
-
-    Args:
-        num_samples: that training asks for; the stream is endless.
-    """
-
-    def __init__(self, stream: SampleStream, num_samples: int) -> None:
-        self._stream = stream
-        self._num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self._stream.read(index)
-        return {
-            "tokens": torch.from_numpy(sample.tokens),
-            "labels": torch.from_numpy(sample.labels),
-            "loss_mask": torch.from_numpy(sample.loss_mask),
-            "position_ids": torch.arange(len(sample.tokens)),
-        }
-
-
-def varlen_config(args: argparse.Namespace) -> DataConfig:
-    """Return what Megatron-LM's arguments say about --use-varlen-dataset."""
-    return DataConfig(
-        data_path=tuple(args.data_path or ()),
-        cache_path=args.data_cache_path,
-        split=args.split or "969,30,1",
-        seq_length=args.seq_length,
-        overlong=args.overlong,
-        seed=args.seed,
-        mock=args.mock_data,
-        tokenizer="NullTokenizer",
-        vocab_size=_vocab_size(args),
-        eod_id=args.eod_id,
-        varlen_mock_config=args.varlen_mock_dataset_config_json,
-    )
-
-
-def _vocab_size(args: argparse.Namespace) -> int:
-    """Return the token ids below the end of document: of --vocab-size, or of the tokenizer that was built."""
-    if args.vocab_size is not None:
-        return int(args.vocab_size)
-    return int(args.padded_vocab_size) - 1
-
-
-def varlen_datasets(
-    args: argparse.Namespace, splits: Splits, num_samples: Sequence[int | None]
-) -> tuple[StreamDataset | None, ...]:
-    """Return the data sets of training, validation and test."""
-    streams = (splits.train, splits.valid, splits.test)
-    return tuple(
-        None if stream is None or not wanted else StreamDataset(stream, wanted)
-        for stream, wanted in zip(streams, num_samples, strict=True)
-    )
-
-
-def build_varlen_splits(args: argparse.Namespace, device: torch.device) -> Splits:
-    """Return the streams of --use-varlen-dataset; rank 0 indexes. Collective over the job."""
-    from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks
-    from megatron.trainer.index_once import index_once
-
-    config = run_on_all_ranks(lambda: varlen_config(args), device)
-    entries = index_once(config, device)
-    splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
-    check_same_digest(run_on_all_ranks(splits.train.fingerprint, device), "the data of --data-path", device)
-    return splits

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
@@ -59,13 +60,18 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
                 "pre-tokenized data needs the prefix of its .bin and .idx files"
             )
     ranges = [document_ranges(shares, len(source.lengths)) for source in sources]
-    streams = {}
-    for split, (name, share) in enumerate(zip(SPLIT_NAMES, shares, strict=True)):
-        indexes = [
-            SampleIndex.build(source, *bounds[split], seq_length=config.seq_length, overlong=config.overlong)
-            for source, bounds in zip(sources, ranges, strict=True)
-        ]
-        streams[name] = _stream(name, split, indexes, weights, config) if share else None
+    streams: dict[str, Any] = dict.fromkeys(SPLIT_NAMES)
+    for split, name in enumerate(SPLIT_NAMES):
+        if shares[split]:
+            streams[name] = build_stream(
+                name,
+                [(source, bounds[split]) for source, bounds in zip(sources, ranges, strict=True)],
+                weights,
+                seed=config.seed,
+                seq_length=config.seq_length,
+                overlong=config.overlong,
+                split=config.split,
+            )
     return Splits(**streams)
 
 
@@ -82,20 +88,40 @@ def _open_sources(
     ], weights
 
 
-def _stream(
-    name: str, split: int, indexes: Sequence[SampleIndex], weights: Sequence[Fraction] | None, config: DataConfig
+def build_stream(
+    name: str,
+    parts: Sequence[tuple[Source, tuple[int, int]]],
+    weights: Sequence[Fraction] | None,
+    *,
+    seed: int,
+    seq_length: int,
+    overlong: str,
+    split: str | None,
 ) -> SampleStream | None:
-    """Return the stream of one split; None, with a warning, for a validation or test split without samples."""
+    """Return the stream of one split; None, with a warning, for a validation or test split without samples.
+
+    Args:
+        name: of SPLIT_NAMES.
+        parts: sources, each with the range (first, last + 1) of its documents.
+        weights: of the parts; None: the samples of all parts are shuffled together.
+        seed, seq_length, overlong: see `DataConfig`.
+        split: for messages; None: each split has sources of its own.
+
+    Raises:
+        DataError: a training split without samples.
+    """
+    indexes = [SampleIndex.build(source, *bounds, seq_length=seq_length, overlong=overlong) for source, bounds in parts]
     groups = [indexes] if weights is None else [[index] for index in indexes]
-    pools = [ShuffledPool(group, (config.seed, split, number)) for number, group in enumerate(groups)]
+    pools = [ShuffledPool(group, (seed, SPLIT_NAMES.index(name), number)) for number, group in enumerate(groups)]
     for pool in pools:
         if pool.num_samples:
             continue
         num_documents = sum(part.num_documents for part in pool.parts)
         described = "; ".join(part.source.describe() for part in pool.parts)
+        share = "" if split is None else f"--split {split}, "
         message = (
             f"the {name} split of {described} has {num_documents} documents and 0 samples "
-            f"(--split {config.split}, --seq-length {config.seq_length}, --overlong {config.overlong})"
+            f"({share}--seq-length {seq_length}, --overlong {overlong})"
         )
         if name == "train":
             raise DataError(f"{message}: add data or change one of them", num_documents=num_documents)

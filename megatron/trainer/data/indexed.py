@@ -111,7 +111,7 @@ class IndexedDocuments:
 
     def describe(self) -> str:
         """Return the number of documents and whether EOD is appended."""
-        eod = "EOD appended" if self._appends_eod else "EOD in the data"
+        eod = f"EOD {'appended' if self._appends_eod else 'in the data'} (id {self._tokenizer.eod})"
         return f"{self._prefix}: {count(len(self.lengths), '.bin/.idx document')}, {eod}"
 
 

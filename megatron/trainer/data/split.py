@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from dynamic_cp.errors import InvalidInputError
@@ -31,7 +32,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def document_ranges(shares: tuple[float, float, float], num_documents: int) -> tuple[tuple[int, int], ...]:
+def document_ranges(shares: Sequence[float], num_documents: int) -> tuple[tuple[int, int], ...]:
     """Return (first, last + 1) of each share's documents: contiguous, in order, all documents in exactly one.
 
     Boundaries are the rounded cumulative shares, as in megatron-core, so that both split a data set alike.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -32,8 +33,8 @@ MARKED_TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE, vocab_size: int = 320) -> Path:
-    """Write tokenizer.json and tokenizer_config.json to `folder`."""
+def train_tokenizer(special: Sequence[str], vocab_size: int = 320) -> Tokenizer:
+    """Return a tokenizer whose first ids are the `special` tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -41,13 +42,18 @@ def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE, vocab_s
         TEXTS,
         trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=list(SPECIAL),
+            special_tokens=list(special),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
+    return made
+
+
+def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE, vocab_size: int = 320) -> Path:
+    """Write tokenizer.json and tokenizer_config.json to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    train_tokenizer(SPECIAL, vocab_size).save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     if template is not None:
         config["chat_template"] = template
