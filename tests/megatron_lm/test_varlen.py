@@ -282,6 +282,7 @@ def test_a_folder_of_the_same_name_is_not_the_data(
         ({"data_args_path": "/nowhere", "split": "1"}, "--data-args-path: Megatron-LM cannot read this, FileNotFound"),
         ({"data_path": [], "split": "1"}, "--data-path: Megatron-LM cannot read this, ValueError"),
         ({"data_path": ["0", "a", "1", "b"], "split": "1"}, "weight 0.0 for a, it must be > 0"),
+        ({"data_path": ["a"], "split": "0,0,0"}, "--data-path: --split 0,0,0 has no share above 0"),
         ({"data_path": ["/nowhere/a"], "split": "1"}, "/nowhere/a.bin is missing"),
         ({"data_path": "A", "split": "0,1,0"}, "no training data: give --train-data-path"),
         ({"data_path": "A", "split": "1,0,1", "eval_iters": 2}, "--eval-iters is 2, and no validation data are left"),

@@ -290,11 +290,14 @@ def read_blends(args: argparse.Namespace) -> tuple[Shares | None, list[Blend | N
     utils = importlib.import_module("megatron.training.utils")
     try:
         blend, blends = utils.get_blend_and_blend_per_split(args)
-        shares = tuple(parse_and_normalize_split(args.split)) if whole else None
+        with np.errstate(invalid="ignore"):  # a sum of 0
+            shares = tuple(parse_and_normalize_split(args.split)) if whole else None
     except (AssertionError, KeyError, OSError, ValueError) as error:
         raise InvalidInputError(
             f"{', '.join(given)}: Megatron-LM cannot read this, {type(error).__name__}: {error}", flags=tuple(given)
         ) from error
+    if shares is not None and not math.isfinite(sum(shares)):
+        raise InvalidInputError(f"{given[0]}: --split {args.split} has no share above 0: give one", split=args.split)
     return shares, [_as_blend(one, given) for one in ([blend] * len(SPLIT_NAMES) if whole else blends)]
 
 
