@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import signal
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import _wrap_exception
+from torch.nn import functional
 
 from megatron.trainer import exits, run
 from megatron.trainer.log import StepRecord
@@ -38,6 +41,8 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 # The order of float32 sums differs between layouts; measured 6e-8 after 8 iterations.
 LAYOUT_TOLERANCE = 1e-5
+NUM_DROPOUTS = 5
+"""Of a pass of two layers: after the embedding, and after attention and MLP of each."""
 
 
 def test_the_same_seed_gives_bit_equal_losses_and_records_count_real_tokens(uninterrupted):
@@ -151,6 +156,37 @@ def test_dropout_resumes_exactly_on_the_same_layout(uninterrupted, saved_by, cap
     capfd.readouterr()
     train(4, words, TP2_SP, f"--exit-interval 4 --load {folder}")
     assert capfd.readouterr().out.count("random states do not fit") == 1
+
+
+def _numbers_at_dropout(words: list[str]) -> list[tuple[float, ...]]:
+    """Train one iteration on this rank; return the random numbers that the dropouts of its first pass would draw."""
+    real = functional.dropout
+    drawn: dict[tuple[float, ...], None] = {}  # torch may call one dropout through another
+
+    def dropout(*args, **options):
+        state = torch.get_rng_state()
+        drawn[tuple(torch.rand(8).tolist())] = None
+        torch.set_rng_state(state)
+        return real(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(functional, "dropout", dropout)
+        _train_one_rank(words)
+    return list(drawn)[:NUM_DROPOUTS]
+
+
+@pytest.mark.parametrize(("layout", "tp_ranks_agree"), [("", True), ("--sequence-parallel", False)])
+def test_lanes_drop_different_activations(layout, tp_ranks_agree):
+    """Tensor-parallel ranks hold the same activations and drop the same, unless sequence parallelism splits them."""
+    words = f"{DYNAMIC.replace('48', '128')} --num-layers 2 --tensor-model-parallel-size 2 {layout}"
+    drawn = run_ranks(
+        4, _numbers_at_dropout, command_line(words, "--hidden-dropout 0.1 --train-iters 1 --lr-warmup-iters 0")
+    )
+    assert [len(numbers) for numbers in drawn] == [NUM_DROPOUTS] * 4
+    for one_lane, another in itertools.product(drawn[:2], drawn[2:]):
+        assert not set(one_lane) & set(another)
+    for first, second in (drawn[:2], drawn[2:]):
+        assert len(set(first) & set(second)) == (NUM_DROPOUTS if tp_ranks_agree else 0)
 
 
 def test_exit_duration_leaves_after_the_iteration_with_a_checkpoint(tmp_path, capfd):
