@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.nn import functional
 
-from megatron.trainer import exits, run
+from megatron.trainer import evaluation, exits, run
+from megatron.trainer.arguments import parse_args
 from megatron.trainer.log import StepRecord
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
@@ -136,6 +138,26 @@ def test_evaluation_and_tensorboard(tmp_path, capfd):
     assert [event.step for event in events.Scalars("lm loss validation")] == [2, 4]
     assert all(math.isfinite(value) for value in values)
     assert values[1] < values[0]
+
+
+def _evaluate(words: list[str], num_samples: int) -> tuple[list[float], list[int]]:
+    """Return the losses of the first half of `num_samples`, of both halves, and of all at once; tokens of each half."""
+    built = run.set_up(parse_args(words, dist.get_world_size()))
+    args, half = built.args, num_samples // 2
+    losses = []
+    with contextlib.closing(built):
+        for args.eval_iters, args.global_batch_size in ((1, half), (2, half), (1, num_samples)):
+            validation = evaluation.Evaluation.of(built, "validation")
+            losses.append(validation._loss(validation.stream, len(losses)))
+    return losses, [int(validation.stream.global_batch(first, half).seqlens.sum()) for first in (0, half)]
+
+
+def test_evaluation_weighs_every_token_alike():
+    """However many global batches it is cut into, and however many tokens each of them has."""
+    (first, both, whole), tokens = run_ranks(2, _evaluate, command_line(DYNAMIC.replace("48", "64")), 4)[0]
+    assert both == pytest.approx(whole, rel=1e-6)
+    second = (whole * sum(tokens) - first * tokens[0]) / tokens[1]
+    assert (first + second) / 2 != pytest.approx(whole, rel=1e-4), "the mean of the batches' means is another figure"
 
 
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("", SHARDED), (SHARDED, "")])
