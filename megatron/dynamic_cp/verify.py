@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.errors import DisagreementError, DynamicCPError
-from megatron.dynamic_cp import messages, phase
+from dynamic_cp.errors import DisagreementError, DynamicCPError, LostRankError
+from megatron.dynamic_cp import lost_peers, messages, phase
 
 T = TypeVar("T")
 
@@ -151,7 +150,7 @@ def _wait_for(store: dist.Store, key: str) -> bytes:
         raise lost_store(error) from error
 
 
-class SilentRankZeroError(DynamicCPError):
+class SilentRankZeroError(LostRankError):
     """Rank 0 is probably dead: the only error that is not exchanged, as a collective would wait for it, too."""
 
 
@@ -164,23 +163,21 @@ def silent_rank_zero(key: str, since_s: float) -> SilentRankZeroError:
     )
 
 
-def lost_store(error: Exception | str) -> DynamicCPError:
+def lost_store(error: Exception | str) -> LostRankError:
     """Return the error of a rank that the job's store does not answer."""
     first_line = str(error).split("\n", 1)[0]
     kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
-    return DynamicCPError(
+    return LostRankError(
         f"{phase.current()}: rank {dist.get_rank()} cannot reach the job's store ({kind}{first_line}): has rank 0 or "
         "its host ended? See its log; resume from the last checkpoint"
     )
 
 
-def lost_rank(error: Exception) -> DynamicCPError:
+def lost_rank(error: Exception) -> LostRankError:
     """Return the error of a rank whose collective failed: another one is gone."""
-    # gloo: "[file:line] Connection closed by peer [address]. This is typically caused by ..."
-    what = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).split(". This is", 1)[0]
-    return DynamicCPError(
-        f"{phase.current()}: one of {dist.get_world_size()} ranks ended or did not answer ({what}); see the logs of "
-        "the other ranks; resume from the last checkpoint"
+    return LostRankError(
+        f"{phase.current()}: one of {dist.get_world_size()} ranks ended or did not answer "
+        f"({lost_peers.words_of(error)}); see the logs of the other ranks; resume from the last checkpoint"
     )
 
 

@@ -15,10 +15,9 @@ import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
-from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp import phase
+from dynamic_cp.errors import DynamicCPError, LostRankError
+from megatron.dynamic_cp import lost_peers, phase
 from megatron.dynamic_cp.attention.exchange import ExchangeError
 
 # Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which
@@ -31,7 +30,7 @@ class OutOfDeviceMemoryError(DynamicCPError):
     """A micro-batch, or what is built at start-up, did not fit into the device's memory."""
 
 
-class LostCollectiveError(DynamicCPError):
+class LostCollectiveError(LostRankError):
     """A transfer between ranks failed or timed out."""
 
 
@@ -39,16 +38,20 @@ class LostCollectiveError(DynamicCPError):
 def explained(args: argparse.Namespace) -> Iterator[None]:
     """Raise what the body raises, with an error of the device or the network as a DynamicCPError.
 
+    A RuntimeError that does not say that a peer is gone is a bug and stays what it is.
+
     Raises:
         OutOfDeviceMemoryError: instead of torch's, and of NCCL's where the device has no memory for its buffers.
-        LostCollectiveError: instead of torch's and of a failed exchange in a CP group.
+        LostCollectiveError: instead of torch's, gloo's, and of a failed exchange in a CP group.
     """
     with _reporting_stalls(60 * args.distributed_timeout_minutes):
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
-        except (ExchangeError, dist.DistBackendError) as error:
+        except RuntimeError as error:
+            if not (isinstance(error, ExchangeError) or lost_peers.is_lost_peer(error)):
+                raise
             if _NO_MEMORY in str(error):
                 raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
             raise lost_collective(error, args.distributed_timeout_minutes) from error
@@ -84,7 +87,7 @@ def lost_collective(error: Exception, timeout_minutes: float) -> LostCollectiveE
     """Return the error of a rank that could not exchange something. NCCL's and our exchanges name the group."""
     running = phase.micro_batch()
     where = phase.current() + ("" if running is None else f", at or after {running.label}")
-    what = str(error).splitlines()[0].rstrip(". ")
+    what = lost_peers.words_of(error)
     return LostCollectiveError(
         f"{where}: rank {os.environ.get('RANK', '0')}: {what}; another rank has probably ended, see the logs of all; "
         f"if one was only slow, raise --distributed-timeout-minutes, which is {timeout_minutes:g}; resume from the "

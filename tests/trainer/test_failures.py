@@ -126,6 +126,56 @@ def test_memory_that_nccl_does_not_get_is_no_lost_rank(error: Exception) -> None
     assert "has probably ended" not in said
 
 
+PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+ADVICE = ". This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting"
+LOST_PEERS = {
+    RuntimeError(f"{PAIR}Connection closed by peer [127.0.0.1]:48517{ADVICE}"): "Connection closed by peer [127.0",
+    RuntimeError(
+        f"{PAIR}Read error [::1]:41349: Connection reset by peer{ADVICE}"
+    ): "Read error [::1]:41349: Connection",
+    RuntimeError(
+        f"{PAIR}writev [10.0.0.7]:41349: Broken pipe{ADVICE}"
+    ): "writev [10.0.0.7]:41349: Broken pipe; another",
+    RuntimeError(
+        f"{PAIR.replace('pair', 'unbound_buffer')}Timed out waiting 600000ms for recv operation to complete"
+    ): "Timed out waiting 600000ms for recv",
+    RuntimeError(f"{PAIR}Application timeout caused pair closure"): "Application timeout caused pair closure; another",
+    RuntimeError(
+        f"Gloo connectFullMesh failed with {PAIR}Connection refused"
+    ): "connectFullMesh failed with Connection",
+    dist.DistNetworkError("failed to recv, got 0 bytes\nat ..."): "rank 0: failed to recv, got 0 bytes; another",
+    dist.DistBackendError(""): "rank 0: DistBackendError; another rank has probably ended",
+}
+
+
+@pytest.mark.parametrize("error", LOST_PEERS, ids=lambda error: str(error)[70:100])
+def test_a_lost_peer_is_told_in_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside megatron-core's collectives, where gloo raises nothing but a RuntimeError."""
+    monkeypatch.setenv("RANK", "0")
+    args = Namespace(distributed_timeout_minutes=10, max_seqlen_per_dp_cp_rank=4096)
+    with pytest.raises(failures.LostCollectiveError) as raised, failures.explained(args):
+        raise error
+    said = str(raised.value)
+    assert LOST_PEERS[error] in said
+    assert not re.search(r"\n|\.cc:|typically", said)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+        RuntimeError("[enforce fail at /gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+        RuntimeError(f"{PAIR}Invalid tensor layout"),
+        RuntimeError("I/O: Connection reset by peer"),
+        ConnectionResetError("Connection reset by peer"),
+    ],
+)
+def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
+    with pytest.raises(type(bug)) as raised, failures.explained(Namespace(distributed_timeout_minutes=10)):
+        raise bug
+    assert raised.value is bug
+
+
 def test_a_rank_that_does_not_get_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     """Before NCCL's watchdog, which does not know the iteration, ends the process."""
     phase.enter("iteration 7, forward and backward passes")
