@@ -12,7 +12,6 @@ than it gives. Recovery: --bias-swiglu-fusion and its kin on CPU ranks; none for
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,6 +19,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
+from megatron.trainer.launcher import environment_number
 from megatron.trainer.validation import complete_and_check
 
 # Megatron-LM switches that are already so here: accepted, because scripts carry them, and without effect.
@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None)
         DynamicCPError: a flag is unknown, malformed or unsupported, or two values disagree.
     """
     args = build_parser().parse_args(argv)
-    args.world_size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    args.world_size = world_size if world_size is not None else environment_number("WORLD_SIZE", 1)
     complete_and_check(args)
     return args
 

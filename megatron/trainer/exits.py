@@ -29,8 +29,9 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def global_rank() -> int:
-    """Return this process's rank as the launcher set it (0 without a launcher)."""
-    return int(os.environ.get("RANK", "0"))
+    """Return this process's rank as the launcher set it (0 without a launcher, or where it is no number)."""
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def exit_code_of(run: Callable[[], None]) -> int:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import cpu_backend, optimizer_checkpoint
+from dynamic_cp.errors import InvalidInputError, LostRankError
+from megatron.dynamic_cp import cpu_backend, lost_peers, optimizer_checkpoint
 from megatron.trainer import derive
+from megatron.trainer.launcher import check_rendezvous, environment_number
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
@@ -68,20 +69,19 @@ def initialize(args: argparse.Namespace) -> torch.device:
     if backend == "gloo":
         cpu_backend.enable()
         # Ranks of one machine share its cores; more than one thread each makes them wait for one another.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(environment_number("OMP_NUM_THREADS", 1))
         device = torch.device("cpu")
     else:
         check_device_queues(
             args.tensor_model_parallel_size, args.max_dynamic_cp_size or derive.topology(args).max_cp_size
         )
-        device = device_of(int(os.environ.get("LOCAL_RANK", "0")), num_devices=torch.cuda.device_count())
+        device = device_of(environment_number("LOCAL_RANK", 0), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
         choose_precision(bf16=args.bf16)
     optimizer_checkpoint.install()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
-        _check_rendezvous(args.world_size)
-        dist.init_process_group(backend, timeout=timeout)
+        join(backend, args.world_size, timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -91,6 +91,32 @@ def initialize(args: argparse.Namespace) -> torch.device:
     )
     seed(args.seed)
     return device
+
+
+def join(backend: str, world_size: int, timeout: timedelta) -> None:
+    """Meet the other ranks of the job where its launcher says.
+
+    Raises:
+        InvalidInputError: what the launcher says is incomplete, or the port is taken; on rank 0.
+        LostRankError: the others, or rank 0, did not come in time.
+    """
+    rank, address, port = check_rendezvous(world_size)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise InvalidInputError(
+                f"port {port} (MASTER_PORT) on rank 0's host {address} is in use by another program: end the job that "
+                "has it, or choose a free one (torchrun --standalone, or --master-port)",
+                port=port,
+            ) from error
+        raise LostRankError(
+            f"rank {rank} of {world_size} did not meet the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
+            f"within {timeout.total_seconds():g} s ({lost_peers.words_of(error)}): were all ranks started, is rank 0 "
+            "there, and no other program at that port? If ranks start late, raise --distributed-timeout-minutes",
+            rank=rank,
+            port=port,
+        ) from error
 
 
 def choose_precision(*, bf16: bool) -> None:
@@ -145,13 +171,3 @@ def shut_down() -> None:
     """Close the process groups once all ranks are done."""
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _check_rendezvous(world_size: int) -> None:
-    """A single process needs no launcher; more than one needs what torchrun sets."""
-    if world_size == 1:
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(name, value)
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise InvalidInputError(f"{', '.join(missing)} not set for {world_size} ranks: start the job with torchrun")

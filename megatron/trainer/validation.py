@@ -11,6 +11,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import is_power_of_two
 from megatron.dynamic_cp.exchange_sizes import complete_exchanges
 from megatron.trainer import derive
+from megatron.trainer.launcher import environment_number
 
 
 def complete_and_check(args: argparse.Namespace) -> None:
@@ -199,7 +200,7 @@ def _check_model_parallel(args: argparse.Namespace) -> None:
 
 def complete_lanes(args: argparse.Namespace) -> None:
     """The lanes, their token limit and CP sizes; finds a --seq-length that no group can hold."""
-    args.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    args.ranks_per_node = environment_number("LOCAL_WORLD_SIZE", args.world_size)
     topology = derive.topology(args)
     static = args.context_parallel_size
     if topology.num_lanes % static or not is_power_of_two(static):
