@@ -54,7 +54,3 @@ class DataError(DynamicCPError):
 
 class CheckpointError(DynamicCPError):
     """A checkpoint that is missing, truncated or does not match this run."""
-
-
-class LostRankError(DynamicCPError):
-    """Another rank, or the job's store, has ended or does not answer; this rank may be the only one left to say so."""

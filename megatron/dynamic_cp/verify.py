@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.errors import DisagreementError, DynamicCPError, LostRankError
+from dynamic_cp.errors import DisagreementError, DynamicCPError
 from megatron.dynamic_cp import lost_peers, messages, phase
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ def _wait_for(store: dist.Store, key: str) -> bytes:
         raise lost_store(error) from error
 
 
-class SilentRankZeroError(LostRankError):
+class SilentRankZeroError(DynamicCPError):
     """Rank 0 is probably dead: the only error that is not exchanged, as a collective would wait for it, too."""
 
 
@@ -163,19 +163,19 @@ def silent_rank_zero(key: str, since_s: float) -> SilentRankZeroError:
     )
 
 
-def lost_store(error: Exception | str) -> LostRankError:
+def lost_store(error: Exception | str) -> DynamicCPError:
     """Return the error of a rank that the job's store does not answer."""
     first_line = str(error).split("\n", 1)[0]
     kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
-    return LostRankError(
+    return DynamicCPError(
         f"{phase.current()}: rank {dist.get_rank()} cannot reach the job's store ({kind}{first_line}): has rank 0 or "
         "its host ended? See its log; resume from the last checkpoint"
     )
 
 
-def lost_rank(error: Exception) -> LostRankError:
+def lost_rank(error: Exception) -> DynamicCPError:
     """Return the error of a rank whose collective failed: another one is gone."""
-    return LostRankError(
+    return DynamicCPError(
         f"{phase.current()}: one of {dist.get_world_size()} ranks ended or did not answer "
         f"({lost_peers.words_of(error)}); see the logs of the other ranks; resume from the last checkpoint"
     )

@@ -2,7 +2,7 @@
 
 0  trained to the end, or saved after SIGTERM, SIGINT, SIGUSR1
 1  something unexpected: every rank that saw it prints its traceback
-2  an error of the user (DynamicCPError): one line from rank 0; a lost rank: one line from each that is left
+2  an error of the user (DynamicCPError): one line from rank 0
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dynamic_cp.errors import DynamicCPError, LostRankError
+from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp import lost_peers, phase
 from megatron.dynamic_cp.attention.exchange import ExchangeError
 
@@ -30,7 +30,7 @@ class OutOfDeviceMemoryError(DynamicCPError):
     """A micro-batch, or what is built at start-up, did not fit into the device's memory."""
 
 
-class LostCollectiveError(LostRankError):
+class LostCollectiveError(DynamicCPError):
     """A transfer between ranks failed or timed out."""
 
 

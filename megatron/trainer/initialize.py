@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from dynamic_cp.errors import InvalidInputError, LostRankError
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.dynamic_cp import cpu_backend, lost_peers, optimizer_checkpoint
 from megatron.trainer import derive
 from megatron.trainer.launcher import check_rendezvous, environment_number
@@ -98,7 +98,7 @@ def join(backend: str, world_size: int, timeout: timedelta) -> None:
 
     Raises:
         InvalidInputError: what the launcher says is incomplete, or the port is taken; on rank 0.
-        LostRankError: the others, or rank 0, did not come in time.
+        DynamicCPError: the others, or rank 0, did not come in time.
     """
     rank, address, port = check_rendezvous(world_size)
     try:
@@ -110,7 +110,7 @@ def join(backend: str, world_size: int, timeout: timedelta) -> None:
                 "has it, or choose a free one (torchrun --standalone, or --master-port)",
                 port=port,
             ) from error
-        raise LostRankError(
+        raise DynamicCPError(
             f"rank {rank} of {world_size} did not meet the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
             f"within {timeout.total_seconds():g} s ({lost_peers.words_of(error)}): were all ranks started, is rank 0 "
             "there, and no other program at that port? If ranks start late, raise --distributed-timeout-minutes",

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dynamic_cp.errors import InvalidInputError, LostRankError
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.trainer import exits
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.initialize import join
@@ -74,7 +74,7 @@ def test_a_rank_that_nobody_joins_says_where_it_waited(monkeypatch: pytest.Monke
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(LostRankError) as raised:
+    with pytest.raises(DynamicCPError) as raised:
         join("gloo", 2, timedelta(seconds=1))
     said = str(raised.value)
     assert said.startswith(

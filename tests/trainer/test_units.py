@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dynamic_cp.errors import CheckpointError, InvalidInputError, LostRankError
+from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.dynamic_cp import verify
 from megatron.trainer import evaluation, exits
 from megatron.trainer.arguments import parse_args
@@ -168,17 +168,6 @@ def test_exit_codes(capsys, monkeypatch, outcome, code, said):
     monkeypatch.setenv("RANK", "0")
     assert exits.exit_code_of(outcome) == code
     assert capsys.readouterr().err.startswith(said)
-
-
-@pytest.mark.parametrize(("error", "waits"), [(CheckpointError("same"), True), (LostRankError("rank 0"), False)])
-def test_a_rank_that_lost_another_does_not_wait_for_rank_0_to_say_so(capsys, monkeypatch, error, waits):
-    """Rank 0 may be the one that was killed, and the launcher ends this one at once."""
-    monkeypatch.setenv("RANK", "3")
-    said_before = []
-    monkeypatch.setattr(exits.time, "sleep", lambda _seconds: said_before.append(capsys.readouterr().err))
-    assert exits.exit_code_of(lambda: _raise(error)) == 2
-    assert said_before == ([""] if waits else [])
-    assert capsys.readouterr().err == f"error (rank 3): {error}\n"
 
 
 @pytest.mark.parametrize("number", exits.EXIT_SIGNALS)
