@@ -25,13 +25,13 @@ def is_refused_write(error: Exception) -> bool:
 def explain_refused_write(said: str, folder: str | Path, needed_bytes: int | None = None) -> str:
     """Return what was said when files below `folder` could not be written, headed by the room that its disk has.
 
-    Returns its first line as it is when it is about something else.
+    Returns what was said as one line when it is about something else.
 
     Args:
         said: by the file system or torch, of one rank or of several.
         needed_bytes: of all that was to be written there; None: not known.
     """
-    said = said.split("\n", 1)[0]
+    said = " ".join(said.split())
     if not _NO_ROOM.search(said):
         return said
     said = _OF_TORCH.sub(r"a file was cut short (\1)", said)

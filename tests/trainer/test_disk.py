@@ -45,7 +45,7 @@ def test_a_full_disk_is_named_with_its_room(
     asked = []
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: asked.append(path) or usage)
     folder = tmp_path / "saved" / "iter_0000004.partial"
-    explained = disk.explain_refused_write(said, folder, needed_bytes)
+    explained = disk.explain_refused_write(f"{said}\n", folder, needed_bytes)
     assert asked == [tmp_path], "the folder itself may be gone"
     assert explained.startswith(head.format(folder))
     assert explained.endswith(SAID[said])
@@ -56,7 +56,7 @@ def test_a_full_disk_is_named_with_its_room(
 @pytest.mark.parametrize("said", ["Permission denied: '/s/x'", "the process that wrote it ended before it was done"])
 def test_other_refusals_stay_as_they_are(tmp_path: Path, said: str) -> None:
     assert not disk.is_refused_write(RuntimeError(said))
-    assert disk.explain_refused_write(f"{said}\nand more", tmp_path) == said
+    assert disk.explain_refused_write(f"{said}\nand more\n", tmp_path) == f"{said} and more"
 
 
 def test_what_torch_says_of_a_file_that_is_cut_short_is_recognised(tmp_path: Path) -> None:
