@@ -19,6 +19,7 @@ from typing import Any
 
 from dynamic_cp.errors import CheckpointError, DynamicCPError
 from megatron.trainer import manifest
+from megatron.trainer.disk import explain_refused_write
 from megatron.trainer.manifest import FileRecord, Manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -125,7 +126,8 @@ def _reporting(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {path} cannot be written: {error}; free space or choose another --save"
+            f"checkpoint {path} cannot be written ({explain_refused_write(str(error), path)}): free space or choose "
+            "another --save"
         ) from None
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.verify import run_on_all_ranks, run_on_rank_zero
 from megatron.trainer import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
+from megatron.trainer.disk import explain_refused_write, is_refused_write
 from megatron.trainer.extra_states import load_weights, without_extra_states
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         state["optimizer_state"] = request.tensors
         if same_layout:
             state["rng"] = sharded_rng(None)
-    with reporting(f"--load {load_dir}: {folder.name}", "read", "resume from an older checkpoint or another"):
+    with reporting(f"--load {load_dir}: {folder.name}", load_dir, "read", "resume from an older checkpoint or another"):
         loaded = safe_loading.load(state, folder)
     for index, chunk in enumerate(trainable.chunks):
         load_weights(chunk, loaded[f"model{index}"] if len(trainable.chunks) > 1 else loaded["model"])
@@ -134,22 +135,27 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
 
 
 @contextlib.contextmanager
-def reporting(what: str, verb: str, remedy: str) -> Iterator[None]:
+def reporting(what: str, folder: str, verb: str, remedy: str) -> Iterator[None]:
     """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
 
-    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError that
-    gets here is one rank's own: that rank says it, the others end as if it had died.
+    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError, or
+    torch's RuntimeError for a full disk, that gets here is one rank's own: that rank says it, the others end as if it
+    had died.
     """
+    flag = what.split()[0]
     try:
         yield
     except CheckpointException as error:
         causes = {rank: str(cause) for rank, (cause, _) in sorted(error.failures.items())}
         same = set(causes.values()) if len(causes) > 1 else set()
         own = same.pop() if len(same) == 1 else "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-        reasons = run_on_rank_zero(lambda: own)
-        raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {what.split()[0]}") from None
-    except OSError as error:
-        raise CheckpointError(f"{what} cannot be {verb} ({error}): {remedy} {what.split()[0]}") from None
+        reasons = run_on_rank_zero(lambda: explain_refused_write(own, folder))
+        raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {flag}") from None
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_refused_write(error):
+            raise
+        reason = explain_refused_write(str(error), folder)
+        raise CheckpointError(f"{what} cannot be {verb} ({reason}): {remedy} {flag}") from None
 
 
 def _find(

@@ -158,7 +158,9 @@ class Saver:
         )
 
     def _reporting(self, iteration: int) -> Any:
-        return reporting(f"--save {self._save_dir}: checkpoint {iteration}", "written", "free space or choose another")
+        assert self._save_dir is not None
+        what = f"--save {self._save_dir}: checkpoint {iteration}"
+        return reporting(what, self._save_dir, "written", "free space or choose another")
 
 
 def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.distributed import DistributedDataParallel
 
 from dynamic_cp.errors import DataError
@@ -340,6 +341,7 @@ def fill_disk(phase: str, rank: int) -> None:
         "index": (index_once, "index_entries", 0),
         "checkpoint": (FileSystemWriterAsync, "write_preloaded_data", 1),
         "manifest": (checkpoint_files, "commit", 0),
+        "common state": (TorchCommonSaveStrategy, "save_common", 0),
     }[phase]
     real = getattr(owner, name)
 
@@ -355,8 +357,15 @@ def fill_disk(phase: str, rank: int) -> None:
         setattr(owner, name, fill)
 
 
-@pytest.mark.parametrize("phase", ["checkpoint", "manifest"])
-def test_a_full_disk_ends_all_ranks_and_keeps_the_older_checkpoint(tmp_path, phase):
+@pytest.mark.parametrize(
+    ("phase", "reason"),
+    [
+        ("checkpoint", "File too large"),
+        ("manifest", "File too large"),
+        ("common state", r"a file was cut short \(unexpected pos "),  # as torch has it
+    ],
+)
+def test_a_full_disk_ends_all_ranks_and_keeps_the_older_checkpoint(tmp_path, phase, reason):
     saved = tmp_path / "saved"
     with Job(tmp_path, command_line(WORDS, f"--train-iters 2 --save {saved}")) as job:
         assert [end.code for end in job.wait(LIMIT_S)] == [0, 0]
@@ -364,12 +373,9 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_older_checkpoint(tmp_path, pha
     with Job(tmp_path, words, sabotage=partial(fill_disk, phase)) as job:
         ended = job.wait(LIMIT_S)
     assert all(end.code in (1, 2) for end in ended), ended
-    said = [
-        end
-        for end in ended
-        if re.search(r"^error.*cannot be written.*File too large.*--save", end.output, re.MULTILINE)
-    ]
-    assert said, ended
+    pattern = rf"^error.*cannot be written \((on )?the disk of {saved}.* are free.*{reason}.*--save"
+    assert any(re.search(pattern, end.output, re.MULTILINE) for end in ended), ended
+    assert not any("Traceback" in end.output for end in ended), ended
     assert checkpoint_files.latest(str(saved)).name == "iter_0000002"
     assert verified(saved / "iter_0000002")["iteration"] == 2
 

@@ -310,3 +310,4 @@ def test_a_disk_that_refuses_one_rank_ends_all_with_one_message(tmp_path, step):
     assert said[0] == said[1]
     for part in (f"--{step} {tmp_path}", "rank 1", "No space left", f"another --{step}"):
         assert part in said[0]
+    assert step == "load" or f"the disk of {tmp_path} " in said[0]
