@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data import hugging_face, tokenizer
 from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader, why_no_templates
 from megatron.trainer.data.config import DataConfig
@@ -101,18 +101,12 @@ class ChatLines:
 
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return tokens start .. stop - 1 of a chat, and which of them its assistant wrote."""
-        name = self.document_name(document)
         try:
             tokens, is_target = self._reader.tokens(self._lines.read(document))
         except LineError as error:
-            raise DataError(f"{name}{error}", where=name) from error
+            raise self._lines.changed_line(document) from error
         if len(tokens) != self.lengths[document]:
-            raise DataError(
-                f"{name} has {len(tokens)} tokens but had {self.lengths[document]} when it was indexed: "
-                "the data must not change during a run; start again to index it anew",
-                indexed_tokens=int(self.lengths[document]),
-                found_tokens=len(tokens),
-            )
+            raise self._lines.changed_line(document, len(tokens), int(self.lengths[document]), "tokens")
         return tokens[start:stop], is_target[start:stop]
 
     def document_name(self, document: int) -> str:

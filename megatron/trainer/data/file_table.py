@@ -1,7 +1,11 @@
-"""Which files a data set has, and by which signs a change of one is noticed: size and time of the last change."""
+"""Which files a data set has, and by which signs a change of one is noticed: size and time of the last change.
+
+`FileTable.change_to` compares before anything is read, `FileWatch` whenever a file is opened during a run.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -11,14 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamic_cp.errors import DataError
 from megatron.trainer.data.progress import Progress
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.workers import map_in_threads
+
+logger = logging.getLogger(__name__)
 
 FILES_PER_TASK = 2000
 # Coarsest step of a local file system's clock. A later change within it would leave no sign.
 CLOCK_STEP_NS = 20_000_000
 NOT_REGULAR = -1
+NUM_PROBED_FILES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +95,63 @@ class FileTable:
 
     def _rows(self) -> list[tuple[int, int]]:
         return list(zip(self.sizes_bytes.tolist(), self.mtimes_ns.tolist(), strict=True))
+
+
+class FileWatch:
+    """Notices, when a file of an index is opened during a run, that it is no longer what was indexed.
+
+    Where the index was made, every change of size or time counts. A host with copies of its own, which may be of
+    another time, is known by up to 8 evenly spaced files; there a time counts that is later than the start.
+
+    Limits: a change that keeps size and time is not noticed here; on a host with copies of its own neither is one that
+    brings a time from before the start.
+
+    Args:
+        table: of the index.
+        files: rows of the table that are read.
+        paths: of these files.
+
+    Raises:
+        DataError: one of the probed files has changed since it was indexed, or is not there.
+    """
+
+    def __init__(self, table: FileTable, files: Sequence[int] | NDArray[np.int64], paths: Sequence[str]) -> None:
+        self._sizes_bytes, self._mtimes_ns = table.sizes_bytes, table.mtimes_ns
+        self._since_ns = time.time_ns()
+        self._has_copies = True
+        other_times = []
+        for place in np.linspace(0, len(paths) - 1, min(len(paths), NUM_PROBED_FILES)).astype(np.int64).tolist():
+            file, path = int(files[place]), paths[place]
+            with reading(path):
+                status = os.stat(path)
+            self.check(file, path, status)
+            if status.st_mtime_ns != self._mtimes_ns[file]:
+                other_times.append(path)
+        self._has_copies = bool(other_times)
+        if other_times:
+            logger.info("%s has another time than where it was indexed: taken for a copy", other_times[0])
+
+    def check(self, file: int, path: str, status: os.stat_result) -> None:
+        """Raise DataError when `status`, of the file that was just opened, is not that of row `file`."""
+        size_bytes, mtime_ns = int(self._sizes_bytes[file]), int(self._mtimes_ns[file])
+        is_copy = self._has_copies and status.st_mtime_ns < self._since_ns
+        if status.st_size != size_bytes or (status.st_mtime_ns != mtime_ns and not is_copy):
+            raise changed_file(path, size_bytes, status.st_size)
+
+
+def changed_file(path: str, indexed_bytes: int, found_bytes: int) -> DataError:
+    """Return the error of a file that is no longer what was indexed; with equal sizes, its time has told."""
+    how = (
+        f"has {found_bytes} bytes but had {indexed_bytes} when it was indexed"
+        if found_bytes != indexed_bytes
+        else f"was written again after it was indexed (it has {found_bytes} bytes as before, and another time)"
+    )
+    return DataError(
+        f"{path} {how}: the data must not change during a run; start again to index it anew",
+        path=path,
+        indexed_bytes=indexed_bytes,
+        found_bytes=found_bytes,
+    )
 
 
 def _signs(root: str, names: Sequence[str], on_tick: Callable[[], None] | None) -> NDArray[np.int64]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.megatron_index import MegatronIndex, read_megatron_index
+from megatron.trainer.data.file_table import changed_file
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NUM_PROBED_DOCUMENTS = 1024
+LOOKED_AT_EVERY_S = 1.0
 
 
 def path_prefix(path: str) -> str:
@@ -43,8 +47,9 @@ class IndexedDocuments:
         self._prefix = path_prefix(path)
         self._tokenizer = tokenizer
         self._dataset: Any = None
-        self._bin_bytes = _size_bytes(self._prefix + ".bin", self._prefix + ".idx")
-        index = _read_index(self._prefix, self._bin_bytes)
+        self._files = {self._prefix + suffix: _signs(self._prefix, suffix) for suffix in (".bin", ".idx")}
+        self._look_again_s = -math.inf
+        index = _read_index(self._prefix, self._files[self._prefix + ".bin"].size_bytes)
         self._first_sequences, self._num_tokens = index.first_sequences, index.document_tokens
         self._appends_eod = not self._documents_end_with_eod()
         self.lengths = self._num_tokens + int(self._appends_eod)
@@ -71,20 +76,29 @@ class IndexedDocuments:
         """Return tokens of the .bin file. The sequences of a document lie one after the other there."""
         if stop <= start:
             return np.empty(0, dtype=np.int64)
+        self._check_unchanged()
         if self._dataset is None:
             from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-            now_bytes = _size_bytes(self._prefix + ".bin", self._prefix + ".idx")
-            if now_bytes != self._bin_bytes:
-                raise DataError(
-                    f"{self._prefix}.bin has {now_bytes} bytes but had {self._bin_bytes} when it was indexed: "
-                    "the data must not change during a run; start again to index it anew",
-                    indexed_bytes=self._bin_bytes,
-                    found_bytes=now_bytes,
-                )
             self._dataset = IndexedDataset(self._prefix)
         tokens = self._dataset.get(int(self._first_sequences[document]), offset=start, length=stop - start)
         return np.asarray(tokens, dtype=np.int64)
+
+    def _check_unchanged(self) -> None:
+        """Raise DataError when a file has changed since the start; looks when it is opened and once a second at most.
+
+        The files are mapped: what is written into one shows at once, and reading behind the end of one that became
+        shorter kills the process.
+        """
+        now_s = time.monotonic()
+        if self._dataset is not None and now_s < self._look_again_s:
+            return
+        self._look_again_s = now_s + LOOKED_AT_EVERY_S
+        for suffix in (".bin", ".idx"):
+            path = self._prefix + suffix
+            found = _signs(self._prefix, suffix)
+            if found != self._files[path]:
+                raise changed_file(path, self._files[path].size_bytes, found.size_bytes)
 
     def _documents_end_with_eod(self) -> bool:
         documents = np.flatnonzero(self._num_tokens)
@@ -115,16 +129,24 @@ class IndexedDocuments:
         return f"{self._prefix}: {count(len(self.lengths), '.bin/.idx document')}, {eod}"
 
 
-def _size_bytes(path: str, other: str) -> int:
+class _Signs(NamedTuple):
+    """What a change of a file changes."""
+
+    size_bytes: int
+    mtime_ns: int
+
+
+def _signs(prefix: str, suffix: str) -> _Signs:
+    path, other = prefix + suffix, prefix + {".bin": ".idx", ".idx": ".bin"}[suffix]
     if not os.path.exists(path):
         raise DataError(f"{path} is missing: {other} needs it beside itself; give the common prefix", path=path)
     with reading(path):
-        return os.path.getsize(path)
+        status = os.stat(path)
+    return _Signs(status.st_size, status.st_mtime_ns)
 
 
 def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
     """Return what the .idx says; the .bin beside it is long enough for it."""
-    _size_bytes(prefix + ".idx", prefix + ".bin")
     index = read_megatron_index(prefix + ".idx")
     if bin_bytes < index.bin_bytes:
         raise DataError(

@@ -170,21 +170,14 @@ class JsonLines:
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a line, reading only that line."""
-        name = self.document_name(document)
         try:
             text = encode(text_of_line(self._lines.read(document), self._json_key))
         except LineError as error:
-            raise DataError(f"{name}{error}", where=name) from error
+            raise self._lines.changed_line(document) from error
         tokens = self._tokenizer.encode(text)
         if len(tokens) + 1 != self.lengths[document]:
             unit = "bytes" if isinstance(self._tokenizer, ByteTokenizer) else "tokens"
-            raise DataError(
-                f"{name} has {len(tokens)} {unit} of text but had {self.lengths[document] - 1} when it was indexed: "
-                "the data must not change during a run; start again to index it anew",
-                path=self._lines.path(document),
-                indexed_tokens=int(self.lengths[document]) - 1,
-                found_tokens=len(tokens),
-            )
+            raise self._lines.changed_line(document, len(tokens), int(self.lengths[document]) - 1, f"{unit} of text")
         return np.append(tokens[start:stop], self._tokenizer.eod) if stop > len(tokens) else tokens[start:stop]
 
     def document_name(self, document: int) -> str:

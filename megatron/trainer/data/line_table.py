@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
-from megatron.trainer.data.file_table import FileTable
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.file_table import FileTable, FileWatch
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.source import reading
 
@@ -15,20 +18,47 @@ class LineTable:
     Args:
         root: what precedes the names of the files.
         index: made by `json_lines.index_json_lines`.
+
+    Raises:
+        DataError: a file that has changed since it was indexed; see `FileWatch`.
     """
 
     def __init__(self, root: str, index: LengthIndex) -> None:
-        self._paths = [root + file for file in FileTable.from_columns(index.columns).list_names()]
+        table = FileTable.from_columns(index.columns)
+        self._paths = [root + file for file in table.list_names()]
+        self._watch = FileWatch(table, range(len(table)), self._paths)
         self._offsets_bytes = index.columns["offsets_bytes"]
         self._file_documents = index.columns["file_documents"]
         self._blanks, self._file_blanks = index.columns["blanks"], index.columns["file_blanks"]
 
     def read(self, document: int) -> bytes:
-        """Return a line."""
-        path = self.path(document)
+        """Return a line.
+
+        Raises:
+            DataError: its file cannot be read, or has changed since it was indexed.
+        """
+        number = self._file(document)
+        path = self._paths[number]
         with reading(path), open(path, "rb") as file:
+            self._watch.check(number, path, os.fstat(file.fileno()))
             file.seek(self._offsets_bytes[document])
             return file.readline()
+
+    def changed_line(self, document: int, found: int | None = None, indexed: int = 0, unit: str = "") -> DataError:
+        """Return the error of a line that is not as it was indexed.
+
+        Args:
+            found: its length now, in `unit`; None when it cannot be read, as it could then.
+            indexed: its length then.
+        """
+        how = "is no longer the line that" if found is None else f"has {found} {unit} but had {indexed} when it"
+        return DataError(
+            f"{self.name(document)} {how} was indexed: the data must not change during a run; start again to index it "
+            "anew",
+            path=self.path(document),
+            found=found,
+            indexed=indexed,
+        )
 
     def path(self, document: int) -> str:
         """Return the file of a line."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from megatron.trainer.data.file_table import FILES_PER_TASK, FileTable
+from megatron.trainer.data.file_table import FILES_PER_TASK, FileTable, FileWatch
 from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.progress import Progress
@@ -173,6 +173,9 @@ class TextFiles:
         name: what to call all of them in messages.
         root: what precedes the names of the files.
         index: made by `index_text_files` or `index_tokenized_files`.
+
+    Raises:
+        DataError: a file that has changed since it was indexed; see `FileWatch`.
     """
 
     def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: TextTokenizer) -> None:
@@ -181,8 +184,8 @@ class TextFiles:
         table = FileTable.from_columns(index.columns)
         names = table.list_names()
         self._files = index.columns["files"]
-        self._sizes_bytes = table.sizes_bytes
         self._paths = [root + names[file] for file in self._files.tolist()]
+        self._watch = FileWatch(table, self._files, self._paths)
         self._left_out = {
             "binary file": index.counts["binary files"],
             "special file": index.counts["special files"],
@@ -193,26 +196,24 @@ class TextFiles:
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a file; with ByteTokenizer only those bytes are read."""
         path, num_tokens = self._paths[document], int(self.lengths[document]) - 1
-        size_bytes = int(self._sizes_bytes[self._files[document]])
         by_bytes = isinstance(self._tokenizer, ByteTokenizer)
         with reading(path), open(path, "rb", buffering=0) as file:
-            now_bytes = os.fstat(file.fileno()).st_size
+            self._watch.check(int(self._files[document]), path, os.fstat(file.fileno()))
             if by_bytes:
                 file.seek(start)
-                text = file.read(min(stop, size_bytes) - start)
+                text = file.read(min(stop, num_tokens) - start)
             else:
                 text = file.readall()
         tokens = self._tokenizer.encode(text)
-        if now_bytes != size_bytes or not (by_bytes or len(tokens) == num_tokens):
-            raise DataError(
-                f"{path} has {now_bytes} bytes but had {size_bytes} when it was indexed"
-                + ("" if by_bytes else f", {len(tokens)} tokens and had {num_tokens}")
-                + ": the data must not change during a run; start again to index it anew",
-                path=path,
-                indexed_bytes=size_bytes,
-                found_bytes=now_bytes,
-            )
         if not by_bytes:
+            if len(tokens) != num_tokens:
+                raise DataError(
+                    f"{path} has {len(tokens)} tokens but had {num_tokens} when it was indexed: the data must not "
+                    "change during a run; start again to index it anew",
+                    path=path,
+                    indexed_tokens=num_tokens,
+                    found_tokens=len(tokens),
+                )
             tokens = tokens[start:stop]
         return np.append(tokens, self._tokenizer.eod) if stop > num_tokens else tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return folder
+
+
+def write_unseen(path: Path, content: bytes) -> None:
+    """Write as many bytes as before (spaces at the end) and put the time back: what sizes and times do not show."""
+    before = path.stat()
+    path.write_bytes(content.ljust(before.st_size))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
 
 
 def config(*data_path: object, **changes: object) -> DataConfig:

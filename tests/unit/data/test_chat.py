@@ -15,7 +15,7 @@ from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.chat_lines import build_chat_reader
 from megatron.trainer.data.entries import index_entries
 from megatron.trainer.data.json_text import LineError
-from tests.unit.data.helpers import config
+from tests.unit.data.helpers import config, write_unseen
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, TEXTS, write_tokenizer
 
 CHATS = [
@@ -332,9 +332,13 @@ def test_a_checkpoint_remembers_the_template(tmp_path):
 def test_a_chat_that_changed_is_an_error(tmp_path):
     path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
     stream = build_splits(flags(path)).train
-    write_chats(path, [[("user", "other"), ("assistant", "chat")]])
-    with pytest.raises(DataError, match=re.escape(f"{path} line 1 has ") + r"\d+ tokens but had \d+"):
-        stream.read(0)
+    for line, said in (
+        (line_of([("user", "other"), ("assistant", "chat")]), r"has \d+ tokens but had \d+ when it was indexed"),
+        (line_of([("user", "no answer")]), "is no longer the line that was indexed"),
+    ):
+        write_unseen(path, line)
+        with pytest.raises(DataError, match=re.escape(f"{path} line 1 ") + f"{said}: the data must not change"):
+            stream.read(0)
 
 
 def test_flags_that_contradict_chats(folders, tmp_path):

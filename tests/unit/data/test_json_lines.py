@@ -9,8 +9,9 @@ import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
-from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, write_files
+from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, write_files, write_unseen
 
+AGAIN = "the data must not change during a run; start again to index it anew"
 TEXTS = ["plain", "naïve ☃ 𝄞", "", "two\nlines", "\ud800 half a pair", "x" * 500]
 
 
@@ -83,16 +84,25 @@ def test_bad_lines_name_file_and_line_number(tmp_path, line, parts):
 def test_a_line_that_changed_is_an_error_with_both_lengths(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
     stream = build_splits(config(path)).train
-    write_lines(path, [{"text": "hi"}])
+    write_unseen(path, b'{"text": "hi"}')
     with pytest.raises(DataError) as caught:
         stream.read(0)
-    for part in ("2 bytes of text", "had 5", "line 1"):
+    for part in ("2 bytes of text", "had 5", "line 1", AGAIN):
         assert part in str(caught.value)
 
 
-def test_a_truncated_file_is_an_error(tmp_path):
+@pytest.mark.parametrize("cut", [slice(None, -3), slice(3, None)])
+def test_lines_that_moved_are_no_bad_lines(tmp_path, cut):
+    """Neither in a file of another size, nor where only the line itself tells."""
     path = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
-    stream = build_splits(config(path)).train
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match="line 1 is not JSON"):
+    stream, content = build_splits(config(path)).train, path.read_bytes()
+    write_unseen(path, content[cut])
+    with pytest.raises(DataError) as caught:
         stream.read(0)
+    assert f"{path} line 1 is no longer the line that was indexed: {AGAIN}" in str(caught.value)
+    path.write_bytes(content[cut])
+    with pytest.raises(DataError) as caught:
+        stream.read(0)
+    assert f"{path} has {len(content) - 3} bytes but had {len(content)} when it was indexed: {AGAIN}" in str(
+        caught.value
+    )

@@ -1,0 +1,119 @@
+"""Data that change while they are trained on: noticed by size and time of the files, whatever kind they are."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data import indexed
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.entries import index_entries
+from megatron.trainer.data.indexed import IndexedDocuments
+from megatron.trainer.data.stream import SampleStream
+from megatron.trainer.data.tokenizer import ByteTokenizer
+from tests.unit.data.helpers import config, write_files
+from tests.unit.data.test_indexed import write_indexed
+
+CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "good answer"}]}\n'
+CONTENTS = {
+    "text": {f"{name}.txt": b"some text" for name in "abcdefghijkl"},
+    "jsonl": {"a.jsonl": b'{"text": "one"}\n{"text": "three"}\n', "b.jsonl": b'{"text": "seven"}\n'},
+    "chat": {"a.jsonl": CHAT, "b.jsonl": CHAT * 3},
+}
+AGAIN = "the data must not change during a run; start again to index it anew"
+
+
+def write(folder: Path, kind: str) -> tuple[DataConfig, list[Path]]:
+    """Write data an hour old; return how to train on them, and their files."""
+    if kind in CONTENTS:
+        options = {"sft": True, "overlong": "drop", "seq_length": 512} if kind == "chat" else {}
+        data = config(write_files(folder, CONTENTS[kind]), **options)
+        files = [folder / name for name in CONTENTS[kind]]
+    else:
+        prefix = write_indexed(folder)
+        data, files = config(prefix), [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    for path in files:
+        set_age(path, 3600)
+    return data, files
+
+
+def set_age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def read_all(stream: SampleStream) -> None:
+    for sample in stream.global_batch(0, stream.num_samples):
+        stream.read(sample.sample_id)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("kind", [*CONTENTS, "bin/idx"])
+@pytest.mark.parametrize("age_s", [0, 1800, 7200], ids=["now", "brought from later", "brought from before"])
+def test_a_file_that_is_written_again_is_noticed(tmp_path, monkeypatch, kind, number, age_s):
+    monkeypatch.setattr(indexed, "LOOKED_AT_EVERY_S", 0.0)
+    data, files = write(tmp_path, kind)
+    stream = build_splits(data).train
+    read_all(stream)
+    path = files[number]
+    path.write_bytes(path.read_bytes())
+    set_age(path, age_s)
+    with pytest.raises(DataError) as raised:
+        read_all(stream)
+    size_bytes = path.stat().st_size
+    said = f"{path} was written again after it was indexed (it has {size_bytes} bytes as before, and another time): "
+    assert str(raised.value) == said + AGAIN
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_a_host_may_have_copies_that_are_of_another_time(tmp_path, kind):
+    """Rank 0 indexes; the others open what it found with the files of their own hosts."""
+    data, files = write(tmp_path, kind)
+    entries = index_entries(data)
+    for path in files:
+        set_age(path, 60)
+    stream = build_splits(data, entries).train
+    read_all(stream)
+    set_age(files[-1], 0)
+    with pytest.raises(DataError, match=rf"{files[-1].name} was written again after it was indexed"):
+        read_all(stream)
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_another_version_on_a_host_is_refused_when_it_is_opened(tmp_path, kind):
+    data, files = write(tmp_path, kind)
+    entries = index_entries(data)
+    before = files[0].stat().st_size
+    files[0].write_bytes(files[0].read_bytes() + b"\n")
+    with pytest.raises(
+        DataError, match=rf"{files[0].name} has {before + 1} bytes but had {before} when it was indexed"
+    ):
+        build_splits(data, entries)
+
+
+def test_mapped_files_are_looked_at_when_opened_and_once_a_second(tmp_path, monkeypatch):
+    _, (path, _) = write(tmp_path, "bin/idx")
+    source = IndexedDocuments(str(path), ByteTokenizer())
+    looks, now_s = [], time.monotonic() + 10
+    real = indexed._signs
+    monkeypatch.setattr(indexed, "_signs", lambda prefix, suffix: looks.append(suffix) or real(prefix, suffix))
+    monkeypatch.setattr(indexed, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for _ in range(5):
+        for document in (0, 1):
+            source.read(document, 0, 2)
+        now_s += 0.4
+    assert looks == [".bin", ".idx"] * 2
+    set_age(path, 0)
+    source.read(0, 0, 2)
+    with pytest.raises(DataError, match="was written again"):
+        pickle.loads(pickle.dumps(source)).read(0, 0, 2)
+    now_s += 1
+    with pytest.raises(DataError, match="was written again"):
+        source.read(0, 0, 2)
