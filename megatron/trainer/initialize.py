@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -156,6 +157,8 @@ def seed(base: int, lane: int = 0) -> None:
 def set_up_logging() -> None:
     """Send log records to stdout: all of rank 0, warnings of the others."""
     rank = dist.get_rank()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files may be no text
     logging.basicConfig(
         stream=sys.stdout,
         level=logging.INFO if rank == 0 else logging.WARNING,

@@ -359,6 +359,7 @@ def _complete_fusions(args: argparse.Namespace) -> None:
 def _check_logging(args: argparse.Namespace) -> None:
     if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
         raise InvalidInputError("--tensorboard-dir needs the package tensorboard: install it or drop the flag")
+    _check_utf8(args, "tensorboard_dir", "TensorBoard's writer")
     if not args.wandb_project:  # an empty name is Megatron-LM's "off"
         return
     if find_spec("wandb") is None:
@@ -371,11 +372,24 @@ def _check_logging(args: argparse.Namespace) -> None:
         args.wandb_save_dir = os.path.join(args.save, "wandb")
 
 
+def _check_utf8(args: argparse.Namespace, name: str, writer: str) -> None:
+    """Names that are not UTF-8 arrive as half surrogates, which the file system takes and some libraries do not."""
+    value = getattr(args, name)
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"{_flag(name)} {value!r} is not UTF-8, {writer} needs that: name another folder", name=name, value=value
+        ) from error
+
+
 def _check_profiling(args: argparse.Namespace) -> None:
     if args.use_pytorch_profiler and not args.profile:
         raise InvalidInputError("--use-pytorch-profiler says how to profile: add --profile or drop it")
     if not args.profile:
         return
+    if args.use_pytorch_profiler:
+        _check_utf8(args, "profile_dir", "torch's profiler")
     if args.profile_step_end <= args.profile_step_start:
         raise InvalidInputError(
             f"--profile-step-end {args.profile_step_end} is not above --profile-step-start {args.profile_step_start}: "
