@@ -218,7 +218,7 @@ def _rank_main(
         os.dup2(descriptor, standard)
     os.close(descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # as Python has it
     os.environ.update(environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
