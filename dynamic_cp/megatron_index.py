@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ MAGIC = b"MMIDIDX\0\0"
 # magic, version, code of the token type, number of sequences, number of document boundaries
 HEADER = struct.Struct("<9sQBQQ")
 BYTES_OF_TOKEN_TYPE = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+_PIECE = 1 << 20  # sequences or boundaries that are checked at a time
 _REMEDY = "copy both files again or make them anew with preprocess_data.py"
 
 
@@ -45,6 +47,8 @@ def read_megatron_index(path: str | Path) -> MegatronIndex:
         DataError: the file cannot be read, is no index, is truncated or contradicts itself.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes into it
+            raise DataError(f"cannot read {path}: it is no regular file; give the .idx file itself", path=path)
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
             idx_bytes = os.fstat(file.fileno()).st_size
@@ -58,25 +62,59 @@ def read_megatron_index(path: str | Path) -> MegatronIndex:
     sizes_end = HEADER.size + 4 * num_sequences
     offsets_end = sizes_end + 8 * num_sequences
     sequence_tokens = content[HEADER.size : sizes_end].view("<i4")
-    offsets_bytes = content[sizes_end:offsets_end].view("<i8")
-    boundaries = np.array(content[offsets_end : offsets_end + 8 * num_boundaries].view("<i8"))
-
-    # Compared, not subtracted: damaged boundaries may differ by more than int64 holds.
-    falls = (boundaries[1:] < boundaries[:-1]).any()
-    if not num_boundaries or boundaries[0] != 0 or boundaries[-1] != num_sequences or falls:
+    boundaries = content[offsets_end : offsets_end + 8 * num_boundaries].view("<i8")
+    # Piece by piece: a damaged file, such as a copy that was cut short and is filled with zeros, costs no memory.
+    _check_boundaries(path, boundaries, num_sequences)
+    _check_sequences(path, sequence_tokens, content[sizes_end:offsets_end].view("<i8"), token_bytes)
+    try:
+        ends = np.zeros(num_sequences + 1, dtype=np.int64)
+        np.cumsum(sequence_tokens, dtype=np.int64, out=ends[1:])
+        boundaries = np.array(boundaries)
+        document_tokens = np.diff(ends[boundaries])
+    except MemoryError as error:
+        needed_bytes = 8 * (num_sequences + 4 * num_boundaries)
         raise DataError(
-            f"{path}: its {num_boundaries} document boundaries do not rise from 0 to its {num_sequences} sequences; "
-            f"{_REMEDY}"
-        )
-    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sequence_tokens, dtype=np.int64)])
-    if (sequence_tokens < 0).any() or not np.array_equal(offsets_bytes, ends[:-1] * token_bytes):
-        raise DataError(f"{path}: its {num_sequences} sequences do not lie one after the other in the .bin: {_REMEDY}")
+            f"{path} has {num_sequences} sequences and {num_boundaries} document boundaries: reading them needs "
+            f"{needed_bytes / 1e9:.1f} GB of memory, which are not there; use a machine with more, or split the data",
+            needed_bytes=needed_bytes,
+        ) from error
     return MegatronIndex(
         sequence_tokens=sequence_tokens,
-        document_tokens=np.diff(ends[boundaries]),
+        document_tokens=document_tokens,
         first_sequences=boundaries[:-1],
         bin_bytes=int(ends[-1]) * token_bytes,
     )
+
+
+def _check_boundaries(path: str | Path, boundaries: NDArray[np.int64], num_sequences: int) -> None:
+    ends_right = len(boundaries) > 0 and boundaries[0] == 0 and boundaries[-1] == num_sequences
+    pieces = (boundaries[start : start + _PIECE + 1] for start in range(0, len(boundaries), _PIECE))
+    # Compared, not subtracted: damaged boundaries may differ by more than int64 holds.
+    if not ends_right or any((piece[1:] < piece[:-1]).any() for piece in pieces):
+        raise DataError(
+            f"{path}: its {len(boundaries)} document boundaries do not rise from 0 to its {num_sequences} sequences; "
+            f"{_REMEDY}"
+        )
+
+
+def _check_sequences(
+    path: str | Path, sequence_tokens: NDArray[np.int32], offsets_bytes: NDArray[np.int64], token_bytes: int
+) -> None:
+    """Raise DataError unless the sequences lie one after the other in the .bin."""
+    end = 0
+    for start in range(0, len(sequence_tokens), _PIECE):
+        piece = sequence_tokens[start : start + _PIECE]
+        starts = end + np.cumsum(piece, dtype=np.int64) - piece
+        wrong = (piece < 0) | (offsets_bytes[start : start + _PIECE] != starts * token_bytes)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise DataError(
+                f"{path}: its {len(sequence_tokens)} sequences do not lie one after the other in the .bin: number "
+                f"{start + first} has {piece[first]} tokens and begins at byte {offsets_bytes[start + first]}, those "
+                f"before it end at {starts[first] * token_bytes}; {_REMEDY}",
+                sequence=start + first,
+            )
+        end = int(starts[-1]) + int(piece[-1])
 
 
 def _parse_header(path: str | Path, header: bytes, idx_bytes: int) -> tuple[int, int, int]:

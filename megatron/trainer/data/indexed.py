@@ -80,7 +80,8 @@ class IndexedDocuments:
         if self._dataset is None:
             from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-            self._dataset = IndexedDataset(self._prefix)
+            with reading(self._prefix + ".bin"), open(self._prefix + ".bin", "rb"):  # it fails in __del__, too
+                self._dataset = IndexedDataset(self._prefix)
         tokens = self._dataset.get(int(self._first_sequences[document]), offset=start, length=stop - start)
         return np.asarray(tokens, dtype=np.int64)
 

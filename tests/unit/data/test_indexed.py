@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import pickle
+import random
+import re
 import struct
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from dynamic_cp import megatron_index
 from dynamic_cp.errors import DataError
-from dynamic_cp.megatron_index import HEADER
+from dynamic_cp.megatron_index import HEADER, MAGIC, read_megatron_index
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
@@ -190,6 +197,114 @@ def test_a_damaged_idx_is_explained(tmp_path, change, part):
         build_splits(config(prefix))
     assert part in str(caught.value)
     assert f"{prefix}.idx" in str(caught.value)
+
+
+def damaged(content, draw):
+    """Return `content` with one to three faults of a random kind: cut, grown, holes, other numbers anywhere."""
+    content = bytearray(content)
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        kind = draw.randrange(5)
+        if kind == 0:
+            del content[draw.randrange(len(content) + 1) :]
+        elif kind == 1:
+            content += draw.randbytes(draw.choice([1, 4, 8, 12, 20]))
+        elif kind == 2 and len(content) > HEADER.size:
+            first = draw.randrange(HEADER.size, len(content))
+            del content[first : draw.randrange(first, len(content))]
+        elif kind == 3 and len(content) >= HEADER.size:  # counts that fit the size, and anything behind them
+            counts = draw.randrange(6), draw.randrange(6)
+            struct.pack_into("<QQ", content, 18, *counts)
+            content[HEADER.size :] = draw.randbytes(12 * counts[0] + 8 * counts[1])
+        elif len(content) >= 8:
+            fmt = draw.choice(["<B", "<I", "<Q"])
+            size = struct.calcsize(fmt)
+            place = draw.choice([9, 17, 18, 26, *range(len(content))]) % (len(content) - size + 1)
+            struct.pack_into(fmt, content, place, draw.choice(NUMBERS) % (1 << 8 * size))
+    return bytes(content)
+
+
+NUMBERS = [
+    0,
+    1,
+    2,
+    7,
+    8,
+    9,
+    *(sign * 2**bits + more for bits in (31, 32, 40, 62, 63) for sign in (1, -1) for more in (0, -1)),
+]
+
+
+def test_a_damaged_idx_is_refused_or_says_what_can_be_read(tmp_path):
+    draw = random.Random(0)
+    prefix = write_indexed(tmp_path)
+    idx, full_bytes = prefix.with_name(prefix.name + ".idx"), 4 * 109
+    whole = idx.read_bytes()
+    refusals, accepted = [], 0
+    for _ in range(3000):
+        content = damaged(whole, draw)
+        idx.write_bytes(content)
+        try:
+            index = read_megatron_index(idx)
+        except DataError as error:
+            refusals.append(str(error))
+            continue
+        accepted += content != whole
+        assert index.document_tokens.sum() == index.sequence_tokens.sum() >= 0
+        assert len(index.document_tokens) == len(index.first_sequences)
+        with contextlib.suppress(DataError):  # a token type of another width
+            source = IndexedDocuments(str(prefix), NullTokenizer(vocab_size=1 << 62, eod=0))
+            assert index.bin_bytes <= full_bytes
+            for document in np.flatnonzero(index.document_tokens):
+                assert len(source.read(document, 0, int(index.document_tokens[document]))) > 0
+    assert len(refusals) > 2500
+    assert accepted > 20
+    for said in refusals:
+        assert said.startswith(str(idx))
+        assert re.search("copy both files again or make them anew|give another path", said)
+        assert re.search(r"\d", said.removeprefix(str(idx)))
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_what_is_no_file_is_refused(tmp_path, suffix, make):
+    prefix = write_indexed(tmp_path)
+    path = prefix.with_name(prefix.name + suffix)
+    path.unlink()
+    make(path)
+    with pytest.raises(DataError) as raised:
+        build_splits(config(prefix))
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("zeros", ["all but the header", "from the middle of the lengths on"])
+def test_a_copy_that_was_cut_short_and_filled_with_zeros_costs_no_memory(tmp_path, zeros):
+    path, num_sequences = tmp_path / "sparse.idx", 20_000_000
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 4, num_sequences, num_sequences + 1))
+        file.truncate(HEADER.size + 20 * num_sequences + 8)
+        if zeros != "all but the header":
+            file.write(np.ones(1000, dtype="<i4").tobytes())
+            file.seek(HEADER.size + 20 * num_sequences)
+            file.write(struct.pack("<q", num_sequences))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=f"{num_sequences} sequences"):
+            read_megatron_index(path)
+        assert tracemalloc.get_traced_memory()[1] < 60e6, "160 MB for either kind of number"
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_index_for_which_memory_is_too_small_says_how_much(tmp_path, monkeypatch):
+    path = write_indexed(tmp_path).with_name("corpus_text_document.idx")
+
+    def full(*_args, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr(megatron_index.np, "diff", full)
+    with pytest.raises(DataError, match=r"8 sequences and 6 document boundaries: reading them needs 0\.0 GB of memory"):
+        read_megatron_index(path)
 
 
 def test_an_index_without_documents_is_an_error(tmp_path):
