@@ -162,10 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in range(options.kills):
         kills.append(kill_one(number, options, draw))
         print(json.dumps(kills[-1]), flush=True)
-    ends_s = sorted(kill["last_rank_ended_after_s"] or LIMIT_S for kill in kills)
+    ends_s: dict[str, list[float]] = {}
+    for kill in kills:
+        ends_s.setdefault(kill["launcher"], []).append(kill["last_rank_ended_after_s"] or LIMIT_S)
     found = {
         "kills": len(kills),
-        "last_rank_ended_after_s": {"least": ends_s[0], "median": ends_s[len(ends_s) // 2], "most": ends_s[-1]},
+        "last_rank_ended_after_s": {launcher: [min(each), max(each)] for launcher, each in ends_s.items()},
         "lived_on": sum(kill["last_rank_ended_after_s"] is None for kill in kills),
         "tracebacks": sum(kill["tracebacks"] for kill in kills),
     }
