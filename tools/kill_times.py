@@ -50,7 +50,12 @@ class RealJob:
                 self.launcher = psutil.Popen(
                     [sys.executable, *launch.split(), *command], cwd=ROOT, env=environment, stdout=said, stderr=said
                 )
-            self.ranks = self._ranks_of_launcher(num_ranks)
+            self.ranks: list[psutil.Process] = []
+            try:
+                self.ranks = self._ranks_of_launcher(num_ranks)
+            except TimeoutError:
+                self.end()
+                raise
             return
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

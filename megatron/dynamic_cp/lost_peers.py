@@ -21,7 +21,7 @@ _GONE = (
     "Read timeout",
     "Wait timeout",
     "Application timeout caused pair closure",
-    "timed out connecting",
+    "Connect timeout",
     "Connection timed out",
     "No route to host",
     "Network is unreachable",
