@@ -35,7 +35,7 @@ class IndexedEntry:
     index: LengthIndex
 
     def open(self, tokenizer: TextTokenizer, chat_reader: ChatReader | None = None) -> Source:
-        """Return the documents; looks at no file."""
+        """Return the documents; reads no file, and compares size and time of a few with the index (`FileWatch`)."""
         if chat_reader is not None:
             return ChatLines(self.name, self.root, self.index, chat_reader)
         kind = JsonLines if self.index.request["kind"] == "jsonl" else TextFiles
