@@ -185,7 +185,7 @@ def _state() -> dict[str, Any]:
     return {"fds": me.num_fds(), "children": len(me.children(recursive=True))}
 
 
-def _left_in_shm(before: set[str]) -> list[str]:
+def left_in_shm(before: set[str]) -> list[str]:
     """Return new files in /dev/shm whose maker, named in them, is dead: those of others on the machine come and go."""
     left = []
     for name in set(os.listdir("/dev/shm")) - before:
@@ -213,7 +213,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     slopes = growth(soak, expected)
     after = _state()
     soak.check(after == before, f"this process: {before} -> {after}")
-    left = _left_in_shm(shm_before)
+    left = left_in_shm(shm_before)
     soak.check(not left, f"left in /dev/shm: {left}")
     return {
         "steps": options.steps,

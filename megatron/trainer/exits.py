@@ -23,8 +23,8 @@ from megatron.trainer import last_words
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
 # A launcher signals the survivors of a rank that died and kills them 30 s later. If it was rank 0, they would wait for
-# its word until then.
-GIVE_UP_S = 10.0
+# its word until then. Rank 0 speaks every second, whatever it is busy with while others wait for it.
+GIVE_UP_S = 6.0
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,31 +143,17 @@ class Job:
 
     def planner(self) -> psutil.Process:
         """Return the planner's process."""
-        found = self._children(0, "planner_process")
-        assert found, f"rank 0 has no planner process:\n{self.said()}"
-        return found[0]
+        found = planner_of(psutil.Process(self.processes[0].pid))
+        assert found is not None, f"rank 0 has no planner process:\n{self.said()}"
+        return found
 
     def workers(self, rank: int) -> list[psutil.Process]:
         """Return the forked children of a rank: its DataLoader workers."""
-        rank_command = psutil.Process(self.processes[rank].pid).cmdline()
-        return [child for child in self._children(rank, "") if child.cmdline() == rank_command]
-
-    def _children(self, rank: int, word: str) -> list[psutil.Process]:
-        found = []
-        for child in psutil.Process(self.processes[rank].pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if word in " ".join(child.cmdline()):
-                    found.append(child)
-        return found
+        return forked_children(psutil.Process(self.processes[rank].pid))
 
     def family(self) -> list[psutil.Process]:
         """Return every living process that a rank of this job is or ever started."""
-        sessions, found = {process.pid for process in self.processes}, []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return living_in_sessions({process.pid for process in self.processes})
 
     def wait(self, limit_s: float, *, survivors_limit_s: float = SURVIVORS_LIMIT_S) -> list[RankEnd]:
         """Return how the ranks ended.
@@ -202,6 +188,35 @@ class Job:
     def said(self) -> str:
         """Return what all ranks have printed."""
         return "\n".join(f"--- rank {rank}:\n{self.output(rank)}" for rank in range(len(self.processes)))
+
+
+def living_in_sessions(leaders: Collection[int]) -> list[psutil.Process]:
+    """Return every living process of the sessions that these processes lead or led."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def planner_of(rank: psutil.Process) -> psutil.Process | None:
+    """Return the planner process of rank 0, None on other ranks."""
+    for child in rank.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "planner_process" in " ".join(child.cmdline()):
+                return child
+    return None
+
+
+def forked_children(rank: psutil.Process) -> list[psutil.Process]:
+    """Return the children that a rank has forked: DataLoader workers, the process that writes a checkpoint."""
+    command, found = rank.cmdline(), []
+    for child in rank.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.cmdline() == command:
+                found.append(child)
+    return found
 
 
 def _rank_main(

@@ -12,6 +12,7 @@ import psutil
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.trainer import training
 from megatron.trainer.log import StepRecord
+from tests.faults.job import planner_of
 
 
 def record_steps(folder: Path, rank: int) -> None:
@@ -34,7 +35,7 @@ def record_steps(folder: Path, rank: int) -> None:
     def planner_rss_mb() -> float | None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if rank == 0 and not (planner and planner[0].is_running()):
-                planner[:] = [child for child in me.children() if "planner_process" in " ".join(child.cmdline())]
+                planner[:] = filter(None, [planner_of(me)])
             return planner[0].memory_info().rss / 1e6 if planner else None
         return None
 
