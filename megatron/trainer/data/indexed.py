@@ -32,8 +32,8 @@ def path_prefix(path: str) -> str:
 class IndexedDocuments:
     """One document per document of the index (it may hold several sequences), with the end of document.
 
-    Up to 1024 evenly spaced documents are probed: when all end with the EOD id none gets another one, otherwise every
-    document does (with a warning when only some had it).
+    A document that does not end with the EOD id gets one. Up to 1024 evenly spaced documents are probed: only when some
+    of them end with it and some do not, with a warning, the ends of all are read.
 
     Args:
         path: the common prefix of the two files, or one of them.
@@ -51,8 +51,8 @@ class IndexedDocuments:
         self._look_again_s = -math.inf
         index = _read_index(self._prefix, self._files[self._prefix + ".bin"].size_bytes)
         self._first_sequences, self._num_tokens = index.first_sequences, index.document_tokens
-        self._appends_eod = not self._documents_end_with_eod()
-        self.lengths = self._num_tokens + int(self._appends_eod)
+        self._appends_eod = self._find_documents_without_eod()
+        self.lengths = self._num_tokens + self._appends_eod
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_dataset": None}
@@ -76,14 +76,18 @@ class IndexedDocuments:
         """Return tokens of the .bin file. The sequences of a document lie one after the other there."""
         if stop <= start:
             return np.empty(0, dtype=np.int64)
+        tokens = self._open().get(int(self._first_sequences[document]), offset=start, length=stop - start)
+        return np.asarray(tokens, dtype=np.int64)
+
+    def _open(self) -> Any:
+        """Return megatron-core's IndexedDataset, once it is clear that the files are as they were."""
         self._check_unchanged()
         if self._dataset is None:
             from megatron.core.datasets.indexed_dataset import IndexedDataset
 
             with reading(self._prefix + ".bin"), open(self._prefix + ".bin", "rb"):  # it fails in __del__, too
                 self._dataset = IndexedDataset(self._prefix)
-        tokens = self._dataset.get(int(self._first_sequences[document]), offset=start, length=stop - start)
-        return np.asarray(tokens, dtype=np.int64)
+        return self._dataset
 
     def _check_unchanged(self) -> None:
         """Raise DataError when a file has changed since the start; looks when it is opened and once a second at most.
@@ -101,24 +105,35 @@ class IndexedDocuments:
             if found != self._files[path]:
                 raise changed_file(path, self._files[path].size_bytes, found.size_bytes)
 
-    def _documents_end_with_eod(self) -> bool:
+    def _find_documents_without_eod(self) -> NDArray[np.bool_]:
+        """Return [document] -> whether it gets an EOD; empty ones as the probed ones, where these are alike."""
         documents = np.flatnonzero(self._num_tokens)
-        if not len(documents):
-            return False
         spaced = np.linspace(0, len(documents) - 1, min(len(documents), NUM_PROBED_DOCUMENTS)).astype(np.int64)
-        ends = 0
-        for document in documents[spaced]:
-            last = int(self._num_tokens[document]) - 1
-            ends += int(self._stored(int(document), last, last + 1)[0] == self._tokenizer.eod)
-        if 0 < ends < len(spaced):
-            logger.warning(
-                "%s: %d of %d probed documents end with the EOD id %d; it is appended to all of them",
-                self._prefix,
-                ends,
-                len(spaced),
-                self._tokenizer.eod,
-            )
-        return ends == len(spaced)
+        num_ends = int(self._end_with_eod(documents[spaced]).sum())
+        if num_ends in (0, len(spaced)):
+            return np.full(len(self._num_tokens), not num_ends)
+        lacks_eod = np.ones(len(self._num_tokens), dtype=bool)
+        lacks_eod[documents] = ~self._end_with_eod(documents)
+        logger.warning(
+            "%s: %d of %d probed documents end with the EOD id %d, so all were looked at: %d of %d do, it is appended "
+            "to the others",
+            self._prefix,
+            num_ends,
+            len(spaced),
+            self._tokenizer.eod,
+            int((~lacks_eod).sum()),
+            len(lacks_eod),
+        )
+        return lacks_eod
+
+    def _end_with_eod(self, documents: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return whether the last token of each of these documents, which are not empty, is the EOD id."""
+        if not len(documents):
+            return np.zeros(0, dtype=bool)
+        # Documents lie one after the other.
+        last_places = np.cumsum(self._num_tokens)[documents] - 1
+        tokens = np.memmap(self._prefix + ".bin", dtype=self._open().index.dtype, mode="r")
+        return np.asarray(tokens[last_places] == self._tokenizer.eod)
 
     def document_name(self, document: int) -> str:
         """Return the prefix and number of the document."""
@@ -126,7 +141,9 @@ class IndexedDocuments:
 
     def describe(self) -> str:
         """Return the number of documents and whether EOD is appended."""
-        eod = f"EOD {'appended' if self._appends_eod else 'in the data'} (id {self._tokenizer.eod})"
+        num_appended = int(self._appends_eod.sum())
+        where = f"appended to {num_appended} of them" if 0 < num_appended < len(self.lengths) else "appended"
+        eod = f"EOD {where if num_appended else 'in the data'} (id {self._tokenizer.eod})"
         return f"{self._prefix}: {count(len(self.lengths), '.bin/.idx document')}, {eod}"
 
 

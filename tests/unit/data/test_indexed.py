@@ -80,13 +80,17 @@ def test_eod_in_the_data_is_not_doubled(tmp_path, caplog):
     assert build_splits(config(prefix)).train.num_samples == 2
 
 
-def test_eod_in_some_documents_warns_and_appends_to_all(tmp_path, caplog):
-    prefix = write_indexed(tmp_path, [[[1, 2, EOD]], [[3, 4]], [[5, 6]]])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+def test_eod_in_some_documents_warns_and_appends_to_the_others(tmp_path, caplog, dtype):
+    documents = [[[1, 2, EOD]], [[3], [4]], [[]], [[5], [6, EOD]]]
+    prefix = write_indexed(tmp_path, documents, dtype=dtype)
     with caplog.at_level(logging.WARNING):
         source = IndexedDocuments(str(prefix), ByteTokenizer())
-    assert "1 of 3 probed documents end with the EOD id 256; it is appended to all" in caplog.text
-    assert source.lengths.tolist() == [4, 3, 3]
-    assert source.read(0, 0, 4).tolist() == [1, 2, EOD, EOD]
+    assert "2 of 3 probed documents end with the EOD id 256, so all were looked at: 2 of 4 do" in caplog.text
+    assert source.lengths.tolist() == [3, 3, 1, 3]
+    read = [source.read(document, 0, int(length)).tolist() for document, length in enumerate(source.lengths)]
+    assert read == [[1, 2, EOD], [3, 4, EOD], [EOD], [5, 6, EOD]]
+    assert "EOD appended to 2 of them (id 256)" in source.describe()
 
 
 def test_probing_looks_at_first_and_last_of_many_documents(tmp_path, caplog):
@@ -96,6 +100,7 @@ def test_probing_looks_at_first_and_last_of_many_documents(tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             IndexedDocuments(str(write_indexed(tmp_path, documents)), ByteTokenizer())
         assert "1023 of 1024 probed documents" in caplog.text
+        assert "4999 of 5000 do" in caplog.text
         caplog.clear()
 
 
