@@ -87,9 +87,9 @@ def all_gather_bytes(mine: bytes, device: torch.device, group: dist.ProcessGroup
     dist.all_gather_into_tensor(sizes, torch.tensor([len(mine)], device=device), group=group)
     num_bytes: list[int] = sizes.tolist()
     longest = max(num_bytes)
-    padded = np.frombuffer(mine.ljust(longest, b"\0"), dtype=np.uint8).copy()
+    padded = torch.tensor(np.frombuffer(mine.ljust(longest, b"\0"), dtype=np.uint8), device=device)
     gathered = torch.empty(num_ranks * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, torch.from_numpy(padded).to(device), group=group)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
     rows = gathered.cpu().numpy().reshape(num_ranks, longest)
     return [row[:size].tobytes() for row, size in zip(rows, num_bytes, strict=True)]
 

@@ -32,7 +32,10 @@ class StopGuard:
         if limit_s > 0 and sys.platform == "linux":
             # -I -S: from its own file and the standard library alone, which takes 10 ms.
             words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(limit_s)]
-            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            try:
+                self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            except OSError as error:  # one rank's own: training goes on without
+                _say(f"no process could be started that kills stopped ones: the others would wait for them ({error})")
 
     def close(self) -> None:
         """End the process."""
@@ -51,14 +54,17 @@ def watch(rank: int, limit_s: float) -> None:
         seen_stopped_s = {pid: seen_stopped_s.get(pid, 0.0) + _LOOK_EVERY_S for pid in stopped}
         for pid, seen_s in seen_stopped_s.items():
             if seen_s >= limit_s:
-                print(
-                    f"rank {os.environ.get('RANK', '0')}: its process {pid} ({_name(pid, rank)}) was stopped for "
-                    f"{limit_s:g} s: killed, as the others would wait for it (--stopped-process-timeout)",
-                    file=sys.stderr,
-                    flush=True,
+                _say(
+                    f"its process {pid} ({_name(pid, rank)}) was stopped for {limit_s:g} s: killed, as the others "
+                    "would wait for it (--stopped-process-timeout)"
                 )
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _say(text: str) -> None:
+    """Not by logging: before it is set up, and in a process that has none."""
+    print(f"rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
 
 
 def _children(rank: int) -> list[int]:

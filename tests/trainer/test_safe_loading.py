@@ -125,7 +125,7 @@ def load_all(folders: dict[str, Path]) -> dict[str, Any]:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # scripts set it to load checkpoints of before torch 2.6
 
     def load(folder: Path) -> Any:
-        with checkpointing.reporting(f"--load {folder}: {folder.name}", "read", "resume from another"):
+        with checkpointing.reporting(f"--load {folder}: {folder.name}", str(folder), "read", "resume from another"):
             return safe_loading.load(state_of(dist.get_rank()), folder)
 
     return {name: outcome_of(lambda folder=folder: load(folder)) for name, folder in folders.items()}
