@@ -1,4 +1,4 @@
-"""What a refused write means: the disk that is full, how much room it has, and what was to be written."""
+"""What a refused write means: the disk that is full, and how much room it has."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def is_refused_write(error: Exception) -> bool:
     return _NO_ROOM.search(str(error)) is not None
 
 
-def explain_refused_write(said: str, folder: str | Path, needed_bytes: int | None = None) -> str:
+def explain_refused_write(said: str, folder: str | Path) -> str:
     """Return what was said when files below `folder` could not be written, headed by the room that its disk has.
 
     Returns what was said as one line when it is about something else.
 
     Args:
         said: by the file system or torch, of one rank or of several.
-        needed_bytes: of all that was to be written there; None: not known.
     """
     said = " ".join(said.split())
     if not _NO_ROOM.search(said):
@@ -39,9 +38,8 @@ def explain_refused_write(said: str, folder: str | Path, needed_bytes: int | Non
         usage = shutil.disk_usage(_existing(Path(folder)))
     except OSError:
         return said
-    needed = "" if needed_bytes is None else f", {_in_words(needed_bytes)} are needed"
-    room = f"{_in_words(usage.free)} of {_in_words(usage.total)} are free{needed}"
-    if usage.free < _FULL_BELOW * usage.total or (needed_bytes is not None and usage.free < needed_bytes):
+    room = f"{_in_words(usage.free)} of {_in_words(usage.total)} are free"
+    if usage.free < _FULL_BELOW * usage.total:
         return f"the disk of {folder} is full: {room}; {said}"
     return (
         f"on the disk of {folder} {room}: was it full for a moment, or is there a quota or a limit on the size of "
