@@ -107,8 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint, {NAME}: {type(error).__name__} {error}; {REMEDY}"
         ) from None
-    body, _, own_hash = text.rpartition(_OWN_HASH)
-    if version != 1 and own_hash != xxhash.xxh3_64(body).hexdigest().encode() + _END:
+    body, has_own_hash, own_hash = text.rpartition(_OWN_HASH)
+    if (version != 1 or has_own_hash) and own_hash != xxhash.xxh3_64(body).hexdigest().encode() + _END:
         raise _damaged(path)
     if version not in (1, SCHEMA_VERSION):
         raise CheckpointError(

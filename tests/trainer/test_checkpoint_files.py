@@ -170,6 +170,11 @@ def test_any_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path):
             num_refused += 1
         path.write_bytes(whole)
     assert num_refused > 500
+    path = folder / manifest.NAME  # two bits make it an old one, whose files have no hashes
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
+    with pytest.raises(CheckpointError, match=path.name):
+        verified(folder)
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
     assert verified(folder) == {"iteration": 10}
 
 
