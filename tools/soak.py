@@ -12,6 +12,7 @@ soon real jobs end after a kill is what `tools.kill_times` measures: here ranks 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -186,13 +187,28 @@ def _state() -> dict[str, Any]:
 
 
 def left_in_shm(before: set[str]) -> list[str]:
-    """Return new files in /dev/shm whose maker, named in them, is dead: those of others on the machine come and go."""
+    """Return new files in /dev/shm that nobody has: those of others on the machine come and go.
+
+    Their maker, named in them, is dead, or no process maps them.
+    """
     left = []
     for name in set(os.listdir("/dev/shm")) - before:
         makers = [int(word) for word in name.split("_") if word.isdecimal()]
-        if not makers or not psutil.pid_exists(makers[0]):
+        if not (psutil.pid_exists(makers[0]) if makers else _is_mapped(Path("/dev/shm", name))):
             left.append(name)
     return left
+
+
+def _is_mapped(path: Path) -> bool:
+    """Return whether a process maps a file, by its inode: who makes a semaphore maps it under a name of before."""
+    if not path.exists():
+        return True  # gone meanwhile
+    inode = str(path.stat().st_ino)
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if any("/dev/shm/" in line and line.split()[4] == inode for line in maps.read_text().splitlines()):
+                return True
+    return False
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -36,9 +36,11 @@ def global_rank() -> int:
 
 def exit_code_of(run: Callable[[], None]) -> int:
     """Run `run` and return the exit code of its outcome, after reporting an error on stderr."""
+    last_words.listen()
     try:
         run()
     except DynamicCPError as error:
+        last_words.fail()
         last_words.hang_up()
         # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
         if global_rank() != 0:
@@ -48,6 +50,7 @@ def exit_code_of(run: Callable[[], None]) -> int:
             print(f"error{rank}: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception:
+        last_words.fail()
         last_words.hang_up()
         said = f"rank {global_rank()} failed ({phase.current()}):\n{traceback.format_exc()}"
         print(said, file=sys.stderr, flush=True)
@@ -103,6 +106,9 @@ def exit_signals() -> Iterator[ExitSignals]:
         caught._previous[number] = signal.signal(number, caught._remember)
     try:
         yield caught
+    except Exception:
+        last_words.fail()  # before the handlers go: what closes now takes its time
+        raise
     finally:
         caught._restore()
         stop_waiting_after(math.inf)

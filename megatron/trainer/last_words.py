@@ -1,6 +1,8 @@
 """The last line of a run that fails: one rank says it, at once, whoever is dead and however many are left.
 
-    an error -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
+    an error -> fail -> close everything -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
+
+A launcher ends the others (SIGTERM) as soon as it sees that a rank has died. Who is failing then still says why.
 
 Imports no torch: wrong flags are answered before that.
 """
@@ -19,9 +21,39 @@ from typing import Any
 
 _SPOKEN = "dynamic_cp/last_words"
 _LOOK_UP_S = 0.02
+TIME_TO_SPEAK_S = 5
+"""Seconds that a failing rank has after it was asked to end: a launcher kills it after 30."""
 
 is_asked_to_end = False
 """Whether this process has received a signal with which a run is ended."""
+_is_failing = False
+
+
+def listen() -> None:
+    """From now on SIGTERM ends this process at once while it trains, and in TIME_TO_SPEAK_S once it fails."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def fail() -> None:
+    """Remember that there is an error to be reported.
+
+    Before the ranks are connected all find the same error, and rank 0 is there to say it: a signal ends the others.
+    """
+    global _is_failing
+    _is_failing = _distributed() is not None
+    if _is_failing and is_asked_to_end:
+        signal.alarm(TIME_TO_SPEAK_S)
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    global is_asked_to_end
+    is_asked_to_end = True
+    if _is_failing:
+        signal.alarm(TIME_TO_SPEAK_S)  # ends the process unless it has ended by itself
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 def hang_up() -> None:
@@ -46,13 +78,8 @@ def hang_up() -> None:
 def let_rank_zero_speak(seconds: float) -> None:
     """Wait for `seconds`, or until a launcher ends the job: rank 0 has spoken then, or is dead."""
     deadline_s = time.monotonic() + seconds
-    # Before the ranks are connected all find the same error, and rank 0 is there to say it: a signal ends this one.
-    catches = _distributed() is not None and threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, _remember) if catches else None
     while time.monotonic() < deadline_s and not is_asked_to_end:
         time.sleep(_LOOK_UP_S)
-    if catches:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def may_speak() -> bool:
@@ -64,11 +91,6 @@ def may_speak() -> bool:
         return bool(distributed.distributed_c10d._get_default_store().add(_SPOKEN, 1) == 1)
     except RuntimeError:  # what a store raises that is gone
         return True
-
-
-def _remember(*_: object) -> None:
-    global is_asked_to_end
-    is_asked_to_end = True
 
 
 def _distributed() -> Any:

@@ -6,6 +6,9 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +22,8 @@ from megatron.trainer.initialize import check_device_queues, choose_backend, cho
 from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
 from megatron.trainer.model import build_scheduler, ddp_bucket_size
 from tests.trainer.commandline import command_line
+
+ROOT = Path(__file__).parents[2]
 
 
 def _learning_rates(global_batch_size: int, *flags: str) -> dict[int, float]:
@@ -168,6 +173,41 @@ def test_exit_codes(capsys, monkeypatch, outcome, code, said):
     monkeypatch.setenv("RANK", "0")
     assert exits.exit_code_of(outcome) == code
     assert capsys.readouterr().err.startswith(said)
+
+
+FAILING = """
+import contextlib, os, signal, sys, time
+import torch.distributed as dist
+from dynamic_cp.errors import DynamicCPError
+from megatron.trainer import exits, last_words
+
+def run(when):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+    if when == "training":
+        os.kill(os.getpid(), signal.SIGTERM)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60 if when == "for ever" else 0.1)])
+        with exits.exit_signals():
+            raise DynamicCPError("rank 1 is gone")
+
+last_words.TIME_TO_SPEAK_S = 1
+exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "code", "said"),
+    [
+        ("closing", 2, "error: rank 1 is gone\n"),
+        ("for ever", -signal.SIGALRM, ""),
+        ("training", -signal.SIGTERM, ""),
+    ],
+)
+def test_a_launcher_that_ends_a_failing_rank_lets_it_say_why(tmp_path, when, code, said):
+    """torchrun looks every 0.1 s for dead ranks: its SIGTERM comes while the others find out and close all."""
+    words = [sys.executable, "-W", "ignore", "-c", FAILING, when, str(tmp_path / "store")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("number", exits.EXIT_SIGNALS)
