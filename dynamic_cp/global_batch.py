@@ -8,7 +8,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.types import Sample
+from dynamic_cp.types import Sample, counted
 
 
 class GlobalBatch(Sequence[Sample]):
@@ -31,6 +31,10 @@ class GlobalBatch(Sequence[Sample]):
             np.array([sample.sample_id for sample in samples], dtype=np.int64),
             np.array([sample.seqlen for sample in samples], dtype=np.int64),
         )
+
+    def __repr__(self) -> str:
+        longest = f", longest {self.seqlens.max()}" if len(self) else ""
+        return f"<GlobalBatch: {counted(len(self), 'sample')}, {self.seqlens.sum()} tokens{longest}>"
 
     def __len__(self) -> int:
         return len(self.seqlens)

@@ -84,7 +84,7 @@ class MemoryModel:
         if not self._hardware.hbm_bytes:
             raise InvalidInputError(
                 f"hardware {self._hardware.name!r} gives no hbm_bytes, so no token limit can follow from memory: "
-                "give --max-seqlen-per-dp-cp-rank in tokens"
+                "give max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) in tokens"
             )
         return SAFETY_FRACTION * (self._hardware.hbm_bytes - self._hardware.hbm_reserved_bytes)
 
@@ -164,7 +164,7 @@ class MemoryModel:
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
             f"{largest}, memory holds {limit}: "
             f"{'' if options.recompute == 'full' else 'use full recomputation, '}more lanes, a larger "
-            "--tensor-model-parallel-size or lower --seq-length",
+            "tp_size (--tensor-model-parallel-size) or lower seqlen (--seq-length)",
             max_seqlen=max_seqlen,
             max_tokens_per_rank=limit,
         )
@@ -209,10 +209,10 @@ class MemoryModel:
         state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
         ways = []
         if state < self.available_bytes:  # else no fewer tokens help
-            ways += ["lower --max-seqlen-per-dp-cp-rank"] * (limit > least)
+            ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
             ways += ["recompute more"] * (self._options.recompute != "full")
         ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
-        ways.append("use a larger --tensor-model-parallel-size or --pipeline-model-parallel-size")
+        ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
         return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
     def _exchange_bytes(self, tokens: int, cp_size: int, inner: int) -> float:

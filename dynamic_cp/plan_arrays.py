@@ -22,10 +22,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynamic_cp import hugging_face
 from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.global_batch import GlobalBatch
 from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.plan_in_memory import plan_in_memory
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import (
     CP_COMM_TYPES,
@@ -73,6 +73,9 @@ class PlanArrays:
     begin: Ints
     end: Ints
     planned: PlannedBatch
+
+    def __repr__(self) -> str:
+        return f"<PlanArrays: {self.planned.plan.describe()}, predicted {self.predicted_s:.4g} s>"
 
     @property
     def num_microbatches(self) -> int:
@@ -154,7 +157,7 @@ def plan_lengths(
     seqlens: ArrayLike,
     *,
     num_lanes: int,
-    max_tokens_per_rank: int,
+    max_tokens_per_rank: int | Literal["auto"],
     model: str | Path | Mapping[str, Any] | ModelShape,
     hardware: str | Path | Hardware,
     tp_size: int = 1,
@@ -169,13 +172,16 @@ def plan_lengths(
     bytes_per_element: int = 2,
     search: SearchEffort = "fast",
     policy: str = "dynamic",
+    distributed_optimizer: bool = True,
+    check_memory: bool = True,
 ) -> PlanArrays:
     """Return the fastest legal plan of one global batch, by simulation, as arrays; a pure function of its arguments.
 
     Args:
         seqlens: tokens of each sample without padding, integers >= 1, one-dimensional: list, array or CPU tensor.
         num_lanes: data-parallel ranks, world size / (tp_size * pp_size); any number >= 1.
-        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch; "auto": as many as memory holds with
+            the longest of `seqlens`.
         model: a bundled name, the path of a model file or config.json, a Hugging Face config as a dictionary
             (`model.config.to_dict()`), or a ModelShape.
         hardware: a bundled name, the path of a hardware file, or a Hardware.
@@ -185,38 +191,56 @@ def plan_lengths(
         cp_comm_types: exchanges that your attention has, one or several, or "auto" for all four.
         recompute, bytes_per_element, search: as in `types.PlanOptions`.
         policy: one of `search.POLICIES`.
+        distributed_optimizer: the optimizer state is sharded over the lanes.
+        check_memory: refuse a plan that needs more memory than `hardware` has, with weights and gradients of the whole
+            model (or its TP and PP part) on every lane. False: your loop holds less, as with FSDP or adapters.
 
     Raises:
         InvalidInputError: an argument that is none of these; the message names it.
+        MemoryLimitError: the plan, or the smallest limit, does not fit in memory, with both numbers. Hardware that
+            does not say how much it has is not checked.
         InfeasibleSampleError: a sample longer than the largest allowed CP group holds, with both numbers.
         UnsupportedFeatureError: a model whose shape is not known, or no exchange that can serve a sample.
 
     Example: on 4 lanes, at most 4096 tokens a rank, a sample of 9000 tokens needs all 4 lanes (CP 4).
     """
     lengths = _checked(seqlens)
-    planned = plan_global_batch(
-        GlobalBatch(np.arange(len(lengths)), lengths),
-        topology=Topology(
-            num_lanes=_plain(num_lanes),
-            tp_size=_plain(tp_size),
-            pp_size=_plain(pp_size),
-            vp_size=_plain(vp_size),
-            ranks_per_node=_plain(ranks_per_node),
-            sequence_parallel=_switch("sequence_parallel", sequence_parallel),
-        ),
-        model=_model(model),
-        hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
-        options=PlanOptions(
-            max_tokens_per_rank=_plain(max_tokens_per_rank),
-            min_cp_size=_plain(min_cp_size),
-            max_cp_size=None if max_cp_size is None else _plain(max_cp_size),
-            cp_comm_types=_exchanges(cp_comm_types),
-            recompute=recompute,
-            bytes_per_element=bytes_per_element,
-            search=search,
-        ),
-        policy=policy,
+    limit_from_memory = max_tokens_per_rank == "auto"
+    if isinstance(max_tokens_per_rank, str) and not limit_from_memory:
+        raise InvalidInputError(f"max_tokens_per_rank is {max_tokens_per_rank!r}: give tokens, or 'auto'")
+    topology = Topology(
+        num_lanes=_plain(num_lanes),
+        tp_size=_plain(tp_size),
+        pp_size=_plain(pp_size),
+        vp_size=_plain(vp_size),
+        ranks_per_node=_plain(ranks_per_node),
+        sequence_parallel=_switch("sequence_parallel", sequence_parallel),
     )
+    options = PlanOptions(
+        max_tokens_per_rank=1 if limit_from_memory else _plain(cast(int, max_tokens_per_rank)),
+        min_cp_size=_plain(min_cp_size),
+        max_cp_size=None if max_cp_size is None else _plain(max_cp_size),
+        cp_comm_types=_exchanges(cp_comm_types),
+        recompute=recompute,
+        bytes_per_element=bytes_per_element,
+        search=search,
+    )
+    try:
+        planned, _ = plan_in_memory(
+            GlobalBatch(np.arange(len(lengths)), lengths),
+            topology=topology,
+            model=_model(model),
+            hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
+            options=options,
+            policy=policy,
+            limit_from_memory=limit_from_memory,
+            distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
+            check_memory=_switch("check_memory", check_memory),
+        )
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"{error}; where your loop holds less than Megatron's, give tokens and check_memory=False", **error.details
+        ) from error
     return plan_arrays(planned)
 
 

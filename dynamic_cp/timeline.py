@@ -119,6 +119,9 @@ class Timeline:
     gradient_reduction_s: float
     lane_operations: LaneOperations | None = None
 
+    def __repr__(self) -> str:
+        return f"<Timeline: {self.iteration_s:.4g} s, {self.plan.describe()}>"
+
     @property
     def makespan_ns(self) -> int:
         """End of the last operation."""

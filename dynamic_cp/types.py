@@ -39,6 +39,11 @@ def largest_power_of_two(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 sample` or `2 samples`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 MAX_COUNT = 2**31 - 1
 """Largest length, size or number of anything: cu_seqlens and the planner's sums are integers of fixed width."""
 
@@ -379,6 +384,18 @@ class Plan:
         if len(self.policy.split()) != 1:
             raise InvalidInputError(f"policy {self.policy!r} is not one word: the text form of a plan needs that")
 
+    def __repr__(self) -> str:
+        return f"<Plan: {self.describe()}, policy {self.policy}>"
+
+    def describe(self) -> str:
+        """Return in some words how large it is; `serialize.format_plan` writes all of it."""
+        num_samples, sizes = sum(len(bucket.samples) for bucket in self.buckets), " ".join(map(str, self.cp_histogram))
+        return (
+            f"{counted(num_samples, 'sample')} ({self.num_tokens} tokens) in "
+            f"{counted(self.num_microbatches, 'micro-batch')} on {counted(self.topology.num_lanes, 'lane')}, "
+            f"CP sizes {sizes or 'none'}"
+        )
+
     @property
     def num_microbatches(self) -> int:
         """Number of micro-batches, the same on every lane."""
@@ -459,7 +476,7 @@ class Hardware:
     hbm_bytes: float = 0.0
     hbm_reserved_bytes: float = 0.0
     communicator_bytes_per_group: float = 0.0
-    source: Mapping[str, str] = field(default_factory=dict)
+    source: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name in (
@@ -553,6 +570,9 @@ class PlannedBatch:
     predicted_s: float
     predicted_busy_s: tuple[float, ...]
     reason: str
+
+    def __repr__(self) -> str:
+        return f"<PlannedBatch: predicted {self.predicted_s:.4g} s, {self.plan.describe()}; {self.reason}>"
 
     @property
     def imbalance(self) -> float:

@@ -16,8 +16,12 @@ from dynamic_cp import plan_lengths
 
 
 def plan_of(batch: dict[str, Tensor], num_lanes: int, max_tokens: int, **others):
-    """Return the plan of a batch with an "attention_mask" [rows, width], padded left, right or both."""
-    return plan_lengths(batch["attention_mask"].sum(1), num_lanes=num_lanes, max_tokens_per_rank=max_tokens, **others)
+    """Return the plan of a batch with an "attention_mask" [rows, width], padded left, right or both.
+
+    Memory is not checked: FSDP shards weights and gradients over the ranks, the memory model has all of them on each.
+    """
+    limits = {"num_lanes": num_lanes, "max_tokens_per_rank": max_tokens, "check_memory": False}
+    return plan_lengths(batch["attention_mask"].sum(1), **limits, **others)
 
 
 def split(batch: dict[str, Tensor], plan, lane: int) -> list[dict[str, Tensor]]:

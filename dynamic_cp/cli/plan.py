@@ -70,7 +70,7 @@ def command(policy: str, bound: bool, output: str | None, json: str | None, **gi
     check_writable(json)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     with progress("planning") as steps:
-        steps(0, 4, "lengths")
+        steps(0, 3, "lengths")
         from dynamic_cp.search import POLICIES
 
         if policy not in POLICIES:
@@ -86,33 +86,24 @@ def _plan(
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.cost_model import CostModel
-    from dynamic_cp.memory_model import MemoryModel
-    from dynamic_cp.search import plan_global_batch
+    from dynamic_cp.plan_in_memory import plan_in_memory
     from dynamic_cp.serialize import digest
 
     (samples,) = batch.draw()
-    model, hardware, topology, options = job.model_shape, job.hardware_values, job.topology, job.options
-
-    def memory_of(options: PlanOptions) -> MemoryModel:
-        """Return the memory model of the CP sizes that the policy may use."""
-        size = options.static_cp_size
-        if policy in ("static", "balanced") and size is not None:
-            options = replace(options, min_cp_size=size, max_cp_size=size)
-        sharded = not job.no_distributed_optimizer
-        return MemoryModel(model, hardware, topology, options, distributed_optimizer=sharded)
-
-    steps(1, 4, "plan")
-    if job.limit_from_memory:
-        limit = memory_of(options).max_tokens_per_rank(max(sample.seqlen for sample in samples))
-        options = replace(options, max_tokens_per_rank=limit)
-    planned = plan_global_batch(
-        samples, topology=topology, model=model, hardware=hardware, options=options, policy=policy
+    model, hardware, topology = job.model_shape, job.hardware_values, job.topology
+    steps(1, 3, "plan")
+    planned, memory = plan_in_memory(
+        samples,
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=job.options,
+        policy=policy,
+        limit_from_memory=job.limit_from_memory,
+        distributed_optimizer=not job.no_distributed_optimizer,
     )
-    steps(2, 4, "memory")
-    memory = memory_of(options)
-    if hardware.hbm_bytes:
-        memory.check_plan_fits(planned.plan)
-    steps(3, 4, "lower bound" if bound else "figures")
+    options = replace(job.options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
+    steps(2, 3, "lower bound" if bound else "figures")
     figures = {
         "policy": planned.plan.policy,
         "predicted_s": planned.predicted_s,

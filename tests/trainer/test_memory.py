@@ -69,7 +69,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_remedies():
     message = str(caught.value)
     for part in ("8000000 tokens per rank at CP size 1", " GB on pipeline stage 0, 73.60 GB are available", "cpu has"):
         assert part in message
-    for remedy in ("lower --max-seqlen-per-dp-cp-rank", "recompute more", "--dynamic-cp-hardware"):
+    remedies = ("lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)", "recompute more", "--dynamic-cp-hardware")
+    for remedy in remedies:
         assert remedy in message
     assert caught.value.needed_bytes > caught.value.available_bytes == 0.92 * 80e9
     with pytest.raises(MemoryLimitError, match="--dynamic-cp-hardware"):

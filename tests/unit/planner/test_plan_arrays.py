@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp import DynamicCPError, check_plan, plan_lengths
-from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths, simulate
+from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, MemoryLimitError, UnsupportedFeatureError
+from dynamic_cp.global_batch import GlobalBatch
+from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.plan_arrays import PlanArrays
 from dynamic_cp.types import PlanOptions, Topology
-from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 LLAMA = {
     "model_type": "llama",
@@ -167,6 +169,10 @@ def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> Non
         ([3], {"num_lanes": 0}, "num_lanes is 0"),
         ([3], {"num_lanes": 2.0}, "num_lanes is 2.0, an integer"),
         ([3], {"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
+        ([3], {"max_tokens_per_rank": "many"}, "max_tokens_per_rank is 'many': give tokens, or 'auto'"),
+        ([3], {"max_tokens_per_rank": "auto"}, "hardware 'tiny' gives no hbm_bytes.*: give max_tokens_per_rank"),
+        ([3], {"distributed_optimizer": 1}, "distributed_optimizer is 1, True or False"),
+        ([3], {"check_memory": "no"}, "check_memory is 'no', True or False"),
         ([3], {"max_cp_size": 8}, "max_cp_size is 8, the largest group of 6 lanes has 4: give at most 4"),
         ([3], {"min_cp_size": 4, "max_cp_size": 2}, "lower min_cp_size"),
         ([3], {"cp_comm_types": "ring"}, "'ring' is unknown"),
@@ -203,3 +209,52 @@ def test_remedies_name_arguments_of_plan_lengths() -> None:
     options = PlanOptions(max_tokens_per_rank=8, min_cp_size=2, max_cp_size=1)
     with pytest.raises(InvalidInputError, match=r"min_cp_size \(--min-dynamic-cp-size\)"):
         allowed_cp_sizes(Topology(num_lanes=2), options)
+
+
+EIGHT_B: dict[str, Any] = {"model": "llama-3-8b", "hardware": "h100", "num_lanes": 8, "recompute": "full"}
+
+
+def test_a_plan_that_needs_more_memory_than_there_is() -> None:
+    with pytest.raises(MemoryLimitError, match=r"228\.\d+ GB .* 70\.84 GB are available") as at:
+        planned([30_000, 20_000], **(EIGHT_B | {"max_tokens_per_rank": 32768, "max_cp_size": 1, "recompute": "none"}))
+    assert at.value.needed_bytes > 3 * at.value.available_bytes
+    for remedy in ("lower max_tokens_per_rank (--", "recompute more", "a larger tp_size (--", "check_memory=False"):
+        assert remedy in str(at.value)
+    # The same where the loop keeps less state than Megatron does, and where the memory is not known.
+    for other in ({"check_memory": False}, {"hardware": "cpu"}):
+        changes = {"max_tokens_per_rank": 32768, "max_cp_size": 1, "recompute": "none", **other}
+        assert planned([30_000, 20_000], **(EIGHT_B | changes)).num_microbatches == 1
+
+
+def test_the_limit_that_follows_from_memory() -> None:
+    seqlens = [30_000, 12_000, 7_000, 7_500]
+    found = planned(seqlens, **(EIGHT_B | {"max_tokens_per_rank": "auto"}))
+    memory = MemoryModel(
+        load_model("llama-3-8b"),
+        load_hardware("h100"),
+        Topology(num_lanes=8),
+        PlanOptions(max_tokens_per_rank=1, recompute="full"),
+    )
+    limit = found.planned.plan.max_tokens_per_rank
+    assert limit == memory.max_tokens_per_rank(30_000)
+    assert found.digest == planned(seqlens, **(EIGHT_B | {"max_tokens_per_rank": limit})).digest
+    whole = planned(seqlens, **(EIGHT_B | {"max_tokens_per_rank": "auto", "num_lanes": 16}))
+    assert limit < whole.planned.plan.max_tokens_per_rank, "more lanes hold less of the optimizer each"
+    with pytest.raises(MemoryLimitError, match="use the distributed optimizer"):
+        planned(seqlens, **(EIGHT_B | {"max_tokens_per_rank": "auto", "distributed_optimizer": False}))
+
+
+def test_values_are_short_when_printed() -> None:
+    generator = np.random.default_rng(0)
+    found = planned(generator.integers(1, 500, 3000))
+    plan, batch = found.planned.plan, GlobalBatch.of(samples_of([5, 900] * 999))
+    timeline = simulate(plan, tiny_cost_model(Topology(num_lanes=6), max_tokens_per_rank=256))
+    texts = [repr(found), repr(found.planned), repr(plan), repr(batch), repr(timeline)]
+    assert max(map(len, texts)) < 400, texts
+    assert "3000 samples" in texts[0]
+    assert f"{found.num_microbatches} micro-batches" in texts[0]
+    assert "on 6 lanes" in texts[0]
+    assert f"{found.predicted_s:.4g} s" in texts[1]
+    assert "3000 samples" in texts[2]
+    assert texts[3] == "<GlobalBatch: 1998 samples, 904095 tokens, longest 900>"
+    assert "source" not in repr(load_hardware("h100"))
