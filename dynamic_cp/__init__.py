@@ -5,7 +5,7 @@ imported at its first use: describing alone needs no compiled code.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import (
@@ -20,36 +20,63 @@ from dynamic_cp.types import (
     Topology,
 )
 
+if TYPE_CHECKING:  # type checkers read these; at run time `__getattr__` imports them
+    from dynamic_cp.bounds import lower_bound
+    from dynamic_cp.catalog import load_hardware, load_model
+    from dynamic_cp.cost_model import CostModel
+    from dynamic_cp.memory_model import MemoryModel
+    from dynamic_cp.plan_arrays import PlanArrays, plan_lengths
+    from dynamic_cp.search import plan_global_batch
+    from dynamic_cp.serialize import format_plan
+    from dynamic_cp.simulator import simulate
+    from dynamic_cp.validate import check_plan
+
+__all__ = [
+    "Bucket",
+    "CostModel",
+    "DynamicCPError",
+    "Hardware",
+    "MemoryModel",
+    "MicroBatch",
+    "ModelShape",
+    "Plan",
+    "PlanArrays",
+    "PlanOptions",
+    "PlannedBatch",
+    "Sample",
+    "Topology",
+    "check_plan",
+    "format_plan",
+    "load_hardware",
+    "load_model",
+    "lower_bound",
+    "plan_global_batch",
+    "plan_lengths",
+    "simulate",
+]
+
 _AT_FIRST_USE = {
     "CostModel": "dynamic_cp.cost_model",
     "MemoryModel": "dynamic_cp.memory_model",
+    "PlanArrays": "dynamic_cp.plan_arrays",
     "check_plan": "dynamic_cp.validate",
     "format_plan": "dynamic_cp.serialize",
     "load_hardware": "dynamic_cp.catalog",
     "load_model": "dynamic_cp.catalog",
     "lower_bound": "dynamic_cp.bounds",
     "plan_global_batch": "dynamic_cp.search",
-    "PlanArrays": "dynamic_cp.plan_arrays",
     "plan_lengths": "dynamic_cp.plan_arrays",
     "simulate": "dynamic_cp.simulator",
 }
+"""Name -> module; the same as in the block for type checkers."""
 
-__all__ = [
-    "Bucket",
-    "DynamicCPError",
-    "Hardware",
-    "MicroBatch",
-    "ModelShape",
-    "Plan",
-    "PlanOptions",
-    "PlannedBatch",
-    "Sample",
-    "Topology",
-    *_AT_FIRST_USE,
-]
+if not TYPE_CHECKING:  # with it in sight, every misspelt name would be Any
+
+    def __getattr__(name: str) -> object:
+        if name in _AT_FIRST_USE:
+            return getattr(import_module(_AT_FIRST_USE[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _AT_FIRST_USE:
-        return getattr(import_module(_AT_FIRST_USE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
