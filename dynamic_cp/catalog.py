@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from dynamic_cp import hugging_face
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape
 
-_LARGEST = 1e300
-"""A coefficient above this is a mistake, and no longer a float."""
 _DATA = Path(__file__).parent / "data"
 
 
@@ -28,30 +27,65 @@ def model_names() -> tuple[str, ...]:
     return _names("models")
 
 
-def load_hardware(name_or_path: str | Path) -> Hardware:
+def load_hardware(name_or_path: str | Path, settings: Sequence[str] = ()) -> Hardware:
     """Return the hardware of a bundled name or of a file like `dynamic_cp/data/hardware/h100.json`.
 
+    A file with a `base`, the name or path of another hardware, states only what differs from it. A path is relative to
+    the file. A value is a number in the unit of its name, or a text with a unit: "12.5 GB/s".
+
+    Args:
+        settings: numbers to change, each NAME=VALUE with a unit, such as "bandwidth_across_nodes=12.5GB/s".
+
     Raises:
-        InvalidInputError: unknown name, unreadable file, or a number that is missing, has no source or is negative.
+        InvalidInputError: unknown name, unreadable file, or a number that is missing, implausible or without a source.
     """
+    return with_settings(_hardware(name_or_path, ()), settings)
+
+
+def _hardware(name_or_path: str | Path, above: tuple[Path, ...]) -> Hardware:
+    """Return a hardware; `above` are the files that have it as their base."""
     where, data = _read("hardware", name_or_path)
-    numbers = [field for field in fields(Hardware) if field.name not in ("name", "source")]
-    _check_keys(where, data, ["name", *(field.name for field in numbers if field.default is MISSING)], Hardware)
     values: dict[str, float] = {}
     source: dict[str, str] = {}
-    for field in numbers:
-        if field.name not in data:
-            continue
-        entry = data[field.name]
-        if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
-            raise InvalidInputError(f'{where}: {field.name} must be {{"value": number, "source": "where it is from"}}')
-        value = entry["value"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-            raise InvalidInputError(f"{where}: {field.name} is {value!r}, it must be a number >= 0", name=field.name)
-        if not isinstance(entry["source"], str) or not entry["source"].strip():
-            raise InvalidInputError(f"{where}: {field.name} has no source: say where {value} is from", name=field.name)
-        values[field.name], source[field.name] = float(value), entry["source"]
-    return Hardware(name=_typed(where, data, "name", str), source=source, **values)
+    if "base" in data:
+        name, path = _typed(where, data, "base", str), Path(name_or_path)
+        named = [*above, path.resolve()]
+        base = name if name in hardware_names() else str(path.parent / name) if _is_path(name) else name
+        if _is_path(base) and Path(base).resolve() in named:
+            raise InvalidInputError(f"{where}: its base: {base} is its own base: name another")
+        try:
+            under = _hardware(base, tuple(named))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}: its base: {error}", **error.details) from error
+        values, source = {number: getattr(under, number) for number in KIND_OF}, dict(under.source)
+        _check_keys(where, data, [], Hardware)
+    else:
+        needed = [field.name for field in fields(Hardware) if field.default is MISSING and field.name != "source"]
+        _check_keys(where, data, needed, Hardware)
+    for number in KIND_OF:
+        if number in data:
+            values[number], source[number] = _number_and_source(where, number, data[number])
+    name = _typed(where, data, "name", str) if "name" in data else Path(name_or_path).stem
+    return Hardware(name=name, source=source, **values)
+
+
+def _number_and_source(where: str, name: str, entry: object) -> tuple[float, str]:
+    if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
+        raise InvalidInputError(f'{where}: {name} must be {{"value": number, "source": "where it is from"}}')
+    value, source = entry["value"], entry["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise InvalidInputError(f"{where}: {name} has no source: say where {value} is from", name=name)
+    if isinstance(value, str):
+        return parse_number(where, name, value, needs_unit=True), source
+    return checked_number(where, name, value), source
+
+
+def hardware_as_dict(hardware: Hardware) -> dict[str, Any]:
+    """Return `hardware` as the entries of a file that `load_hardware` reads: each number beside its source."""
+    return {"name": hardware.name} | {
+        name: {"value": getattr(hardware, name), "source": hardware.source.get(name, "default of this version")}
+        for name in KIND_OF
+    }
 
 
 def load_model(name_or_path: str | Path) -> ModelShape:
@@ -85,7 +119,7 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     name, names = str(name_or_path), _names(kind)
     if name in names:
         file = _DATA / kind / f"{name}.json"
-    elif name.endswith(".json") or "/" in name:
+    elif _is_path(name):
         file = Path(name)
     else:
         raise InvalidInputError(
@@ -104,12 +138,19 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     return name, data
 
 
+def _is_path(name: str) -> bool:
+    return name.endswith(".json") or "/" in name
+
+
 def _check_keys(where: str, data: Mapping[str, Any], required: list[str], value_type: type) -> None:
-    known = [field.name for field in fields(value_type) if not (value_type is Hardware and field.name == "source")]
+    known = [field.name for field in fields(value_type)]
+    if value_type is Hardware:
+        known = ["base", *(name for name in known if name != "source")]
     if missing := [name for name in required if name not in data]:
         raise InvalidInputError(f"{where} lacks {', '.join(missing)}: it needs {', '.join(required)}")
     if unknown := sorted(name for name in data if name not in known):
-        raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}: known are {', '.join(known)}")
+        near = did_you_mean(unknown[0], known)
+        raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}{near}: known are {', '.join(known)}")
 
 
 def _typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:

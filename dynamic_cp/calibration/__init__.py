@@ -4,15 +4,13 @@
     least_squares.py  the robust fit
     fit.py            measurements -> coefficients, each with its source, and how well they fit
     results.py        what comes out: hardware, errors, points
-    hardware_file.py  writes a file like those of dynamic_cp/data/hardware
     picture.py        measured against fitted
 
 `megatron/dynamic_cp/calibration` measures.
 """
 
 from dynamic_cp.calibration.fit import calibrate
-from dynamic_cp.calibration.hardware_file import hardware_as_dict
 from dynamic_cp.calibration.measurements import Measurement, Measurements, Setup
 from dynamic_cp.calibration.results import Calibration, FitError
 
-__all__ = ["Calibration", "FitError", "Measurement", "Measurements", "Setup", "calibrate", "hardware_as_dict"]
+__all__ = ["Calibration", "FitError", "Measurement", "Measurements", "Setup", "calibrate"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dynamic_cp import catalog
-from dynamic_cp.calibration import Calibration, Measurements, Setup, calibrate, hardware_as_dict
+from dynamic_cp.calibration import Calibration, Measurements, Setup, calibrate
 from dynamic_cp.calibration.measurements import SECTIONS
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import write_json, write_text
@@ -63,7 +63,7 @@ def _profile(given: dict[str, Any], base: Hardware, place: Place) -> None:
     if place.rank != 0:
         return
     calibration = calibrate(base, measured, name=given["name"] or Path(given["output"]).stem)
-    write_json(given["output"], hardware_as_dict(calibration.hardware))
+    write_json(given["output"], catalog.hardware_as_dict(calibration.hardware))
     if given["plot"] is not None:
         from dynamic_cp.calibration.picture import save_picture
 
