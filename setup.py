@@ -20,6 +20,7 @@ TRAIN = [
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
+PARQUET = ["pyarrow>=14"]  # lengths out of parquet files; 45 MB
 # Local tokenizer.json files and chat templates; no torch. Before 3.1.6 a template could leave jinja2's sandbox.
 TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1.6"]
 HF = ["transformers==5.23.0", "accelerate==1.15.0"]  # pinned: their attention and mesh interfaces change; 26 MB in all
@@ -48,13 +49,15 @@ setup(
         "test": TEST,
         "docs": DOCS,
         "tokenizers": TOKENIZERS,
+        "parquet": PARQUET,
         "hf": HF,
-        "dev": [*TEST, *REPORT, *DOCS, *TOKENIZERS, *HF, "mypy", "ruff"],
+        "dev": [*TEST, *REPORT, *DOCS, *TOKENIZERS, *PARQUET, *HF, "mypy", "ruff"],
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],
         # What needs more than dynamic_cp has: `dynamic-cp simulate --policy megatron-0.16.1` finds it here.
         "dynamic_cp.commands": ["profile=megatron.dynamic_cp.calibration.command:command"],
+        "dynamic_cp.lengths": ["tokens=megatron.trainer.data.token_lengths:token_lengths"],
         "dynamic_cp.doctor": ["training=megatron.dynamic_cp.doctor:checks"],
         "dynamic_cp.peers": ["megatron-0.16.1=megatron.dynamic_cp.hybrid_peer:peer"],
     },

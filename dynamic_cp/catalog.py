@@ -101,13 +101,15 @@ def load_model(name_or_path: str | Path) -> ModelShape:
         return hugging_face.model_shape(where, data)
     _check_keys(where, data, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
     kinds = {"int": int, "bool": bool, "str": str}
-    return ModelShape(
-        **{
-            field.name: _typed(where, data, field.name, kinds[str(field.type)])
-            for field in fields(ModelShape)
-            if field.name in data
-        }
-    )
+    values = {
+        field.name: _typed(where, data, field.name, kinds[str(field.type)])
+        for field in fields(ModelShape)
+        if field.name in data
+    }
+    try:
+        return ModelShape(**values)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}", **error.details) from error
 
 
 def _names(kind: str) -> tuple[str, ...]:

@@ -11,6 +11,15 @@ from dynamic_cp.types import ModelShape
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with a gate and an up projection, whatever their hidden_act."""
 
+_NOT_PRICED = {
+    "num_local_experts": "experts",
+    "num_experts": "experts",
+    "n_routed_experts": "experts",
+    "moe_num_experts": "experts",
+    "kv_lora_rank": "multi-head latent attention",
+}
+"""Key of what the cost model has no formula for -> what it is."""
+
 _SIZES = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -35,12 +44,14 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         data: the content of a config.json.
 
     Raises:
-        UnsupportedFeatureError: a model_type whose layers are not known here, or a sliding window.
+        UnsupportedFeatureError: a model_type whose layers are not known here, experts, latent attention, or a sliding
+            window.
         InvalidInputError: a key that is missing or of the wrong type.
 
     Limits: biases and query/key norms are not counted.
     """
     model_type = data.get("model_type")
+    _refuse_what_has_no_price(where, data)
     if model_type not in MODEL_TYPES:
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}, known are {', '.join(MODEL_TYPES)}: "
@@ -70,6 +81,22 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         share_embeddings_and_output_weights=tied,
         source=f"{where} (Hugging Face config, model_type {model_type})",
     )
+
+
+def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
+    parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
+    found: dict[str, str] = {}
+    for part in parts:
+        for key, what in _NOT_PRICED.items():
+            value = part.get(key)
+            if isinstance(value, int) and value > 1:
+                found.setdefault(what, f"{what} ({key} {value})")
+    if found:
+        raise UnsupportedFeatureError(
+            f"{where}: model_type {data.get('model_type')!r} has {' and '.join(found.values())}, which cannot be "
+            f"priced yet: give a dense model ({', '.join(MODEL_TYPES)})",
+            key=next(iter(found)),
+        )
 
 
 def _integer(where: str, values: Mapping[str, Any], key: str) -> int:

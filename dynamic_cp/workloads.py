@@ -57,7 +57,7 @@ def workload_source(name: str) -> str:
 
 
 def draw_lengths(
-    name_or_path: str | Path,
+    source: str | Path | NDArray[np.int64],
     num_samples: int,
     seed: int,
     max_seqlen: int,
@@ -67,10 +67,10 @@ def draw_lengths(
     """Return lengths of one global batch in tokens, int64 [num_samples], the same for the same arguments.
 
     Args:
-        name_or_path: one of `workload_names()`; a file that `read_length_array` reads; or a lognormal of one's own,
+        source: one of `workload_names()`; a file that `read_length_array` reads; or a lognormal of one's own,
             `lognormal:mean=1024,sigma=1.5,min=128,max=8192`, where min and max are optional, `median` may stand for
-            `mean`, and ln(median) = ln(mean) - sigma^2 / 2 as in NVIDIA's mock data. Lists are drawn from with
-            replacement.
+            `mean`, and ln(median) = ln(mean) - sigma^2 / 2 as in NVIDIA's mock data. Or lengths themselves, at least
+            one. Lists are drawn from with replacement.
         num_samples: >= 1.
         seed: of numpy's default generator, >= 0.
         max_seqlen: longest length to return.
@@ -97,22 +97,23 @@ def draw_lengths(
             raise InvalidInputError(f"{what} is {value}, the smallest allowed value is {minimum}: give a larger {what}")
     if overlong not in OVERLONG_POLICIES:
         raise InvalidInputError(f"overlong is {overlong!r}: use one of {', '.join(OVERLONG_POLICIES)}")
-    draw, own_min = _drawer(name_or_path, max_seqlen)
+    draw, own_min = _drawer(source, max_seqlen)
     min_seqlen = min_seqlen if own_min is None else own_min
     if min_seqlen > max_seqlen:
         raise InvalidInputError(
             f"the minimum length is {min_seqlen} and max_seqlen {max_seqlen}: raise max_seqlen or lower the minimum"
         )
+    called = "the given lengths" if isinstance(source, np.ndarray) else str(source)
     generator = np.random.default_rng(seed)
     lengths = draw(generator, num_samples).astype(np.int64)
     fits = lengths <= max_seqlen
     if overlong == "error" and not fits.all():
         raise InvalidInputError(
-            f"{name_or_path}: {int((~fits).sum())} of {num_samples} drawn documents are longer than max_seqlen "
-            f"{max_seqlen}, the longest has {int(lengths.max())} tokens: raise max_seqlen, or truncate, drop or split"
+            f"{called}: {int((~fits).sum())} of {num_samples} drawn documents are longer than max_seqlen {max_seqlen}, "
+            f"the longest has {int(lengths.max())} tokens: raise max_seqlen, or truncate, drop or split"
         )
     if overlong == "drop":
-        lengths = _redrawn(name_or_path, draw, generator, lengths[fits], num_samples, max_seqlen)
+        lengths = _redrawn(called, draw, generator, lengths[fits], num_samples, max_seqlen)
     if overlong == "split":
         lengths = generator.permutation(_pieces(lengths, max_seqlen))[:num_samples]
     return np.clip(lengths, min_seqlen, max_seqlen)
@@ -134,9 +135,11 @@ def _unknown(name: str) -> InvalidInputError:
     )
 
 
-def _drawer(name_or_path: str | Path, max_seqlen: int) -> tuple[_Draw, int | None]:
+def _drawer(source: str | Path | NDArray[np.int64], max_seqlen: int) -> tuple[_Draw, int | None]:
     """Return what draws documents, and their own least length if they have one."""
-    name = str(name_or_path)
+    if isinstance(source, np.ndarray):
+        return lambda generator, num_samples: generator.choice(source, num_samples), None
+    name = str(source)
     if name.startswith("lognormal:"):
         own = parse_lognormal(name)
         return own.draw, own.min_tokens
@@ -172,7 +175,7 @@ def _draw_quantiles(
 
 
 def _redrawn(
-    name_or_path: str | Path,
+    called: str,
     draw: _Draw,
     generator: np.random.Generator,
     kept: NDArray[np.int64],
@@ -186,7 +189,7 @@ def _redrawn(
         more = draw(generator, num_samples).astype(np.int64)
         kept = np.concatenate([kept, more[more <= max_seqlen]])
     raise InvalidInputError(
-        f"{name_or_path}: only {len(kept)} of {(_MAX_ROUNDS + 1) * num_samples} drawn documents have at most "
+        f"{called}: only {len(kept)} of {(_MAX_ROUNDS + 1) * num_samples} drawn documents have at most "
         f"max_seqlen {max_seqlen} tokens: raise max_seqlen, or truncate or split"
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
+from dynamic_cp.cli.parameters import Argument
 from megatron.dynamic_cp.arguments import UNSUPPORTED
 from megatron.trainer.arguments import ALREADY_SO, build_parser
 
@@ -120,7 +121,7 @@ def command_page() -> str:
     parts = [
         "# Options of dynamic-cp\n\n" + _MADE,
         "`dynamic-cp COMMAND --help` prints the same, with examples. Exit status: 0, 2 for bad input (one line on "
-        "stderr, with the remedy), 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
+        "stderr, with the remedy), 1 when stdout cannot be written, 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
         "`NO_COLOR` is respected; without a terminal there are no colours and no bars.\n\n",
         "| command | what it does |\n| --- | --- |\n",
         *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],
@@ -139,7 +140,9 @@ def _option_row(parameter: click.Parameter, context: click.Context) -> str:
     record: Any = parameter.to_info_dict()
     metavar = parameter.make_metavar(context)
     if not isinstance(parameter, click.Option):
-        return f"| {_code(metavar)} |  | argument |\n"
+        default = "required" if parameter.required and parameter.nargs == 1 else ""
+        text = parameter.text if isinstance(parameter, Argument) else "argument"
+        return f"| {_code(metavar)} | {default} | {_cell(text)} |\n"
     names = ", ".join(f"`{name}`" for name in parameter.opts)
     if not record.get("is_flag"):
         names += " " + _code(metavar)

@@ -1,13 +1,14 @@
-"""The group of subcommands, and the way from an error to one line on stderr and exit status 2."""
+"""The group of subcommands, and the way from an error to one line on stderr and an exit status."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import importlib.metadata
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,9 @@ import click
 
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError
 
+EXIT_NO_OUTPUT = 1
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ESTALE)
+"""What writing to an open file ends with."""
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 COMMAND_GROUP = "dynamic_cp.commands"
@@ -29,6 +33,7 @@ COMMANDS = {
     "sweep": "Search TP, PP, VPP, limits and recomputation for some GPUs.",
     "trace": "Write a timeline for Perfetto or chrome://tracing.",
     "report": "Write one HTML file with pictures, tables and inputs.",
+    "hardware": "Print a hardware file with its sources, to change.",
     "doctor": "Check the installation and say how to mend it.",
     "completion": "Print the script that completes options in your shell.",
 }
@@ -36,16 +41,6 @@ COMMANDS = {
 
 TRAINING_COMMANDS = {"profile": "Measure this device and write a hardware file (needs torch)."}
 """Those of COMMAND_GROUP that this project brings -> one line of help, without importing them."""
-
-_OWN_FLAGS = {
-    "--max-seqlen-per-dp-cp-rank": "--max-tokens-per-rank",
-    "--max-dynamic-cp-size": "--lanes",
-    "--context-parallel-size": "--static-cp-size",
-    "--seq-length": "--max-seqlen",
-    "--tensor-model-parallel-size": "--tp",
-    "--pipeline-model-parallel-size": "--pp",
-}
-"""The planner's remedies name its arguments and the flags of the trainer; these are the same here."""
 
 
 class LazyGroup(click.Group):
@@ -58,6 +53,14 @@ class LazyGroup(click.Group):
         except BrokenPipeError:
             _drop_output()
             return 0
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Return the context; here --help and --version print."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError as error:
+            _drop_output()
+            raise click.exceptions.Exit(0) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all subcommands."""
@@ -124,15 +127,34 @@ def group() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, or 2 after one line on stderr for bad input or an illegal plan."""
+    """Run the command; return its exit status.
+
+    0; 2 after one line on stderr for bad input or an illegal plan; 1 after such a line when stdout cannot be written;
+    130 when interrupted.
+    """
+    _stand_in_for_closed_stdout()
     _print_what_the_terminal_can()
     try:
-        arguments = None if argv is None else list(argv)
+        status = _run(None if argv is None else list(argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _drop_output()
+        return 0
+    except OSError as error:  # files that are read and written have errors of their own: what is left is stdout
+        if error.errno not in _WRITE_ERRORS:
+            raise
+        _drop_output()
+        return _fail(f"cannot write to stdout: {error.strerror or error}: choose another place", EXIT_NO_OUTPUT)
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
         status = group.main(args=arguments, prog_name="dynamic-cp", standalone_mode=False)
-        sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        _say(error.format_message())
         return EXIT_BAD_INPUT
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "dynamic-cp"
@@ -145,17 +167,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo("\n".join(grid), nl=bool(grid))
         return _fail(f"illegal plan: {first_line}")
     except DynamicCPError as error:
-        return _fail(_with_own_flags(str(error)))
+        return _fail(" ".join(str(error).split("\n")))
     except click.Abort:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()
-    return 0
 
 
 def _drop_output() -> None:
-    """The reader (head, less) closed early: keep Python from complaining again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Let what is left go nowhere, or Python would complain again when it flushes at exit."""
+    with contextlib.suppress(OSError):  # no real file: a test's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _stand_in_for_closed_stdout() -> None:
+    """Have a closed stdout fail as a full one does, instead of being None; nothing else may get its number."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
 
 
 def _print_what_the_terminal_can() -> None:
@@ -165,13 +191,11 @@ def _print_what_the_terminal_can() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _with_own_flags(message: str) -> str:
-    message = re.sub(r"\b[a-z_]+ \((--[a-z-]+)\)", r"\1", message)  # "argument (--flag)"
-    for flag, own in _OWN_FLAGS.items():
-        message = message.replace(flag, own)
-    return " ".join(message.split("\n"))
+def _fail(message: str, status: int = EXIT_BAD_INPUT) -> int:
+    _say(f"dynamic-cp: error: {message}")
+    return status
 
 
-def _fail(message: str) -> int:
-    click.echo(f"dynamic-cp: error: {message}", err=True)
-    return EXIT_BAD_INPUT
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody can be told that stderr is full
+        click.echo(text, err=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from dynamic_cp.cli.parameters import Command, Names
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.cli.parameters import KINDS, Argument, Command, Names
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.streams import name_of, piped_bytes
 from dynamic_cp.types import Sample
 
 
@@ -19,10 +20,15 @@ from dynamic_cp.types import Sample
 Examples:
   dynamic-cp check plan.json
   dynamic-cp check plan.json --lengths lengths.npy
+  dynamic-cp plan --lengths lengths.npy --lanes 8 --tp 2 --output - | dynamic-cp check -
 """,
 )
-@click.argument("plan", metavar="PLAN.json")
-@click.option("--lengths", type=Names("FILE", tuple), help="Lengths that the plan must hold, numbered from 0.")
+@click.argument("plan", cls=Argument, metavar="PLAN.json", help="Plan that `plan --output` wrote, or - for stdin.")
+@click.option(
+    "--lengths",
+    type=Names("FILE", tuple),
+    help=f"File of the lengths that the plan must hold, in the order of its sample numbers ({KINDS}).",
+)
 def command(plan: str, lengths: str | None) -> None:
     """Judge whether PLAN.json may run: lanes tiled, limits kept, every sample there once.
 
@@ -32,12 +38,23 @@ def command(plan: str, lengths: str | None) -> None:
     from dynamic_cp.serialize import digest, loads
     from dynamic_cp.validate import check_plan
 
+    name = name_of(plan)
     try:
-        text = Path(plan).read_text(encoding="utf-8")
+        text = piped_bytes(plan)
+        if text is None:
+            text = Path(plan).read_bytes()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInputError(f"cannot read {plan}: {reason}: check the path") from error
-    judged = loads(text)
+        if isinstance(error, DynamicCPError):
+            raise
+        raise InvalidInputError(
+            f"cannot read {name}: {getattr(error, 'strerror', None) or error}: check the path"
+        ) from error
+    if b"\0" in text:
+        raise InvalidInputError(f"{name} is binary, a plan is JSON: give a file that `plan --output` wrote")
+    try:
+        judged = loads(text)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{name}: {error}", **error.details) from error
     samples = None
     if lengths:
         samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(lengths)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from dynamic_cp.cli.parameters import Command
+from dynamic_cp.cli.parameters import Argument, Command
 
 
 @click.command(
@@ -19,7 +19,7 @@ Examples:
   dynamic-cp completion fish > ~/.config/fish/completions/dynamic-cp.fish
 """,
 )
-@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.argument("shell", cls=Argument, type=click.Choice(("bash", "zsh", "fish")), help="Shell to write it for.")
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:
     """Print the script that completes commands, options and bundled names in SHELL."""

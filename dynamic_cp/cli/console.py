@@ -35,7 +35,7 @@ def can_draw(out: Console) -> bool:
 @contextmanager
 def progress(what: str) -> Iterator[Progress]:
     """Show a bar on stderr while work runs, if that is a terminal; it leaves nothing behind."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # None: it was closed
         yield lambda done, total, text: None
         return
     from rich.console import Console

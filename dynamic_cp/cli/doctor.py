@@ -25,7 +25,7 @@ Examples:
   dynamic-cp doctor --quick --json -
 """,
 )
-@click.option("--quick", is_flag=True, help="Only what needs no import of torch.")
+@click.option("--quick", is_flag=True, help="Leave out what needs to import torch.")
 @json_option
 def command(quick: bool, json: str | None) -> None:
     """Check Python, packages, the planner's compiled code, GPUs and the training side.

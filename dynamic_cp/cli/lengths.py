@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import importlib.metadata
+import io
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.cli.console import can_draw, console
-from dynamic_cp.cli.output import STDOUT, check_writable, write_json
+from dynamic_cp.cli.console import can_draw, console, progress
+from dynamic_cp.cli.output import STDOUT, check_suffix, check_writable, write_bytes, write_json
 from dynamic_cp.cli.parameters import (
     CUT_OPTIONS,
+    KINDS,
     LENGTHS,
+    MAX_SAMPLES,
+    Argument,
     BatchInput,
     Command,
     json_option,
     one_option,
     options_in,
+    output_option,
     workload_names,
 )
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.streams import is_pipe
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.console import Console
 
 SCHEMA_VERSION = 1
 DEFAULT_SAMPLES = 10_000
+LENGTHS_GROUP = "dynamic_cp.lengths"
+"""Entry points of what counts tokens; it is part of the training side, which knows texts and chats."""
 
 
 @click.command(
@@ -37,33 +48,76 @@ Examples:
   dynamic-cp lengths                             # the bundled workloads
   dynamic-cp lengths my_lengths.csv
   dynamic-cp lengths github sft_short
+  dynamic-cp lengths chats.jsonl --tokenizer ./Qwen2.5-7B --output lengths.npy
   dynamic-cp lengths lognormal:mean=1024,sigma=1.5 --samples 100000 --json -
 """,
 )
-@click.argument("lengths", nargs=-1, type=LENGTHS, metavar="[FILE|NAME]...")
+@click.argument(
+    "lengths",
+    nargs=-1,
+    cls=Argument,
+    type=LENGTHS,
+    metavar="[FILE|NAME]...",
+    help=f"Files of lengths ({KINDS}), - for stdin, bundled workloads, or lognormal:mean=..,sigma=..; without any, the "
+    "workloads are listed.",
+)
 @options_in(
     "Drawing",
     one_option(
         "--samples",
         type=int,
         metavar="N",
-        help=f"Samples to draw. [default: all of a file, {DEFAULT_SAMPLES} of a workload]",
+        help=f"Number of samples to draw. [default: all of a file, {DEFAULT_SAMPLES} of a workload]",
     ),
-    one_option("--seed", type=int, metavar="N", help="Of the draw. [default: 0]"),
+    one_option("--seed", type=int, metavar="N", help="Seed of the draw. [default: 0]"),
     *CUT_OPTIONS,
 )
+@options_in(
+    "Text and chats",
+    one_option(
+        "--tokenizer",
+        metavar="DIR",
+        help="Folder with tokenizer.json, to count the tokens of texts and chats in JSONL, parquet and text files.",
+    ),
+    one_option("--json-key", metavar="KEY", help="Field that holds a text. [default: text]"),
+    one_option("--chat-template", metavar="NAME|FILE", help="Template of chats. [default: the tokenizer's own]"),
+)
+@output_option(False, "Write the lengths themselves, for --lengths of other commands.", "FILE.npy|.txt")
 @json_option
-def command(lengths: tuple[str, ...], samples: int | None, json: str | None, **given: Any) -> None:
-    """Describe lengths in files (.npy, .txt, .csv, .jsonl, .idx) or of bundled workloads; without any, list those.
+def command(
+    lengths: tuple[str, ...],
+    samples: int | None,
+    tokenizer: str | None,
+    json_key: str | None,
+    chat_template: str | None,
+    output: str | None,
+    json: str | None,
+    **given: Any,
+) -> None:
+    """Describe lengths: how they are spread, and how much of the tokens and of the work each class of them holds.
 
     A few long samples hold most of the attention work: that is what one CP size for all cannot suit.
     """
     check_writable(json)
+    check_writable(output)
+    names = tuple(dict.fromkeys(lengths))
+    if tokenizer is None and (json_key or chat_template):
+        raise InvalidInputError("--json-key and --chat-template are about text: give --tokenizer, or leave them out")
+    if output is not None:
+        check_suffix(output, "a file of lengths", (".npy", ".txt"))
+        if len(names) != 1:
+            raise InvalidInputError(f"--output takes the lengths of 1 file, {len(names)} are named: write one by one")
     out = console()
-    if not lengths:
+    if not names:
         _list_workloads(out, json)
         return
-    described = {name: _describe(name, samples, given) for name in dict.fromkeys(lengths)}
+    described = {}
+    for name in names:
+        known = None if tokenizer is None else _tokens(name, tokenizer, json_key or "text", chat_template)
+        values, is_drawn = _drawn(BatchInput(lengths=name, known=known, **given), samples)
+        described[name] = _described(name, values, is_drawn)
+        if output is not None:
+            _write(output, values)
     if json:
         write_json(json, {"schema_version": SCHEMA_VERSION, "lengths": described})
     if json != STDOUT:
@@ -73,21 +127,54 @@ def command(lengths: tuple[str, ...], samples: int | None, json: str | None, **g
             _show(name, one, out)
 
 
-def _describe(name: str, samples: int | None, given: dict[str, Any]) -> dict[str, Any]:
-    from dynamic_cp.length_classes import length_classes
-    from dynamic_cp.workloads import describe, workload_source
+def _tokens(name: str, tokenizer: str, json_key: str, chat_template: str | None) -> NDArray[np.int64]:
+    """Return the lengths of the samples of a text or chat file."""
+    if name in workload_names() or name.startswith("lognormal:") or is_pipe(name):
+        raise InvalidInputError(f"--tokenizer reads files of text, {name} is none: leave it out, or name a file")
+    found = tuple(importlib.metadata.entry_points(group=LENGTHS_GROUP, name="tokens"))
+    if not found:
+        raise UnsupportedFeatureError(
+            "--tokenizer needs the training side of this package, which is not found: install it again (pip install "
+            "'megatron-dynamic-cp[tokenizers]')"
+        )
+    with progress("counting tokens"):
+        lengths: NDArray[np.int64] = found[0].load()(name, tokenizer, json_key=json_key, chat_template=chat_template)
+    if not len(lengths):
+        raise DataError(f"{name} holds 0 lengths, at least 1 is needed: all its texts are empty", path=name)
+    return lengths
 
-    batch = BatchInput(lengths=name, **given)
+
+def _drawn(batch: BatchInput, samples: int | None) -> tuple[list[int], bool]:
+    """Return the lengths that are described, and whether they were drawn."""
     if samples is not None or not batch.is_file:
         if samples is not None and samples < 1:
             raise InvalidInputError(f"--samples is {samples}, at least 1 is needed: change it")
-        batch = BatchInput(lengths=name, global_batch_size=samples or DEFAULT_SAMPLES, **given)
+        if samples is not None and samples > MAX_SAMPLES:
+            raise InvalidInputError(f"--samples is {samples}, at most {MAX_SAMPLES} can be drawn: change it")
+        batch = replace(batch, global_batch_size=samples or DEFAULT_SAMPLES)
     (drawn,) = batch.draw()
-    values = [sample.seqlen for sample in drawn]
+    return [sample.seqlen for sample in drawn], batch.global_batch_size is not None
+
+
+def _write(output: str, values: list[int]) -> None:
+    import numpy as np
+
+    if output.lower().endswith(".txt"):
+        write_bytes(output, "".join(f"{value}\n" for value in values).encode())
+        return
+    content = io.BytesIO()
+    np.save(content, np.array(values, np.int64))
+    write_bytes(output, content.getvalue())
+
+
+def _described(name: str, values: list[int], is_drawn: bool) -> dict[str, Any]:
+    from dynamic_cp.length_classes import length_classes
+    from dynamic_cp.workloads import describe, workload_source
+
     summary = describe(values)
     return {
         "source": workload_source(name) if name in workload_names() else None,
-        "is_drawn": batch.global_batch_size is not None,
+        "is_drawn": is_drawn,
         **{key: value for key, value in asdict(summary).items() if key not in ("quantiles_tokens", "tails")},
         "quantiles": [{"percent": percent, "tokens": tokens} for percent, tokens in summary.quantiles_tokens],
         "tails": [asdict(tail) for tail in summary.tails],

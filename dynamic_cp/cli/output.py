@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,21 @@ import click
 from dynamic_cp.errors import InvalidInputError
 
 STDOUT = "-"
+
+
+def check_suffix(path: str, what: str, suffixes: Sequence[str]) -> None:
+    """Refuse an --output whose name says that it is something else.
+
+    Args:
+        what: what is written, such as "a report".
+        suffixes: those that it may have.
+
+    Raises:
+        InvalidInputError: it has another one, or none.
+    """
+    if not path.lower().endswith(tuple(suffixes)):
+        has = repr(Path(path).suffix) if Path(path).suffix else "nothing"
+        raise InvalidInputError(f"--output {path} ends in {has}, {what} is {' or '.join(suffixes)}: rename it")
 
 
 def check_writable(path: str | None, *, only_files: bool = False) -> None:
@@ -50,10 +67,21 @@ def write_text(path: str, text: str) -> None:
     """
     if path == STDOUT:
         click.echo(text, nl=False)
-        return
+    else:
+        write_bytes(path, text.encode())
+
+
+def write_bytes(path: str, content: bytes) -> None:
+    """Write `content` to `path`, which is not stdout, whole or not at all.
+
+    Raises:
+        InvalidInputError: it cannot be written.
+    """
     partial = Path(path) if _is_device(path) else _partial(path)
     try:
-        partial.write_text(text, encoding="utf-8")
+        if partial.is_fifo():
+            _check_reader(path)
+        partial.write_bytes(content)
         if partial != Path(path):
             partial.replace(path)
     except OSError as error:
@@ -65,6 +93,18 @@ def write_text(path: str, text: str) -> None:
 def write_json(path: str, data: Any) -> None:
     """Write `data` as indented JSON, numbers in full; '-' is stdout."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def _check_reader(path: str) -> None:
+    """Refuse a named pipe that nobody reads: opening it would wait for ever."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise InvalidInputError(
+            f"cannot write {path}: it is a pipe that nobody reads: start its reader first"
+        ) from error
 
 
 def _is_device(path: str) -> bool:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
 
 from dynamic_cp import catalog
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.cli.flag_names import with_own_flags
+from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
+from dynamic_cp.streams import STDIN, is_pipe
 from dynamic_cp.types import (
     CP_COMM_TYPES,
     RECOMPUTE_MODES,
@@ -29,11 +31,17 @@ from dynamic_cp.types import (
     is_power_of_two,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 DEFAULT_MAX_SEQLEN = 131072
 MAX_SAMPLES = 10_000_000
 """Samples of one global batch: more would take gigabytes and minutes."""
 MAX_BATCHES = 1000
 OVERLONG = ("truncate", "drop", "split", "error")
+KINDS = ".npy, .txt, .csv, .jsonl, .parquet, .idx"
+"""Files that `lengths.read_length_array` reads (which imports numpy)."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Values = TypeVar("_Values")
@@ -47,8 +55,33 @@ class Option(click.Option):
         self.section = section
 
 
+class Argument(click.Argument):
+    """An argument that --help explains."""
+
+    section = "Arguments"
+
+    def __init__(self, *args: Any, help: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.text = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Return what --help shows."""
+        return self.make_metavar(ctx), self.text
+
+
 class Command(click.Command):
-    """A command whose --help has sections and keeps its examples as they are."""
+    """A command whose --help has sections and keeps its examples as they are, and whose errors name its options."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of the planner comes out with the names that were typed."""
+        try:
+            return super().invoke(ctx)
+        except IllegalPlanError:
+            raise
+        except DynamicCPError as error:
+            options = {name for parameter in self.params for name in parameter.opts}
+            error.args = (with_own_flags(str(error), options),)
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section."""
@@ -57,8 +90,8 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 sections.setdefault(getattr(parameter, "section", "") or "Options", []).append(record)
-        general = sections.pop("Options", [])
-        for title, records in [*sections.items(), ("Options", general)]:
+        first, last = sections.pop("Arguments", []), sections.pop("Options", [])
+        for title, records in [("Arguments", first), *sections.items(), ("Options", last)]:
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
@@ -128,7 +161,7 @@ CUT_OPTIONS = (
         "--max-seqlen",
         type=int,
         metavar="TOKENS",
-        help=f"Longest sample to draw. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
+        help=f"Longest sample that is drawn. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
     ),
     _option(
         "--overlong",
@@ -146,44 +179,62 @@ def batch_options(*, several: bool, default_batches: int = 1, required: bool = T
             "--lengths",
             required=required,
             type=LENGTHS,
-            help="File of lengths (.npy, .txt, .csv, .jsonl, .idx), which is one global batch unless "
-            "--global-batch-size draws from it; a bundled workload to draw from (`dynamic-cp lengths` lists them); or "
-            "lognormal:mean=..,sigma=..",
+            help=f"File of lengths ({KINDS}), which is one global batch unless "
+            "--global-batch-size draws from it, or - for stdin; a bundled workload to draw from (`dynamic-cp lengths` "
+            "lists them); or lognormal:mean=..,sigma=..",
         ),
-        _option("--global-batch-size", type=int, metavar="N", help="Samples to draw, with replacement."),
+        _option("--global-batch-size", type=int, metavar="N", help="Number of samples to draw, with replacement."),
     ]
     if several:
         options.append(
-            _option("--batches", type=int, metavar="N", help=f"Global batches to draw. [default: {default_batches}]")
+            _option(
+                "--batches",
+                type=int,
+                metavar="N",
+                help=f"Number of global batches to draw. [default: {default_batches}]",
+            )
         )
     options += [
-        _option("--seed", type=int, metavar="N", help="Of the first batch; the next ones count on. [default: 0]"),
+        _option(
+            "--seed",
+            type=int,
+            metavar="N",
+            help="Seed of the first batch; those of the next ones count on from it. [default: 0]",
+        ),
         *CUT_OPTIONS,
     ]
     return _section("Global batch", *options)
 
 
+SET = _option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Change a number of the hardware, such as bandwidth_across_nodes=12.5GB/s; may be given several times.",
+)
 MODEL_AND_HARDWARE = (
     _option(
         "--model",
         default="llama-3-8b",
         show_default=True,
         type=Names("NAME|FILE", catalog.model_names),
-        help=f"{', '.join(catalog.model_names())}, a file like those or a Hugging Face config.json.",
+        help=f"Model: {', '.join(catalog.model_names())}, a file like those or a Hugging Face config.json.",
     ),
     _option(
         "--hardware",
         default="h100",
         show_default=True,
         type=Names("NAME|FILE", catalog.hardware_names),
-        help=f"{', '.join(catalog.hardware_names())} or a file like those.",
+        help=f"Hardware: {', '.join(catalog.hardware_names())}, or a file (`dynamic-cp hardware` writes one).",
     ),
+    SET,
 )
 RANKS_PER_NODE = _option(
-    "--ranks-per-node", type=int, default=8, show_default=True, metavar="N", help="GPUs of a node."
+    "--ranks-per-node", type=int, default=8, show_default=True, metavar="N", help="Number of GPUs in a node."
 )
 NO_DISTRIBUTED_OPTIMIZER = _option(
-    "--no-distributed-optimizer", is_flag=True, help="Every lane holds the whole optimizer state."
+    "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
 
 
@@ -191,7 +242,13 @@ def job_options(*, required: bool = True) -> Callable[[_Command], _Command]:
     """Add the options that describe the job; `required`: whether --lanes is."""
     return _section(
         "Job",
-        _option("--lanes", required=required, type=int, metavar="N", help="Data-parallel x context-parallel ranks."),
+        _option(
+            "--lanes",
+            required=required,
+            type=int,
+            metavar="N",
+            help="Number of data-parallel x context-parallel ranks.",
+        ),
         *MODEL_AND_HARDWARE,
         _option(
             "--tp",
@@ -199,13 +256,17 @@ def job_options(*, required: bool = True) -> Callable[[_Command], _Command]:
             default=1,
             show_default=True,
             metavar="N",
-            help="Tensor parallel; > 1 is sequence parallel.",
+            help="Tensor-parallel size; above 1 with sequence parallelism.",
         ),
-        _option("--pp", type=int, default=1, show_default=True, metavar="N", help="Pipeline stages."),
-        _option("--vpp", type=int, default=1, show_default=True, metavar="N", help="Model chunks per pipeline stage."),
+        _option("--pp", type=int, default=1, show_default=True, metavar="N", help="Number of pipeline stages."),
+        _option("--vpp", type=int, default=1, show_default=True, metavar="N", help="Number of model chunks per stage."),
         RANKS_PER_NODE,
         _option(
-            "--recompute", type=click.Choice(RECOMPUTE_MODES), default="none", show_default=True, help="Activations."
+            "--recompute",
+            type=click.Choice(RECOMPUTE_MODES),
+            default="none",
+            show_default=True,
+            help="What the backward pass computes again to save memory: nothing, core attention, or whole layers.",
         ),
         NO_DISTRIBUTED_OPTIMIZER,
         _option(
@@ -213,7 +274,7 @@ def job_options(*, required: bool = True) -> Callable[[_Command], _Command]:
             type=TokensOrAuto(),
             default="auto",
             show_default=True,
-            help="Padded tokens of a rank per micro-batch; auto: as many as memory holds.",
+            help="Largest number of padded tokens of a rank in a micro-batch; auto: as many as memory holds.",
         ),
     )
 
@@ -223,7 +284,7 @@ SEARCH = _option(
     type=click.Choice(SEARCH_EFFORTS),
     default="fast",
     show_default=True,
-    help="thorough: some ten times as long, for a better plan of a pipeline.",
+    help="How long to search; thorough takes some ten times as long, for a better plan of a pipeline.",
 )
 
 planner_options = _section(
@@ -272,7 +333,11 @@ def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInput:
-    """Options of `batch_options`."""
+    """Options of `batch_options`.
+
+    Attributes:
+        known: the lengths in the file, where somebody has read it already.
+    """
 
     lengths: str
     global_batch_size: int | None = None
@@ -280,11 +345,14 @@ class BatchInput:
     seed: int | None = None
     max_seqlen: int | None = None
     overlong: str | None = None
+    known: NDArray[np.int64] | None = None
 
     @property
     def is_file(self) -> bool:
-        """Whether the lengths are a file, not a workload or a formula."""
+        """Whether the lengths are a file or a pipe, not a workload or a formula."""
         name = self.lengths
+        if name == STDIN or self.known is not None:
+            return True
         if name.startswith("lognormal:") or name in workload_names():
             return False
         return "/" in name or Path(name).suffix != ""
@@ -302,7 +370,7 @@ class BatchInput:
         Raises:
             DynamicCPError: unknown name, unreadable file, numbers out of range.
         """
-        from dynamic_cp.lengths import MAX_LENGTH, read_lengths
+        from dynamic_cp.lengths import MAX_LENGTH, read_length_array
         from dynamic_cp.workloads import draw_lengths, workload_source
 
         name, num_samples = self.lengths, self.global_batch_size
@@ -319,7 +387,7 @@ class BatchInput:
                         f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is one batch: "
                         "give --global-batch-size, or leave it out"
                     )
-            return (_numbered(read_lengths(name)),)
+            return (_numbered((read_length_array(name) if self.known is None else self.known).tolist()),)
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise InvalidInputError(
                 f"--global-batch-size is {num_samples}, 1 to {MAX_SAMPLES} samples can be planned at once: change it"
@@ -328,10 +396,13 @@ class BatchInput:
         if not 1 <= num_batches <= MAX_BATCHES:
             raise InvalidInputError(f"--batches is {num_batches}, 1 to {MAX_BATCHES} can be compared: change it")
         max_seqlen = MAX_LENGTH if self.cut_tokens is None else self.cut_tokens
+        known = self.known
+        if known is None and is_pipe(name):
+            known = read_length_array(name)  # once: it holds nothing afterwards
         return tuple(
             _numbered(
                 draw_lengths(
-                    name,
+                    name if known is None else known,
                     num_samples,
                     (self.seed or 0) + index,
                     max_seqlen,
@@ -373,6 +444,7 @@ class JobInput:
     recompute: str
     no_distributed_optimizer: bool
     max_tokens_per_rank: int | str
+    settings: tuple[str, ...] = ()
     search: str = "fast"
     cp_comm_type: str = "p2p"
     static_cp_size: int | None = None
@@ -384,8 +456,13 @@ class JobInput:
 
     @cached_property
     def hardware_values(self) -> Hardware:
-        """The hardware."""
-        return catalog.load_hardware(self.hardware)
+        """The hardware, with what --set changes."""
+        return catalog.load_hardware(self.hardware, self.settings)
+
+    @property
+    def hardware_name(self) -> str:
+        """What to call the hardware: as it was typed, or with what --set changes."""
+        return self.hardware_values.name if self.settings else self.hardware
 
     @cached_property
     def topology(self) -> Topology:

@@ -53,9 +53,10 @@ Examples:
         "--policy",
         default="dynamic",
         metavar="NAME",
-        help="dynamic (default), or for comparison static, balanced or megatron-dev.",
+        show_default=True,
+        help="Policy that plans: dynamic, or for comparison static, balanced or megatron-dev.",
     ),
-    one_option("--bound", is_flag=True, help="Also a lower bound on the time of all plans, and time / bound."),
+    one_option("--bound", is_flag=True, help="Also give a lower bound on the time of all plans, and time / bound."),
 )
 @planner_options
 @output_option(False, "Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dynamic_cp.cli.console import progress
-from dynamic_cp.cli.output import check_writable
+from dynamic_cp.cli.output import check_suffix, check_writable
 from dynamic_cp.cli.parameters import (
     Command,
     batch_options,
@@ -36,7 +36,11 @@ Examples:
 )
 @options_in(
     "Training run",
-    one_option("--run", metavar="DIR", help="Folder of a run's --dynamic-cp-dump: predicted against measured."),
+    one_option(
+        "--run",
+        metavar="DIR",
+        help="Folder of a run's --dynamic-cp-dump, to set what was measured against what was predicted.",
+    ),
 )
 @batch_options(several=True, default_batches=DEFAULT_BATCHES, required=False)
 @job_options(required=False)
@@ -47,17 +51,18 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies, with commas between; also flexsp (slow) and wlb.",
+        help="Policies to compare, with commas between; also flexsp (slow) and wlb.",
     ),
 )
 @planner_options
-@output_option(True, "Page to write.", "FILE.html")
+@output_option(True, "HTML page to write.", "FILE.html")
 def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     """Write one HTML file, which needs no network: a comparison as of `simulate` with pictures, or a training run.
 
     Give either --lengths and --lanes, or --run. It needs matplotlib and jinja2.
     """
     check_writable(output, only_files=True)
+    check_suffix(output, "a report", (".html", ".htm"))
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
             raise UnsupportedFeatureError(
@@ -74,7 +79,7 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     else:
         require_batch(ctx, given)
         comparison, batch = compared(policy, given)
-        given_inputs = {name: value for name, value in {**batch.as_dict(), **given}.items() if value is not None}
+        given_inputs = {name: value for name, value in {**batch.as_dict(), **given}.items() if value not in (None, ())}
         with progress("drawing") as steps:
             steps(0, 1, "pictures")
             from dynamic_cp.report.html import write_report
@@ -91,5 +96,6 @@ def _command_line(ctx: click.Context) -> str:
         if ctx.get_parameter_source(parameter.name) != click.core.ParameterSource.COMMANDLINE:
             continue
         value = ctx.params[parameter.name]
-        words += [parameter.opts[0]] if value is True else [parameter.opts[0], shlex.quote(str(value))]
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [parameter.opts[0]] if one is True else [parameter.opts[0], shlex.quote(str(one))]
     return " ".join(words)

@@ -49,7 +49,7 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies, with commas between; also megatron-0.16.1, flexsp (slow), wlb.",
+        help="Policies to compare, with commas between; also megatron-0.16.1, flexsp (slow), wlb.",
     ),
 )
 @planner_options
@@ -101,7 +101,7 @@ def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput
             limit_from_memory=job.limit_from_memory,
             distributed_optimizer=not job.no_distributed_optimizer,
             model_name=job.model,
-            hardware_name=job.hardware,
+            hardware_name=job.hardware_name,
             progress=steps,
         )
     return comparison, batch

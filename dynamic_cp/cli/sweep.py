@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ SCHEMA_VERSION = 1
 WIDE = 100
 _LINE = 92
 DEFAULT_BATCHES = 2
+_CHANGED_HARDWARE = "hardware.json"
+"""What the trainer reads in place of --set."""
 SWEPT_POLICIES = ("dynamic", "static", "balanced")
 
 
@@ -71,25 +74,37 @@ Examples:
 @batch_options(several=True, default_batches=DEFAULT_BATCHES)
 @options_in(
     "Job",
-    one_option("--gpus", required=True, type=int, metavar="N", help="Ranks of the job."),
+    one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),
     *MODEL_AND_HARDWARE,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
 )
 @options_in(
     "What is tried",
-    one_option("--tp", type=Numbers(), help="Tensor-parallel sizes. [default: powers of two inside a node]"),
-    one_option("--pp", type=Numbers(), help="Pipeline stages. [default: powers of two up to the layers]"),
-    one_option("--vpp", type=Numbers(), help="Model chunks per stage. [default: 1,2,4 where they fit]"),
-    one_option("--recompute", default="none,selective,full", show_default=True, metavar="MODE,..", help="Activations."),
+    one_option("--tp", type=Numbers(), help="Tensor-parallel sizes to try. [default: powers of two inside a node]"),
     one_option(
-        "--max-tokens-per-rank", type=Numbers(), help="Token limits. [default: what memory holds, 1/2 and 1/4 of it]"
+        "--pp", type=Numbers(), help="Numbers of pipeline stages to try. [default: powers of two up to the layers]"
     ),
     one_option(
-        "--policy", type=click.Choice(SWEPT_POLICIES), default="dynamic", show_default=True, help="Of the planner."
+        "--vpp", type=Numbers(), help="Numbers of model chunks per stage to try. [default: 1,2,4 where they fit]"
+    ),
+    one_option(
+        "--recompute",
+        default="none,selective,full",
+        show_default=True,
+        metavar="MODE,..",
+        help="What the backward pass may compute again to save memory.",
+    ),
+    one_option(
+        "--max-tokens-per-rank",
+        type=Numbers(),
+        help="Token limits to try. [default: what memory holds, 1/2 and 1/4 of it]",
+    ),
+    one_option(
+        "--policy", type=click.Choice(SWEPT_POLICIES), default="dynamic", show_default=True, help="Policy that plans."
     ),
     SEARCH,
-    one_option("--jobs", type=int, metavar="N", help="Processes. [default: one per CPU]"),
+    one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
 )
 @json_option
 def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None:
@@ -101,7 +116,7 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
     if jobs is not None and jobs < 1:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     batch = taken(given, BatchInput)
-    model, hardware = catalog.load_model(given["model"]), catalog.load_hardware(given["hardware"])
+    model, hardware = catalog.load_model(given["model"]), catalog.load_hardware(given["hardware"], given["settings"])
     if not hardware.hbm_bytes:
         raise InvalidInputError(
             f"hardware {hardware.name!r} gives no hbm_bytes, so nothing says what fits: use another --hardware"
@@ -153,7 +168,8 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             **{name: given[name] for name in ("tp", "pp", "vpp", "max_tokens_per_rank")},
             "model": given["model"],
         }
-        write_json(json, _as_dict(found, {**inputs, "hardware": given["hardware"], "policy": job.policy}, flags))
+        inputs |= {"hardware": given["hardware"], "set": given["settings"], "policy": job.policy}
+        write_json(json, _as_dict(found, inputs, flags))
     if json != STDOUT:
         _show(found, job, given, gpus, flags, console())
 
@@ -165,7 +181,7 @@ def _flags(point: Point, job: SweepJob, given: dict[str, Any], longest: int) -> 
     groups = launch_flags(
         point.setting,
         model=job.model,
-        hardware_name=given["hardware"],
+        hardware_name=_CHANGED_HARDWARE if given["settings"] else given["hardware"],
         max_seqlen=longest,
         global_batch_size=len(job.batches[0]),
         policy=job.policy,
@@ -219,7 +235,7 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
     cross = "×" if can_draw(out) else "x"
     plural = "batch" if len(job.batches) == 1 else "batches"
     out.print(
-        heading(f"{given['model']} on {gpus} {cross} {given['hardware']}"),
+        heading(f"{given['model']} on {gpus} {cross} {job.hardware.name if given['settings'] else given['hardware']}"),
         Text(f"policy {job.policy}, {len(job.batches)} global {plural} of {len(job.batches[0])} samples"),
     )
     out.print(f"{found.num_evaluated} settings planned; each of these is beaten by none in both time and memory:")
@@ -271,4 +287,7 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
     out.print(heading("Recommended"))
     out.print(Text(f"{note})", style="dim"))
     out.print()
+    if given["settings"]:
+        changes = " ".join(f"--set {shlex.quote(one)}" for one in given["settings"])
+        click.echo(f"dynamic-cp hardware {shlex.quote(given['hardware'])} {changes} --output {_CHANGED_HARDWARE}")
     click.echo(" \\\n    ".join(flags))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from dynamic_cp.cli.output import check_writable
+from dynamic_cp.cli.output import check_suffix, check_writable
 from dynamic_cp.cli.parameters import (
     Command,
     batch_options,
@@ -34,22 +34,27 @@ Examples:
 )
 @options_in(
     "Training run",
-    one_option("--run", metavar="DIR", help="Folder of a run's --dynamic-cp-dump: the iterations as measured."),
-    one_option("--iterations", metavar="A-B", help="Of --run: these only. [default: all]"),
+    one_option("--run", metavar="DIR", help="Folder of a run's --dynamic-cp-dump, to show its iterations as measured."),
+    one_option("--iterations", metavar="A-B", help="Iterations of --run to show. [default: all]"),
 )
 @batch_options(several=False, required=False)
 @job_options(required=False)
 @options_in(
     "Planner",
     one_option(
-        "--policy", default="dynamic", show_default=True, metavar="NAME,..", help="Policies, one below the other."
+        "--policy",
+        default="dynamic",
+        show_default=True,
+        metavar="NAME,..",
+        help="Policies to show, with commas between, one below the other.",
     ),
 )
 @planner_options
 @options_in(
-    "Output", one_option("--first-lanes", type=int, metavar="N", help="Show lanes 0 to N - 1 only. [default: all]")
+    "Output",
+    one_option("--first-lanes", type=int, metavar="N", help="Number of lanes to show, from 0 on. [default: all]"),
 )
-@output_option(True, "Trace to write; compressed if it ends in .gz.", "FILE.json")
+@output_option(True, "Trace to write, compressed if it ends in .gz.", "FILE.json")
 def command(
     run: str | None, iterations: str | None, policy: str, output: str, first_lanes: int | None, **given: Any
 ) -> None:
@@ -59,6 +64,7 @@ def command(
     Give either --lengths and --lanes, or --run. Open it at ui.perfetto.dev or in chrome://tracing.
     """
     check_writable(output, only_files=True)
+    check_suffix(output, "a trace", (".json", ".json.gz"))
     if run is not None:
         check_only_run(click.get_current_context(), ("run", "iterations", "output"))
         _write_measured(run, _range_of(iterations), output)

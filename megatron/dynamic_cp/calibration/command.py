@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from dynamic_cp import catalog
-from dynamic_cp.cli.output import check_writable
-from dynamic_cp.cli.parameters import Command, Names, one_option, options_in
+from dynamic_cp.cli.output import check_suffix, check_writable
+from dynamic_cp.cli.parameters import SET, Command, Names, one_option, options_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -38,7 +38,7 @@ Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-
         "--model",
         required=True,
         type=Names("NAME|FILE", catalog.model_names),
-        help="Bundled name, Hugging Face config.json, or a file like those of dynamic_cp/data/models.",
+        help="Model: a bundled name, a Hugging Face config.json, or a file like those of dynamic_cp/data/models.",
     ),
     one_option(
         "--tp",
@@ -48,30 +48,37 @@ Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-
         metavar="N",
         help="Tensor-parallel size: a rank is measured with 1/N of heads, MLP and vocabulary.",
     ),
-    one_option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to measure."),
+    one_option(
+        "--device",
+        type=click.Choice(DEVICES),
+        default="auto",
+        show_default=True,
+        help="Device to measure; auto: a GPU where there is one.",
+    ),
     one_option(
         "--dtype",
         type=click.Choice(("auto", "bf16", "fp32")),
         default="auto",
         show_default=True,
-        help="Of weights and activations; auto: bf16 on a GPU, fp32 on a CPU.",
+        help="Type of weights and activations; auto: bf16 on a GPU, fp32 on a CPU.",
     ),
     one_option(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="Longest sequence and pack of a rank. [default: 32768 on a GPU, 4096 on a CPU]",
+        help="Length of the longest sequence and pack of a rank. [default: 32768 on a GPU, 4096 on a CPU]",
     ),
-    one_option("--quick", is_flag=True, help="Fewer and shorter measurements."),
+    one_option("--quick", is_flag=True, help="Measure less, and for a shorter time."),
 )
 @options_in(
     "Output",
     one_option("--hardware", required=True, type=Names("NAME|FILE", catalog.hardware_names),
                help="Hardware to start from: gives every coefficient that is not measured here."),
-    one_option("--output", required=True, metavar="FILE",
-               help="Hardware file to write; FILE.measured.json beside it keeps the measurements."),
-    one_option("--name", metavar="NAME", help="Of the new hardware. [default: the output's file name]"),
-    one_option("--plot", metavar="FILE", help="Picture of measured against fitted (.svg or .png)."),
+    SET,
+    one_option("--output", required=True, metavar="FILE.json",
+               help="Hardware file to write; FILE.json.measured.json beside it keeps the measurements."),
+    one_option("--name", metavar="NAME", help="Name of the new hardware. [default: the output's file name]"),
+    one_option("--plot", metavar="FILE", help="Picture to draw of measured against fitted numbers (.svg or .png)."),
     one_option("--resume", is_flag=True, help="Go on with the measurements beside --output, section by section."),
 )  # fmt: skip
 def command(**given: Any) -> None:
@@ -81,9 +88,10 @@ def command(**given: Any) -> None:
     links between them are measured, too; one process keeps the links of --hardware. Random packs that were not fitted
     say how good the result is. Meant for less than five minutes on a GPU; --quick takes a fraction.
     """
-    base = catalog.load_hardware(given["hardware"])
+    base = catalog.load_hardware(given["hardware"], given["settings"])
     for path in (given["output"], measured_path(given["output"]), given["plot"]):
         check_writable(path, only_files=True)
+    check_suffix(given["output"], "a hardware file", (".json",))
     if given["plot"] is not None:
         _check_plot(given["plot"])
     with warnings.catch_warnings():

@@ -32,15 +32,15 @@ ANY_BATCH = [
     (["--lengths", "latin.txt"], "is no .txt file of lengths"),
     (["--lengths", "negative.txt"], "a length is at least 1 token"),
     (["--lengths", "words.txt"], "an integer is needed"),
-    (["--lengths", "lengths.xls"], "ends in '.xls': give a .npy, .txt, .csv, .jsonl, .idx file"),
+    (["--lengths", "lengths.xls"], "ends in '.xls': give a .npy, .txt, .csv, .jsonl, .parquet, .idx file"),
     (["--lengths", "folder.npy"], "folder.npy"),
     (["--lengths", "gitub"], "is no workload (did you mean 'github'"),
     (["--lengths", "lognormal:mean=9"], "lognormal"),
     (["--global-batch-size", "0"], "--global-batch-size is 0, 1 to 10000000"),
     (["--global-batch-size", "-4"], "--global-batch-size is -4"),
     (["--global-batch-size", "many"], "Invalid value for '--global-batch-size': 'many' is not a valid integer"),
-    (["--global-batch-size", "8", "--seed", "-1"], "seed is -1, the smallest allowed value is 0"),
-    (["--global-batch-size", "8", "--max-seqlen", "-5"], "max_seqlen is -5"),
+    (["--global-batch-size", "8", "--seed", "-1"], "error: --seed is -1, the smallest allowed value is 0"),
+    (["--global-batch-size", "8", "--max-seqlen", "-5"], "error: --max-seqlen is -5"),
     (["--global-batch-size", "8", "--overlong", "cut"], "Invalid value for '--overlong': 'cut' is not one of"),
     (["--model", "llama3-8b"], "none of the bundled models (did you mean 'llama-3-8b'"),
     (["--model", "/nowhere.json"], "cannot read /nowhere.json"),
@@ -48,16 +48,27 @@ ANY_BATCH = [
     (["--hardware", "h1000"], "none of the bundled hardware (did you mean 'h100'"),
     (["--hardware", "words.json"], "is not JSON"),
     (["--hardware", "cpu"], "hardware 'cpu' gives no hbm_bytes"),
-    (["--ranks-per-node", "0"], "ranks_per_node is 0"),
+    (["--hardware", "off.json"], "off.json: hbm_bytes is 80 bytes, plausible are 1 MB to 100 TB: if 80 GB is meant"),
+    (["--set", "hbm=80"], "--set hbm=80: hbm_bytes is '80', it must be a number with a unit of bytes, such as 80GB"),
+    (["--set", "hmb=80GB"], "--set hmb=80GB: hmb is no number of a hardware file (did you mean 'hbm'"),
+    (["--set", "hbm=80GB", "--set", "peak=3"], "--set peak=3: peak_flops_per_s is '3', it must be a number with"),
+    (["--model", "empty.json"], "empty.json: num_layers is 0, the smallest allowed value is 1"),
+    (
+        ["--model", "moe.json"],
+        "moe.json: model_type 'mixtral' has experts (num_local_experts 8), which cannot be priced",
+    ),
+    (["--model", "mla.json"], "mla.json: model_type 'minicpm3' has multi-head latent attention (kv_lora_rank 256)"),
+    (["--ranks-per-node", "0"], "error: --ranks-per-node is 0"),
     (["--lenghts", "x"], "No such option '--lenghts'"),
 ]
 ANY_JOB = [
-    (["--lanes", "0"], "num_lanes is 0, the smallest allowed value is 1"),
-    (["--lanes", "-1"], "num_lanes is -1"),
-    (["--lanes", "2000000"], "num_lanes is 2000000, at most 1048576"),
-    (["--tp", "0"], "tp_size is 0"),
-    (["--pp", "0"], "pp_size is 0"),
-    (["--vpp", "2"], "vp_size is 2 but pp_size is 1: interleaving needs pp_size >= 2"),
+    (["--lanes", "0"], "error: --lanes is 0, the smallest allowed value is 1: give 1 <= --lanes <= 2147483647"),
+    (["--lanes", "-1"], "error: --lanes is -1"),
+    (["--lanes", "2000000"], "error: --lanes is 2000000, at most 1048576"),
+    (["--tp", "0"], "error: --tp is 0"),
+    (["--pp", "0"], "error: --pp is 0"),
+    (["--vpp", "0"], "error: --vpp is 0"),
+    (["--vpp", "2"], "error: --vpp is 2 but --pp is 1: interleaving needs --pp >= 2"),
     (["--pp", "16"], "--tp 1 --pp 16 --vpp 1: PP x VPP does not divide the layers (the model has 8 layers, "),
     (["--pp", "3"], "--tp 1 --pp 3 --vpp 1: PP x VPP does not divide the layers"),
     (["--pp", "4", "--vpp", "3"], "--tp 1 --pp 4 --vpp 3: PP x VPP does not divide the layers"),
@@ -65,8 +76,8 @@ ANY_JOB = [
     (["--tp", "16"], "--tp 16 --pp 1 --vpp 1: TP beyond a node"),
     (["--tp", "16", "--ranks-per-node", "16"], "TP does not divide heads, KV heads or the MLP (the model has 8 layers"),
     (["--max-tokens-per-rank", "many"], "'many' is neither a number of tokens nor 'auto'"),
-    (["--max-tokens-per-rank", "0"], "max_tokens_per_rank is 0"),
-    (["--max-tokens-per-rank", "-1"], "max_tokens_per_rank is -1"),
+    (["--max-tokens-per-rank", "0"], "error: --max-tokens-per-rank is 0"),
+    (["--max-tokens-per-rank", "-1"], "error: --max-tokens-per-rank is -1"),
     (["--max-tokens-per-rank", "64"], "64 per rank): raise --max-tokens-per-rank or --lanes"),
     (["--lanes", "6", "--static-cp-size", "6"], "--static-cp-size 6 is not a power of two"),
     (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
@@ -96,7 +107,9 @@ CASES = {
         ),
         *JSON,
         (["--samples", "0"], "--samples is 0, at least 1 is needed"),
-        (["--samples", "5", "--seed", "-3"], "seed is -3"),
+        (["--samples", "99999999999"], "--samples is 99999999999, at most 10000000 can be drawn"),
+        (["--samples", "5", "--seed", "-3"], "error: --seed is -3"),
+        (["--samples", "5", "--max-seqlen", "0"], "error: --max-seqlen is 0"),
         (["--seed", "3"], "--seed is about drawing a batch"),
     ],
     "plan": [
@@ -117,12 +130,12 @@ CASES = {
         *ANY_BATCH,
         *SEVERAL,
         *JSON,
-        (["--gpus", "0"], "num_gpus is 0, at least 1 is needed"),
+        (["--gpus", "0"], "error: --gpus is 0, at least 1 is needed"),
         (["--gpus", "12"], "12 GPUs are no whole number of nodes of 8"),
         (["--tp", "1,x"], "'1,x' is not a list of whole numbers"),
-        (["--pp", "0"], "pp is 0, at least 1"),
+        (["--pp", "0"], "error: --pp is 0, at least 1"),
         (["--tp", "3"], "none of the settings can run on 4 GPUs: TP x PP does not divide the GPUs (6)"),
-        (["--recompute", "half"], "recompute is half: use some of none, selective, full"),
+        (["--recompute", "half"], "error: --recompute is half: use some of none, selective, full"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--max-tokens-per-rank", "10000000"], "no token limit fits both memory and the longest sample"),
         (["--policy", "megatron-dev"], "Invalid value for '--policy'"),
@@ -134,6 +147,7 @@ CASES = {
         (["--output", "-"], "cannot write -: it is no file"),
         (["--output", "/dev/null"], "cannot write /dev/null: it is no file"),
         (["--output", "no/trace.json"], "cannot write no/trace.json"),
+        (["--output", "trace.pdf"], "--output trace.pdf ends in '.pdf', a trace is .json or .json.gz: rename it"),
         (["--first-lanes", "5"], "--first-lanes is 5, there are 4 lanes"),
     ],
     "report": [
@@ -142,6 +156,8 @@ CASES = {
         *SEVERAL,
         *POLICY,
         (["--output", "no/report.html"], "cannot write no/report.html"),
+        (["--output", "report.pdf"], "--output report.pdf ends in '.pdf', a report is .html or .htm: rename it"),
+        (["--output", "report"], "--output report ends in nothing, a report is .html or .htm: rename it"),
         (["--run", "folder.npy"], "--lengths says what to simulate, --run is about a run"),
     ],
     "doctor": JSON,
@@ -158,6 +174,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "words.json").write_text("five")
     (tmp_path / "lengths.xls").write_text("5")
     (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "off.json").write_text('{"base": "h100", "hbm_bytes": {"value": 80, "source": "datasheet"}}')
+    model = json.loads((INPUTS / "model.json").read_text())
+    (tmp_path / "empty.json").write_text(json.dumps(model | {"num_layers": 0}))
+    (tmp_path / "moe.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    (tmp_path / "mla.json").write_text('{"model_type": "minicpm3", "kv_lora_rank": 256}')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

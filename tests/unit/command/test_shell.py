@@ -247,3 +247,126 @@ def test_a_report_names_the_package_that_it_lacks(tmp_path, monkeypatch, capsys)
     words = ["report", *DRAWN, "--lanes", "4", *FILES, "--output", str(tmp_path / "report.html")]
     assert cli.main(words) == 2
     assert "report needs jinja2, which is not installed: pip install" in capsys.readouterr().err
+
+
+EVERY_COMMAND = {
+    "--help": ["--help"],
+    "--version": ["--version"],
+    "lengths": ["lengths"],
+    "lengths --json": ["lengths", "--json", "-"],
+    "plan": COMMANDS["plan"],
+    "plan --output": [*COMMANDS["plan"], "--output", "-"],
+    "simulate": [*COMMANDS["simulate"], "--batches", "1", "--policy", "balanced"],
+    "sweep": [*COMMANDS["sweep"], "--tp", "1", "--pp", "1", "--recompute", "none", "--batches", "1"],
+    "hardware": ["hardware", "h100"],
+    "doctor": COMMANDS["doctor"],
+    "completion": ["completion", "bash"],
+    "sweep --help": ["sweep", "--help"],
+}
+
+
+@pytest.mark.parametrize("words", EVERY_COMMAND.values(), ids=EVERY_COMMAND)
+def test_output_that_cannot_be_written_is_one_line(words, monkeypatch, capsys):
+    said = "dynamic-cp: error: cannot write to stdout: No space left on device: choose another place\n"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert cli.main(words) == 1
+    assert capsys.readouterr().err == said
+    if words == ["--help"]:  # and nothing more is said when the process ends
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+        assert (done.returncode, done.stderr.decode()) == (1, said)
+
+
+def test_closed_streams_are_no_traceback(tmp_path):
+    def with_closed(streams, *words):
+        return subprocess.run(
+            ["sh", "-c", f'exec "$@" {streams}', "sh", *COMMAND, *words],
+            capture_output=True,
+            timeout=120,
+            check=False,
+            cwd=tmp_path,
+        )
+
+    done = with_closed(">&-", *COMMANDS["plan"])
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1), done.stderr
+    assert b"error: cannot write to stdout: Bad file descriptor" in done.stderr
+    # Nothing is lost where nothing goes to stdout.
+    done = with_closed(">&-", "hardware", "h100", "--output", "mine.json")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads((tmp_path / "mine.json").read_text())["name"] == "h100"
+    done = with_closed("2>&-", *COMMANDS["simulate"])
+    assert (done.returncode, b"dynamic" in done.stdout) == (0, True)
+    assert with_closed("2>&-", "plan", "--lanes", "0").returncode == 2
+    assert with_closed("2>/dev/full", "plan", "--lanes", "0").returncode == 2
+    assert with_closed("<&- >&- 2>&-", *COMMANDS["plan"]).returncode == 1
+
+
+def test_the_reader_of_help_may_leave_early():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*COMMAND, "--help"], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_pipe_as_output_needs_a_reader(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert cli.main(["hardware", "h100", "--output", str(tmp_path / "pipe")]) == 2
+    assert "pipe: it is a pipe that nobody reads: start its reader first" in capsys.readouterr().err
+    reader = subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE)
+    for _ in range(100):  # until it has opened the pipe
+        if cli.main(["hardware", "h100", "--output", str(tmp_path / "pipe")]) == 0:
+            break
+        time.sleep(0.05)
+    assert json.loads(reader.communicate(timeout=20)[0])["name"] == "h100"
+
+
+def test_a_plan_goes_from_pipe_to_pipe():
+    words = " ".join(f"'{word}'" for word in COMMANDS["plan"])
+    command = " ".join(COMMAND)
+    line = f"{command} {words} --output - | {command} check - --lengths {INPUTS / 'lengths.txt'}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("legal: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x7fELF\x00\x01", "plan.json is binary, a plan is JSON: give a file that `plan --output` wrote"),
+        (b"h\xe9llo", "plan.json: the plan is not JSON: "),
+        (b"{}", "plan.json: plan lacks schema_version"),
+        (b"[]", "plan.json: plan is '[]', it must be of type dict"),
+        (b"", "plan.json: the plan is not JSON: "),
+    ],
+)
+def test_a_file_that_is_no_plan_is_named(content, says, tmp_path, capsys):
+    (tmp_path / "plan.json").write_bytes(content)
+    assert cli.main(["check", str(tmp_path / "plan.json")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+    assert "Expecting" not in err or "line 1 column 1" in err
+
+
+def test_help_explains_every_argument_and_option_in_a_sentence():
+    import click
+
+    from dynamic_cp.cli.app import group
+
+    context = click.Context(group)
+    looked_at = 0
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        for parameter in command.get_params(context):
+            _, text = parameter.get_help_record(context)
+            text = re.sub(r"\s*\[[^]]*\]$", "", text.strip()).strip()
+            assert len(text.split()) >= 3, f"{name} {parameter.name}: {text!r}"
+            assert text[0].isupper(), f"{name} {parameter.name}: {text!r}"
+            assert not re.match(r"(Of|Only|As|For|In) ", text), f"{name} {parameter.name}: {text!r}"
+            assert text.endswith("."), f"{name} {parameter.name}: {text!r}"
+            looked_at += 1
+    assert looked_at > 80
+    help_of_check = group.get_command(context, "check").get_help(click.Context(group.get_command(context, "check")))
+    assert re.search(r"Arguments:\n +PLAN\.json +Plan that", help_of_check)

@@ -46,9 +46,9 @@ def test_more_lanes_than_any_cluster_has():
     [
         (["--pp", "64"], r"--pp 64 --vpp 1: PP x VPP does not divide the layers \(the model has 32 layers"),
         (["--pp", "8", "--vpp", "5"], r"--pp 8 --vpp 5: PP x VPP does not divide the layers \(the model has 32 layers"),
-        (["--lanes", "10000000000000"], r"num_lanes is 10000000000000"),
+        (["--lanes", "10000000000000"], r"error: --lanes is 10000000000000"),
         (["--global-batch-size", "10000000000000"], r"--global-batch-size is 10000000000000, 1 to 10000000 samples"),
-        (["--max-tokens-per-rank", "9223372036854775807"], r"max_tokens_per_rank is 9223372036854775807"),
+        (["--max-tokens-per-rank", "9223372036854775807"], r"error: --max-tokens-per-rank is 9223372036854775807"),
         (["--policy", "static", "--static-cp-size", "1", "--max-tokens-per-rank", "256"], r"raise --static-cp-size or"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.idx", index_bytes([]), "holds 0 lengths"),
         ("a.idx", index_bytes([[], [0]]), "holds 0 lengths"),
         ("a.idx", index_bytes([[5], [2**31 - 1, 1]]), "document 1 is 2147483648, a length is at most"),
-        ("a.json", b"[1]", "give a .npy, .txt, .csv, .jsonl, .idx file"),
+        ("a.json", b"[1]", "give a .npy, .txt, .csv, .jsonl, .parquet, .idx file"),
         ("a", b"1", "ends in ''"),
     ],
 )

@@ -1,0 +1,76 @@
+"""`dynamic-cp hardware`: a hardware file to start from, complete and with the source of every number."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import click
+
+from dynamic_cp import catalog
+from dynamic_cp.cli.console import console
+from dynamic_cp.cli.output import STDOUT, check_suffix, check_writable, write_text
+from dynamic_cp.cli.parameters import SET, Argument, Command, Names, one_option, options_in, output_option
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.hardware_numbers import KIND_OF
+from dynamic_cp.streams import is_pipe
+
+_LISTED = {
+    "peak": "peak_flops_per_s",
+    "memory": "hbm_bytes",
+    "in a node": "bandwidth_in_node_bytes_per_s",
+    "across nodes": "bandwidth_across_nodes_bytes_per_s",
+}
+
+
+@click.command(
+    "hardware",
+    cls=Command,
+    short_help="Print a hardware file with its sources, to change.",
+    epilog="""\b
+Examples:
+  dynamic-cp hardware                            # the bundled ones
+  dynamic-cp hardware h100 > mine.json
+  dynamic-cp hardware h100 --set bandwidth_across_nodes=12.5GB/s --name cloud --output cloud.json
+""",
+)
+@click.argument(
+    "hardware",
+    required=False,
+    cls=Argument,
+    type=Names("NAME|FILE", catalog.hardware_names),
+    metavar="[NAME|FILE]",
+    help="Hardware to print; without one the bundled ones are listed.",
+)
+@options_in("Changes", SET, one_option("--name", "called", metavar="NAME", help="Name that the file gives it."))
+@output_option(False, "File to write instead of stdout.", "FILE.json")
+def command(hardware: str | None, settings: tuple[str, ...], called: str | None, output: str | None) -> None:
+    """Print a complete hardware file: every number of the cost and memory model with its source beside it.
+
+    Change what you know better, say where it is from, and name the file with --hardware here or with
+    --dynamic-cp-hardware in training. A file may also have a "base" and state only what differs.
+    """
+    check_writable(output)
+    if output not in (None, STDOUT) and not is_pipe(output):
+        check_suffix(output, "a hardware file", (".json",))
+    if hardware is None:
+        if settings or called or output:
+            raise InvalidInputError("0 hardware is named, 1 is needed to change or write: give a name or a file")
+        _list()
+        return
+    values = catalog.load_hardware(hardware, settings)
+    if called is not None:
+        values = replace(values, name=called)
+    text = json.dumps(catalog.hardware_as_dict(values), indent=2, ensure_ascii=False)
+    write_text(output or STDOUT, text + "\n")
+
+
+def _list() -> None:
+    from dynamic_cp.cli.tables import make_table
+
+    table = make_table(["hardware", *_LISTED])
+    for name in catalog.hardware_names():
+        values = catalog.load_hardware(name)
+        cells = (KIND_OF[number].describe(getattr(values, number)) for number in _LISTED.values())
+        table.add_row(name, *(cell if cell[0] != "0" else "unknown" for cell in cells))
+    console().print(table)

@@ -1,0 +1,99 @@
+"""Lengths in texts: numbers between white space, CSV and JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.length_file import COLUMNS, TOKEN_IDS, TOKEN_MASK, LengthFile, shortened
+
+_Entries = Iterable[tuple[str, object]]
+"""(where in the file, value); the value still has to be shown to be a length."""
+
+
+def read_txt(file: LengthFile) -> NDArray[np.int64]:
+    """Return the integers between white space."""
+    words = file.text(".txt", file.read()).split()
+    return _as_array(file, ((f"entry {number}", word) for number, word in enumerate(words, start=1)))
+
+
+def read_csv(file: LengthFile) -> NDArray[np.int64]:
+    """Return the column with one of the names in COLUMNS, or the only column there is."""
+    return _as_array(file, _csv_entries(file))
+
+
+def read_jsonl(file: LengthFile) -> NDArray[np.int64]:
+    """Return per line an integer, an entry with one of the names in COLUMNS, or the number of token ids."""
+    return _as_array(file, _json_entries(file))
+
+
+def is_number(text: str) -> bool:
+    """Return whether `text` is one number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_array(file: LengthFile, entries: _Entries) -> NDArray[np.int64]:
+    return np.fromiter((file.length(where, value) for where, value in entries), dtype=np.int64)
+
+
+def _csv_entries(file: LengthFile) -> _Entries:
+    try:
+        lines = csv.reader(io.StringIO(file.text(".csv", file.read()), newline=""))
+        rows = [row for row in lines if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise file.no_lengths(".csv", f"{error}: save it as plain CSV") from error
+    if not rows:
+        return
+    header = [cell.strip().lower() for cell in rows[0]]
+    has_names = bool(set(header) & set(COLUMNS))
+    column = header.index(file.column("its header", "column", header)) if has_names or len(header) > 1 else 0
+    # A single column may have any name; a number in the first row is data, even a wrong one.
+    has_header = has_names or not is_number(header[0])
+    for number, row in enumerate(rows[has_header:], start=1):
+        if len(row) <= column:
+            raise file.error(
+                f"entry {number} has {len(row)} columns, fewer than {column + 1} columns: fill or drop the row"
+            )
+        yield f"entry {number}", row[column].strip()
+
+
+def _json_entries(file: LengthFile) -> _Entries:
+    for number, line in enumerate(file.lines(), start=1):
+        text = file.text(".jsonl", line, number)
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise file.error(f"line {number} is not JSON ({error}): give one integer or object per line") from error
+        if not isinstance(value, dict):
+            yield f"line {number}", value
+        elif TOKEN_IDS in value:
+            where = f"line {number}, key {TOKEN_IDS!r},"
+            yield where, _num_tokens(file, where, value)
+        else:
+            key = file.column(f"line {number}", "key", list(value))
+            yield f"line {number}, key {key!r},", value[key]
+
+
+def _num_tokens(file: LengthFile, where: str, sample: Mapping[str, Any]) -> int:
+    """Return how many token ids a sample has that its mask does not hide."""
+    ids, mask = sample[TOKEN_IDS], sample.get(TOKEN_MASK)
+    if not isinstance(ids, list):
+        raise file.error(f"{where} is {shortened(ids)}, a list of token ids is needed")
+    if mask is None:
+        return len(ids)
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        number = len(mask) if isinstance(mask, list) else 0
+        raise file.error(f"{where} has {len(ids)} token ids and {number} numbers of {TOKEN_MASK}: give one for each")
+    return sum(map(bool, mask))

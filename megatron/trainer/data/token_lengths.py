@@ -1,0 +1,122 @@
+"""How long the samples of a text or chat file are, counted as training counts them; nothing is kept.
+
+`dynamic-cp lengths --tokenizer DIR` finds it by the entry point group `dynamic_cp.lengths`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.length_file import LengthFile
+from dynamic_cp.length_parquet import open_parquet
+from megatron.trainer.data import tokenizer
+from megatron.trainer.data.chat_lines import build_chat_reader, chat_request
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.data_path import find_files
+from megatron.trainer.data.file_table import FileTable
+from megatron.trainer.data.index_cache import DocumentFiles
+from megatron.trainer.data.json_lines import index_json_lines, json_request
+from megatron.trainer.data.json_text import LineError
+from megatron.trainer.data.source import reading
+from megatron.trainer.data.text_files import index_tokenized_files, text_request
+from megatron.trainer.data.token_scan import LineReader, TextReader
+from megatron.trainer.data.tokenizer import TextTokenizer
+
+_MESSAGES = "messages"
+
+
+def token_lengths(
+    path: str, tokenizer_folder: str, *, json_key: str = "text", chat_template: str | None = None
+) -> NDArray[np.int64]:
+    """Return the tokens that each sample of `path` predicts, int64 [samples], in file order; empty ones are left out.
+
+    Args:
+        path: JSONL or parquet of texts or of chats (`messages`), text files, a folder or a glob.
+        tokenizer_folder: has tokenizer.json.
+        json_key: field that holds a text.
+        chat_template: a name or a file; None: the tokenizer's own.
+
+    Raises:
+        DataError: data that are missing or malformed.
+        InvalidInputError: no such tokenizer, or no template for chats.
+        UnsupportedFeatureError: a parquet file, and pyarrow is not installed.
+    """
+    parquet = LengthFile(path=Path(path), name=path, content=None) if path.endswith(".parquet") else None
+    is_chat = _holds_chats(path, json_key) if parquet is None else _has_chats(parquet, json_key)
+    config = DataConfig(
+        seq_length=1,
+        data_path=(path,),
+        overlong="truncate",
+        json_key=json_key,
+        tokenizer="HuggingFaceTokenizer",
+        tokenizer_model=tokenizer_folder,
+        eod_id=0,  # which token ends a document does not change how many there are
+        sft=is_chat,
+        chat_template=chat_template if is_chat else None,
+    )
+    built = tokenizer.build(config)
+    assert isinstance(built, TextTokenizer)
+    chat_reader = build_chat_reader(config, built)
+    reader: LineReader = chat_reader or TextReader(tokenizer=built, json_key=json_key)
+    if parquet is not None:
+        lengths = np.fromiter(_parquet_lengths(parquet, reader), np.int64)
+    else:
+        files = find_files(path, config, built)
+        if files is None:
+            raise InvalidInputError(f"{path} is .bin/.idx data, which are tokens already: leave --tokenizer out")
+        request = text_request(built) if files.kind == "text" else json_request(json_key, built)
+        if chat_reader is not None:
+            request = chat_request(chat_reader)
+        lengths = _indexed(files, request, built, reader)
+    predicted: NDArray[np.int64] = lengths - 1
+    return predicted[predicted >= 1]
+
+
+def _indexed(
+    files: DocumentFiles, request: dict[str, str], built: TextTokenizer, reader: LineReader
+) -> NDArray[np.int64]:
+    """Return tokens of documents, as the index of a training run has them, without saving one."""
+    table = FileTable.of(files.root, files.names, None)
+    if files.kind == "text":
+        index = index_tokenized_files(files, table, request, built)
+    else:
+        index = index_json_lines(files, table, request, reader=reader)
+    return np.asarray(index.columns["lengths"], np.int64)
+
+
+def _holds_chats(path: str, json_key: str) -> bool:
+    """Return whether the first line that is not blank is a chat; what it is otherwise, its reader judges."""
+    if not path.endswith((".jsonl", ".json")):
+        return False
+    with reading(path), open(path, "rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        value = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and _MESSAGES in value and json_key not in value
+
+
+def _has_chats(file: LengthFile, json_key: str) -> bool:
+    with reading(file.name), open_parquet(file) as table:
+        names = table.schema_arrow.names
+    return _MESSAGES in names and json_key not in names
+
+
+def _parquet_lengths(file: LengthFile, reader: LineReader) -> Iterator[int]:
+    """Yield the tokens of each row, read as the JSON line that it could be."""
+    number = 0
+    with reading(file.name), open_parquet(file) as table:
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                try:
+                    yield reader.measure(json.dumps(row, default=str).encode())[0]
+                except LineError as error:
+                    raise DataError(f"{file.name} row {number}{error}", path=file.path) from error

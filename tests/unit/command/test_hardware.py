@@ -1,0 +1,111 @@
+"""`dynamic-cp hardware`, and --set in every command that takes --hardware."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import click
+import pytest
+
+from dynamic_cp import cli, load_hardware
+from dynamic_cp.catalog import hardware_as_dict
+from dynamic_cp.cli.app import group
+from tests.unit.command.test_bad_input import DRAWN, FILES, LENGTHS
+
+SLOW_NETWORK = ["--set", "bandwidth_across_nodes=1GB/s"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(list(words)) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_a_file_is_printed_with_its_sources(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "hardware", "h100")
+    assert json.loads(text) == hardware_as_dict(load_hardware("h100"))
+    assert text.count('"source"') == text.count('"value"') >= 25
+    (tmp_path / "mine.json").write_text(text)
+    assert load_hardware(tmp_path / "mine.json") == load_hardware("h100")
+
+
+def test_a_changed_file_says_what_was_changed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cloud.json"
+    words = ["hardware", "h100", *SLOW_NETWORK, "--set", "hbm=96 GB", "--name", "cloud", "--output", str(path)]
+    assert printed(capsys, *words) == ""
+    found = load_hardware(path)
+    assert (found.name, found.bandwidth_across_nodes_bytes_per_s, found.hbm_bytes) == ("cloud", 1e9, 96e9)
+    assert found.source["hbm_bytes"] == "hbm=96 GB, set by hand; h100 has 80 GB"
+    assert path.read_text() == printed(capsys, "hardware", str(path))
+
+
+def test_the_bundled_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.split() for line in printed(capsys, "hardware").splitlines()]
+    (h100,) = [row for row in rows if row and row[0] == "h100"]
+    assert " ".join(h100) == "h100 989.4 TFLOP/s 80 GB 150 GB/s 40 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["h1000"], "none of the bundled hardware (did you mean 'h100'"),
+        (["--set", "hbm=80GB"], "0 hardware is named, 1 is needed"),
+        (["--name", "x"], "0 hardware is named, 1 is needed"),
+        (["h100", "--set", "hbm"], "--set hbm: give NAME=VALUE"),
+        (["h100", "--output", "no/mine.json"], "cannot write no/mine.json"),
+        (["h100", "--output", "mine.txt"], "--output mine.txt ends in '.txt', a hardware file is .json: rename it"),
+        (["h100", "a100"], "Got unexpected extra argument"),
+    ],
+)
+def test_bad_input(words: list[str], says: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["hardware", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
+def test_every_command_with_hardware_has_set() -> None:
+    context = click.Context(group)
+    options = {
+        name: {one for parameter in command.params for one in parameter.opts}
+        for name in group.list_commands(context)
+        if (command := group.get_command(context, name)) is not None
+    }
+    with_hardware = {name for name, known in options.items() if "--hardware" in known}
+    assert with_hardware == {"plan", "simulate", "sweep", "trace", "report", "profile"}
+    assert [name for name in with_hardware if "--set" not in options[name]] == []
+
+
+def figures_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(printed(capsys, *words, "--json", "-"))
+
+
+def test_a_slower_network_is_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*FILES, "--ranks-per-node", "2", "--max-tokens-per-rank", "8192"]
+    plan = ["plan", *LENGTHS, "--lanes", "4", *words]
+    fast, slow = (figures_of(capsys, *plan, *more) for more in ([], SLOW_NETWORK))
+    assert slow["predicted_s"] > 1.01 * fast["predicted_s"]
+    simulate = ["simulate", *DRAWN, "--lanes", "4", "--batches", "1", "--policy", "balanced", *words]
+    found = figures_of(capsys, *simulate, *SLOW_NETWORK)
+    assert found["inputs"]["hardware"] == "round (bandwidth_across_nodes=1GB/s)"
+    assert (
+        found["policies"]["balanced"]["mean"]["iteration_s"]
+        > figures_of(capsys, *simulate)["policies"]["balanced"]["mean"]["iteration_s"]
+    )
+
+
+def test_the_recommended_command_trains_with_what_was_set(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = printed(
+        capsys, "sweep", *DRAWN, "--gpus", "4", *FILES, "--jobs", "1", "--tp", "1", "--pp", "1", "--batches", "1",
+        "--recompute", "none", *SLOW_NETWORK,
+    )  # fmt: skip
+    assert "bandwidth_across_nodes=1GB/s" in out.splitlines()[0] + out.splitlines()[1]
+    (line,) = [line for line in out.splitlines() if line.startswith("dynamic-cp hardware ")]
+    assert "--dynamic-cp-hardware hardware.json" in out
+    assert cli.main(shlex.split(line)[1:]) == 0
+    assert load_hardware("./hardware.json").bandwidth_across_nodes_bytes_per_s == 1e9
