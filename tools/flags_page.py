@@ -121,7 +121,8 @@ def command_page() -> str:
     parts = [
         "# Options of dynamic-cp\n\n" + _MADE,
         "`dynamic-cp COMMAND --help` prints the same, with examples. Exit status: 0, 2 for bad input (one line on "
-        "stderr, with the remedy), 1 when stdout cannot be written, 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
+        "stderr, with the remedy), 1 when stdout cannot be written, 3 for a calibration that is not good (`profile "
+        "--strict`), 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
         "`NO_COLOR` is respected; without a terminal there are no colours and no bars.\n\n",
         "| command | what it does |\n| --- | --- |\n",
         *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],

@@ -10,6 +10,9 @@ import numpy as np
 from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.types import Hardware
 
+GOOD_ERROR = 0.10
+"""Median error of what was not fitted, up to which plans may trust a calibration: the goal for whole iterations."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -75,6 +78,16 @@ class Calibration:
     errors: tuple[FitError, ...]
     points: tuple[Point, ...]
     notes: tuple[str, ...]
+
+    def why_not_good(self) -> str | None:
+        """Return what is wrong and what to do, None where it predicts what it was not fitted to."""
+        error = self.error("held_out")
+        if error is None or error.median <= GOOD_ERROR:
+            return None
+        return (
+            f"held-out packs are predicted with a median error of {error.median:.1%}, above {GOOD_ERROR:.0%}: measure "
+            "again, with nothing else on the machine and without --quick, and look at --plot for the part that is off"
+        )
 
     def error(self, name: str) -> FitError | None:
         """Return the error of a part; None if it was not measured."""

@@ -96,6 +96,17 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     assert list(again["sections"]) == list(SECTIONS)
     for name in measured["sections"]:
         assert again["sections"][name] == measured["sections"][name]
+    # What does not predict other packs is said, and where that is asked for an error; the file is there all the same.
+    for row in again["sections"]["held_out"]:
+        row["forward_s"], row["backward_s"] = 4 * row["forward_s"], 4 * row["backward_s"]
+    (tmp_path / "out.json.measured.json").write_text(json.dumps(again))
+    (tmp_path / "out.json").unlink()
+    results = run_ranks(2, run_command, words_for(tmp_path, "--resume", "--strict"))
+    assert [status for status, _, _ in results] == [3, 3]
+    assert results[0][2].startswith("dynamic-cp: warning: held-out packs are predicted with a median error of ")
+    assert ", above 10%: measure again" in results[0][2]
+    assert [err.count("\n") for _, _, err in results] == [1, 0]
+    assert load_hardware(tmp_path / "out.json").name == "out"
     # Another job does not go on with them.
     results = run_ranks(1, run_command, words_for(tmp_path, "--resume"))
     assert results[0][0] == 2

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -34,21 +35,26 @@ _LEAST_TOKENS = 512
 _WINDOW_S = {"cuda": 0.15, "cpu": 0.25}
 _QUICK_WINDOW_S = 0.03
 _GROUPS_TIMEOUT_S = 600.0
+EXIT_NOT_GOOD = 3
 
 
-def run(given: dict[str, Any], base: Hardware) -> None:
-    """Run the command with the options `given`; leave no process group behind that was not there before."""
+def run(given: dict[str, Any], base: Hardware) -> int:
+    """Run the command with the options `given`; leave no process group behind that was not there before.
+
+    Returns:
+        Exit status, the same on all ranks: EXIT_NOT_GOOD where --strict asks for a good calibration and it is none.
+    """
     joined = dist.is_initialized()
     place = set_up(given["device"])
     try:
-        _profile(given, base, place)
+        return _profile(given, base, place)
     finally:
         if not joined and dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
-def _profile(given: dict[str, Any], base: Hardware, place: Place) -> None:
+def _profile(given: dict[str, Any], base: Hardware, place: Place) -> int:
     setup = agree(
         lambda: _setup(given, place),
         lambda own: hashlib.sha256(repr(replace(own, date="")).encode()).hexdigest(),
@@ -60,15 +66,22 @@ def _profile(given: dict[str, Any], base: Hardware, place: Place) -> None:
         measured = run_on_all_ranks(lambda: Measurements.load(measured_path(given["output"]), setup))
     started_with = tuple(measured.sections)
     _measure(measured, place, given["output"])
-    if place.rank != 0:
-        return
-    calibration = calibrate(base, measured, name=given["name"] or Path(given["output"]).stem)
-    write_json(given["output"], catalog.hardware_as_dict(calibration.hardware))
-    if given["plot"] is not None:
-        from dynamic_cp.calibration.picture import save_picture
 
-        save_picture(given["plot"], measured.setup, calibration)
-    _show(calibration, measured, started_with, given)
+    def fit() -> bool:
+        """Write the files and the report; return whether the calibration is good."""
+        calibration = calibrate(base, measured, name=given["name"] or Path(given["output"]).stem)
+        write_json(given["output"], catalog.hardware_as_dict(calibration.hardware))
+        if given["plot"] is not None:
+            from dynamic_cp.calibration.picture import save_picture
+
+            save_picture(given["plot"], measured.setup, calibration)
+        _show(calibration, measured, started_with, given)
+        wrong = calibration.why_not_good()
+        if wrong is not None:
+            click.echo(f"dynamic-cp: warning: {wrong}", err=True)
+        return wrong is None
+
+    return 0 if run_on_rank_zero(fit) or not given["strict"] else EXIT_NOT_GOOD
 
 
 def _setup(given: dict[str, Any], place: Place) -> Setup:

@@ -196,6 +196,19 @@ def test_with_noise_rates_come_back_nearly(seed: int) -> None:
     assert 0.005 < held_out.median < 0.05
 
 
+def test_a_calibration_says_when_it_does_not_predict() -> None:
+    found = fitted(0.02)
+    assert found.why_not_good() is None
+    measured = synthetic(TRUTH, 0.02, 0)
+    slower = tuple(replace(one, forward_s=3 * one.forward_s) for one in measured.sections["held_out"])
+    changed = Measurements(setup=SETUP, sections=measured.sections | {"held_out": slower})
+    wrong = calibrate(load_hardware("a100-80gb"), changed, name="x")
+    error = wrong.error("held_out")
+    assert error is not None
+    assert wrong.why_not_good() is not None
+    assert f"a median error of {error.median:.1%}, above 10%" in (wrong.why_not_good() or "")
+
+
 def test_held_out_rows_are_not_fitted() -> None:
     measured = synthetic(TRUTH, 0.0, 0)
     slower = tuple(replace(one, forward_s=2 * one.forward_s) for one in measured.sections["held_out"])
