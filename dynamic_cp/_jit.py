@@ -7,25 +7,31 @@ compiled functions. A constant that such a function reads must stand in one of t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+logger = logging.getLogger(__name__)
 
 numba: Any
 try:
     numba = importlib.import_module("numba")
 except ImportError as error:
     numba = None
-    logging.getLogger(__name__).warning(
-        "numba is missing (%s): planning runs as Python, far slower; pip install numba", error
-    )
+    logger.warning("numba is missing (%s): planning runs as Python, far slower; pip install numba", error)
 
 _KEPT_FOLDERS = 4
+_ANNOUNCED_S = 120.0
+"""So long nobody else announces that it compiles: other processes of this machine do it at the same time."""
+_kernels: set[int] = set()
+"""Ids of what numba made of our functions, which live as long as the process."""
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -37,15 +43,63 @@ def compiled(function: AnyFunction) -> AnyFunction:
     """
     if numba is None:
         return function
+    _listen()
     folder = _cache_folder()
-    if folder is None:
-        return cast(AnyFunction, numba.njit(function))
     given = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)  # read while decorating only
+    if folder is not None:
+        numba.config.CACHE_DIR = str(folder)  # read while decorating only
     try:
-        return cast(AnyFunction, numba.njit(cache=True)(function))
+        kernel = numba.njit(cache=folder is not None)(function)
     finally:
         numba.config.CACHE_DIR = given
+    _kernels.add(id(kernel))
+    return cast(AnyFunction, kernel)
+
+
+@lru_cache(maxsize=1)
+def _listen() -> None:
+    """Have the first of our functions that numba really compiles in this process announced."""
+    Listener: Any = numba.core.event.Listener
+
+    class Announcer(Listener):  # type: ignore[misc]
+        has_spoken = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.has_spoken and id(event.data["dispatcher"]) in _kernels:
+                self.has_spoken = True
+                _announce()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    numba.core.event.register("numba:compile", Announcer())
+
+
+def _announce() -> None:
+    """Say that the compiler is at work: some half a minute in which nothing else is seen."""
+    folder = _cache_folder()
+    if folder is None:
+        logger.warning("compiling the planner, about 30 s at every start: no folder to keep it is writable")
+    elif not _is_announced(folder):
+        if any(folder.rglob("*.nbi")):
+            logger.warning("compiling more of the planner once, some seconds")
+        else:
+            logger.warning("compiling the planner once, about 30 s")
+
+
+def _is_announced(folder: Path) -> bool:
+    """Return whether another process has said so just now; from now on this one has."""
+    marker = folder / ".announced"
+    try:
+        marker.touch(exist_ok=False)  # of many processes that start together one succeeds
+    except FileExistsError:
+        with contextlib.suppress(OSError):
+            if time.time() - marker.stat().st_mtime < _ANNOUNCED_S:
+                return True
+            marker.touch()
+    except OSError:
+        pass  # no folder for it any more: it is said once more
+    return False
 
 
 @lru_cache(maxsize=1)

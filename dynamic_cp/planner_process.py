@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -279,6 +280,8 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Serve the parent through the file descriptor that the command line names."""
+    # What it says stands in the log of rank 0, which is stdout.
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     parent = int(sys.argv[2])
