@@ -80,8 +80,9 @@ def write_bytes(path: str, content: bytes) -> None:
     partial = Path(path) if _is_device(path) else _partial(path)
     try:
         if partial.is_fifo():
-            _check_reader(path)
-        partial.write_bytes(content)
+            _write_pipe(path, content)
+        else:
+            partial.write_bytes(content)
         if partial != Path(path):
             partial.replace(path)
     except OSError as error:
@@ -95,16 +96,19 @@ def write_json(path: str, data: Any) -> None:
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
-def _check_reader(path: str) -> None:
-    """Refuse a named pipe that nobody reads: opening it would wait for ever."""
+def _write_pipe(path: str, content: bytes) -> None:
+    """Write to a named pipe; one that nobody reads is refused: opening it would wait for ever."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
         raise InvalidInputError(
             f"cannot write {path}: it is a pipe that nobody reads: start its reader first"
         ) from error
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb") as pipe:
+        pipe.write(content)
 
 
 def _is_device(path: str) -> bool:
