@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from dynamic_cp import hugging_face
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
+from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape
 
@@ -130,14 +130,22 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
             name=name,
         )
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {name}: {error.strerror or error}: check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{name} is not JSON: {error}: compare it with a bundled file") from error
+        content = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        raise InvalidInputError(
+            f"cannot read {name}: {getattr(error, 'strerror', None) or error}: check the path"
+        ) from error
+    data = parse_json(name, content, f"compare it with {_example(kind)}")
     if not isinstance(data, dict):
-        raise InvalidInputError(f"{name} holds a JSON {type(data).__name__}, an object is needed")
+        raise InvalidInputError(
+            f"{name} holds {value_in_words(data)}, an object is needed: compare it with {_example(kind)}"
+        )
     return name, data
+
+
+def _example(kind: str) -> Path:
+    """Return a bundled file to compare another with."""
+    return _DATA / kind / {"hardware": "h100.json", "models": "llama-3-8b.json"}[kind]
 
 
 def _is_path(name: str) -> bool:
@@ -149,7 +157,8 @@ def _check_keys(where: str, data: Mapping[str, Any], required: list[str], value_
     if value_type is Hardware:
         known = ["base", *(name for name in known if name != "source")]
     if missing := [name for name in required if name not in data]:
-        raise InvalidInputError(f"{where} lacks {', '.join(missing)}: it needs {', '.join(required)}")
+        example = _example("hardware" if value_type is Hardware else "models")
+        raise InvalidInputError(f"{where} lacks {', '.join(missing)}: compare it with {example}")
     if unknown := sorted(name for name in data if name not in known):
         near = did_you_mean(unknown[0], known)
         raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}{near}: known are {', '.join(known)}")
@@ -157,6 +166,6 @@ def _check_keys(where: str, data: Mapping[str, Any], required: list[str], value_
 
 def _typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:
     value = data[name]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidInputError(f"{where}: {name} is {value!r}, it must be of type {kind.__name__}", name=name)
+    if not is_kind(value, kind):
+        raise InvalidInputError(f"{where}: {name} is {value_in_words(value)}, {in_words(kind)} is needed", name=name)
     return value

@@ -35,10 +35,11 @@ def read_npy(file: LengthFile) -> NDArray[np.int64]:
         raise file.no_lengths(".npy", _why_no_array(file)) from error
     if array.dtype.kind not in "iu":
         remedy = "save whole tokens with .astype(numpy.int64)"
+        held = "text" if array.dtype.kind in "US" else str(array.dtype)
         if array.dtype.kind == "f" and np.isnan(array).any():
             number = int(np.isnan(array.ravel()).argmax()) + 1
             remedy = f"drop entry {number}, which is nan, and {remedy}"
-        raise file.no_lengths(".npy", f"it holds {array.dtype}, integers are needed: {remedy}")
+        raise file.no_lengths(".npy", f"it holds {held}, integers are needed: {remedy}")
     if array.ndim != 1:
         why = f"its shape is {array.shape}, one dimension is needed: save array.ravel()"
         raise file.no_lengths(".npy", why)

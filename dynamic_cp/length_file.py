@@ -66,6 +66,8 @@ class LengthFile:
         Raises:
             DataError: it is not UTF-8, with the line and the remedy.
         """
+        if first_line == 1 and content.startswith(b"\x1f\x8b"):
+            raise self.no_lengths(kind, "it is compressed: gunzip it first")
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -75,7 +75,8 @@ def _json_entries(file: LengthFile) -> _Entries:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise file.error(f"line {number} is not JSON ({error}): give one integer or object per line") from error
+            why = "nested too deep" if isinstance(error, RecursionError) else error
+            raise file.error(f"line {number} is not JSON ({why}): give one integer or object per line") from error
         if not isinstance(value, dict):
             yield f"line {number}", value
         elif TOKEN_IDS in value:

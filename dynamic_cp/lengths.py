@@ -75,9 +75,11 @@ def _kind_of(file: LengthFile) -> str:
     if kind in READERS:
         return kind
     if file.content is None and not is_standard_input(file.path):
-        raise DataError(
-            f"{file.name} ends in {file.path.suffix!r}: give a {', '.join(READERS)} file of lengths", path=file.path
-        )
+        file.path.stat()  # that it is not there is the first thing to say
+        if kind in (".gz", ".bz2", ".xz", ".zst", ".zip"):
+            raise DataError(f"{file.name} is compressed: unpack it first", path=file.path)
+        ends = f"ends in {kind!r}" if kind else "has no ending that says what it is"
+        raise DataError(f"{file.name} {ends}: give a {', '.join(READERS)} file of lengths", path=file.path)
     content = file.read()
     for kind, magic in ((".npy", NUMPY_MAGIC), (".idx", INDEX_MAGIC), (".parquet", PARQUET_MAGIC)):
         if content.startswith(magic):

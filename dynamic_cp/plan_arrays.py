@@ -311,7 +311,7 @@ def _checked(seqlens: ArrayLike) -> Ints:
     if wrong.any():
         index = int(wrong.argmax())
         raise InvalidInputError(
-            f"seqlens[{index}] is {lengths[index]}, a length is 1 to {MAX_COUNT} tokens: drop empty samples before "
+            f"seqlens[{index}] is {lengths[index]}, a length is 1 to {MAX_COUNT} tokens: drop or split it before "
             "planning",
             sample_id=index,
             seqlen=int(lengths[index]),

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from typing import Any, cast
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
 
 SCHEMA_VERSION = 1
@@ -71,11 +72,7 @@ def dumps(plan: Plan) -> str:
 
 def loads(text: str | bytes) -> Plan:
     """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or an integer of thousands of digits
-        raise InvalidInputError(f"the plan is not JSON: {error}: give a file that --output wrote") from error
-    return plan_from_dict(data)
+    return plan_from_dict(parse_json("the plan", text, "give a file that `plan --output` wrote"))
 
 
 def digest(plan: Plan) -> str:
@@ -199,8 +196,8 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
 
 def _checked(value: object, kind: type, where: str) -> Any:
     """Return `value` if it is a `kind` (True is no int)."""
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidInputError(f"{where} is {str(value)[:40]!r}, it must be of type {kind.__name__}", where=where)
+    if not is_kind(value, kind):
+        raise InvalidInputError(f"{where} is {value_in_words(value)}, {in_words(kind)} is needed", where=where)
     return value
 
 
@@ -210,7 +207,9 @@ class _Fields:
     def __init__(self, data: object, where: str, names: tuple[str, ...]) -> None:
         self.data, self.where, self.names = _checked(data, dict, where), where, names
         if missing := [name for name in names if name not in self.data]:
-            raise InvalidInputError(f"{where} lacks {', '.join(missing)}: it needs {', '.join(names)}")
+            raise InvalidInputError(
+                f"{where} lacks {', '.join(missing)}: give a file that `plan --output` wrote (--json is more)"
+            )
         if unknown := sorted(str(name) for name in self.data if name not in names):
             raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}: it needs {', '.join(names)}")
 

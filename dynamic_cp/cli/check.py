@@ -49,7 +49,7 @@ def command(plan: str, lengths: str | None) -> None:
         raise InvalidInputError(
             f"cannot read {name}: {getattr(error, 'strerror', None) or error}: check the path"
         ) from error
-    if b"\0" in text:
+    if b"\0" in text or text.startswith(b"\x1f\x8b"):
         raise InvalidInputError(f"{name} is binary, a plan is JSON: give a file that `plan --output` wrote")
     try:
         judged = loads(text)

@@ -10,7 +10,7 @@ import click
 from dynamic_cp import catalog
 from dynamic_cp.cli.console import console
 from dynamic_cp.cli.output import STDOUT, check_suffix, check_writable, write_text
-from dynamic_cp.cli.parameters import SET, Argument, Command, Names, one_option, options_in, output_option
+from dynamic_cp.cli.parameters import SET, Argument, Command, Names, check_name, one_option, options_in, output_option
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.hardware_numbers import KIND_OF
 from dynamic_cp.streams import is_pipe
@@ -59,6 +59,7 @@ def command(hardware: str | None, settings: tuple[str, ...], called: str | None,
         _list()
         return
     values = catalog.load_hardware(hardware, settings)
+    check_name(called)
     if called is not None:
         values = replace(values, name=called)
     text = json.dumps(catalog.hardware_as_dict(values), indent=2, ensure_ascii=False)

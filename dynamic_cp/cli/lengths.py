@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import io
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dynamic_cp.cli.console import can_draw, console, progress
-from dynamic_cp.cli.output import STDOUT, check_suffix, check_writable, write_bytes, write_json
+from dynamic_cp.cli.output import STDOUT, check_apart, check_suffix, check_writable, write_bytes, write_json
 from dynamic_cp.cli.parameters import (
     CUT_OPTIONS,
     KINDS,
@@ -26,7 +27,7 @@ from dynamic_cp.cli.parameters import (
     workload_names,
 )
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.streams import is_pipe
+from dynamic_cp.streams import is_pipe, name_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +101,7 @@ def command(
     """
     check_writable(json)
     check_writable(output)
+    check_apart(output=output, json=json)
     names = tuple(dict.fromkeys(lengths))
     if tokenizer is None and (json_key or chat_template):
         raise InvalidInputError("--json-key and --chat-template are about text: give --tokenizer, or leave them out")
@@ -114,7 +116,7 @@ def command(
     described = {}
     for name in names:
         known = None if tokenizer is None else _tokens(name, tokenizer, json_key or "text", chat_template)
-        values, is_drawn = _drawn(BatchInput(lengths=name, known=known, **given), samples)
+        values, is_drawn = _drawn(BatchInput(lengths=name, known=known, size_flag="--samples", **given), samples)
         described[name] = _described(name, values, is_drawn)
         if output is not None:
             _write(output, values)
@@ -129,8 +131,11 @@ def command(
 
 def _tokens(name: str, tokenizer: str, json_key: str, chat_template: str | None) -> NDArray[np.int64]:
     """Return the lengths of the samples of a text or chat file."""
-    if name in workload_names() or name.startswith("lognormal:") or is_pipe(name):
-        raise InvalidInputError(f"--tokenizer reads files of text, {name} is none: leave it out, or name a file")
+    is_binary = Path(name).suffix.lower() in (".npy", ".idx", ".bin", ".gz")
+    if name in workload_names() or name.startswith("lognormal:") or is_pipe(name) or is_binary:
+        raise InvalidInputError(
+            f"--tokenizer reads files of text, {name_of(name)} is none: leave it out, or name a file of text"
+        )
     found = tuple(importlib.metadata.entry_points(group=LENGTHS_GROUP, name="tokens"))
     if not found:
         raise UnsupportedFeatureError(
@@ -188,7 +193,7 @@ def _show(name: str, described: dict[str, Any], out: Console) -> None:
     from dynamic_cp.cli.tables import bar, grouped, heading, make_table, percent, tokens
 
     out.print(heading(name), Text(f"  {described['source']}" if described["source"] else "", style="dim"))
-    what = "drawn samples" if described["is_drawn"] else "samples"
+    what = ("drawn " if described["is_drawn"] else "") + ("sample" if described["num_samples"] == 1 else "samples")
     out.print(
         f"{grouped(described['num_samples'])} {what}, {grouped(described['num_tokens'])} tokens, "
         f"mean {described['mean_tokens']:.0f}"

@@ -59,6 +59,25 @@ def check_writable(path: str | None, *, only_files: bool = False) -> None:
         raise _unwritable(path, error) from error
 
 
+def check_apart(**paths: str | None) -> None:
+    """Refuse options that write to the same place, where the second would replace or follow the first.
+
+    Args:
+        paths: option without its dashes -> what was given.
+
+    Raises:
+        InvalidInputError: two of them are the same file, or both are stdout.
+    """
+    options: dict[str, str] = {}
+    for option, path in paths.items():
+        if path is None or (path != STDOUT and _is_device(path)):
+            continue
+        place = path if path == STDOUT else os.path.realpath(path)
+        if place in options:
+            raise InvalidInputError(f"--{options[place]} and --{option} are both {path}: give each a place of its own")
+        options[place] = option
+
+
 def write_text(path: str, text: str) -> None:
     """Write `text` to `path` whole or not at all; '-' is stdout.
 

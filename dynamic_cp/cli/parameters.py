@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,6 +72,14 @@ class Argument(click.Argument):
 
 class Command(click.Command):
     """A command whose --help has sections and keeps its examples as they are, and whose errors name its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the words of the command line; an error says whose they are, which click forgets for some."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error of the planner comes out with the names that were typed."""
@@ -230,6 +239,14 @@ MODEL_AND_HARDWARE = (
     ),
     SET,
 )
+
+
+def check_name(name: str | None) -> None:
+    """Refuse a --name of hardware that tables cannot show; None is none given."""
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise InvalidInputError(f"--name is {name!r}, which no table can show: give it a name")
+
+
 RANKS_PER_NODE = _option(
     "--ranks-per-node", type=int, default=8, show_default=True, metavar="N", help="Number of GPUs in a node."
 )
@@ -337,6 +354,7 @@ class BatchInput:
 
     Attributes:
         known: the lengths in the file, where somebody has read it already.
+        size_flag: option that says how many samples are drawn, for messages.
     """
 
     lengths: str
@@ -346,6 +364,7 @@ class BatchInput:
     max_seqlen: int | None = None
     overlong: str | None = None
     known: NDArray[np.int64] | None = None
+    size_flag: str = "--global-batch-size"
 
     @property
     def is_file(self) -> bool:
@@ -355,7 +374,7 @@ class BatchInput:
             return True
         if name.startswith("lognormal:") or name in workload_names():
             return False
-        return "/" in name or Path(name).suffix != ""
+        return "/" in name or Path(name).suffix != "" or os.path.lexists(name)
 
     @property
     def cut_tokens(self) -> int | None:
@@ -385,7 +404,7 @@ class BatchInput:
                 if getattr(self, flag) is not None:
                     raise InvalidInputError(
                         f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is one batch: "
-                        "give --global-batch-size, or leave it out"
+                        f"give {self.size_flag}, or leave it out"
                     )
             return (_numbered((read_length_array(name) if self.known is None else self.known).tolist()),)
         if not 1 <= num_samples <= MAX_SAMPLES:

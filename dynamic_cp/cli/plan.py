@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamic_cp.cli.console import Progress, can_draw, console, progress
-from dynamic_cp.cli.output import STDOUT, check_writable, write_json, write_text
+from dynamic_cp.cli.output import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.cli.parameters import (
     BatchInput,
     Command,
@@ -69,6 +69,7 @@ def command(policy: str, bound: bool, output: str | None, json: str | None, **gi
     """
     check_writable(output)
     check_writable(json)
+    check_apart(output=output, json=json)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     with progress("planning") as steps:
         steps(0, 3, "lengths")

@@ -51,9 +51,12 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(dict.fromkeys(int(word) for word in value.split(",")))
+            numbers = tuple(dict.fromkeys(int(word) for word in value.split(",")))
         except ValueError:
             self.fail(f"{value!r} is not a list of whole numbers such as 1,2,4", param, ctx)
+        if min(numbers) < 1 and param is not None:
+            raise InvalidInputError(f"{param.opts[0]} is {min(numbers)}, at least 1 is needed: change it")
+        return numbers
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Return what --help shows."""

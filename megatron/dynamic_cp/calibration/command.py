@@ -10,7 +10,7 @@ import click
 
 from dynamic_cp import catalog
 from dynamic_cp.cli.output import check_suffix, check_writable
-from dynamic_cp.cli.parameters import SET, Command, Names, one_option, options_in
+from dynamic_cp.cli.parameters import SET, Command, Names, check_name, one_option, options_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -95,9 +95,11 @@ def command(**given: Any) -> int:
     for path in (given["output"], measured_path(given["output"]), given["plot"]):
         check_writable(path, only_files=True)
     check_suffix(given["output"], "a hardware file", (".json",))
+    check_name(given["name"])
     if given["plot"] is not None:
         _check_plot(given["plot"])
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module=r"torch\..*")
         warnings.filterwarnings("ignore", module=r"megatron\..*")  # what it misses, `dynamic-cp doctor` says
         try:
             from megatron.dynamic_cp.calibration.run import run

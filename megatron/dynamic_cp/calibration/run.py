@@ -89,7 +89,7 @@ def _setup(given: dict[str, Any], place: Place) -> Setup:
     reason = model.why_no_split(tp_size=tp_size, pp_size=1, vp_size=1, ranks_per_node=tp_size)
     if reason is not None:
         raise InvalidInputError(f"--tp {tp_size} does not suit --model {given['model']}: {reason}: use a divisor")
-    max_tokens = given["max_tokens"] or _MAX_TOKENS[kind]
+    max_tokens = _MAX_TOKENS[kind] if given["max_tokens"] is None else given["max_tokens"]
     if max_tokens < _LEAST_TOKENS:
         raise InvalidInputError(f"--max-tokens is {max_tokens}, at least {_LEAST_TOKENS} are needed to see rates grow")
     dtype = {"auto": "bf16" if kind == "cuda" else "fp32"}.get(given["dtype"], given["dtype"])

@@ -21,6 +21,7 @@ COMMANDS = {
     "sweep": ["sweep", *DRAWN, "--gpus", "4", *FILES, "--jobs", "1"],
     "trace": ["trace", *LENGTHS, "--lanes", "4", *FILES, "--output", "trace.json"],
     "report": ["report", *DRAWN, "--lanes", "4", *FILES, "--output", "report.html"],
+    "hardware": ["hardware", "h100"],
     "doctor": ["doctor", "--quick"],
 }
 
@@ -111,6 +112,12 @@ CASES = {
         (["--samples", "5", "--seed", "-3"], "error: --seed is -3"),
         (["--samples", "5", "--max-seqlen", "0"], "error: --max-seqlen is 0"),
         (["--seed", "3"], "--seed is about drawing a batch"),
+        (["--max-seqlen", "100"], "one batch: give --samples, or leave it out"),
+        (["--output", "x.txt", "--json", "./x.txt"], "--output and --json are both ./x.txt: give each a place"),
+        (["numbers"], "numbers has no ending that says what it is: give a .npy"),
+        (["loop"], "cannot read loop: Too many levels of symbolic links"),
+        (["lengths.txt.gz"], "lengths.txt.gz is compressed: unpack it first"),
+        (["gzip.txt"], "gzip.txt is no .txt file of lengths: it is compressed: gunzip it first"),
     ],
     "plan": [
         *ANY_BATCH,
@@ -119,6 +126,13 @@ CASES = {
         (["--output", "no/plan.json"], "cannot write no/plan.json"),
         (["--policy", "best"], "policy 'best' is unknown: use one of dynamic"),
         (["--seed", "1"], "--seed is about drawing a batch, but all of"),
+        (["--output", "x.json", "--json", "x.json"], "--output and --json are both x.json: give each a place"),
+        (["--output", "-", "--json", "-"], "--output and --json are both -: give each a place"),
+        (["--lanes"], "Option '--lanes' requires an argument (dynamic-cp plan --help lists the options)"),
+        (["--model", "none.json"], "none.json is not JSON: it is empty: compare it with "),
+        (["--model", "list.json"], "list.json holds a list, an object is needed: compare it with "),
+        (["--hardware", "gzip.json"], "gzip.json is not JSON: byte 0x8b in line 1 is no UTF-8"),
+        (["--hardware", "twice.json"], "twice.json has 'base' twice in one object: keep one of them"),
     ],
     "check": [
         ([], "cannot read plan.json: No such file or directory"),
@@ -134,6 +148,7 @@ CASES = {
         (["--gpus", "12"], "12 GPUs are no whole number of nodes of 8"),
         (["--tp", "1,x"], "'1,x' is not a list of whole numbers"),
         (["--pp", "0"], "error: --pp is 0, at least 1"),
+        (["--max-tokens-per-rank", "0"], "error: --max-tokens-per-rank is 0, at least 1"),
         (["--tp", "3"], "none of the settings can run on 4 GPUs: TP x PP does not divide the GPUs (6)"),
         (["--recompute", "half"], "error: --recompute is half: use some of none, selective, full"),
         (["--jobs", "0"], "--jobs is 0"),
@@ -160,6 +175,11 @@ CASES = {
         (["--output", "report"], "--output report ends in nothing, a report is .html or .htm: rename it"),
         (["--run", "folder.npy"], "--lengths says what to simulate, --run is about a run"),
     ],
+    "hardware": [
+        (["--name", ""], "--name is '', which no table can show: give it a name"),
+        (["--name", "a\nb"], r"--name is 'a\nb', which no table can show"),
+        (["--output", "x.txt"], "--output x.txt ends in '.txt', a hardware file is .json"),
+    ],
     "doctor": JSON,
 }
 
@@ -174,6 +194,14 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "words.json").write_text("five")
     (tmp_path / "lengths.xls").write_text("5")
     (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "numbers").write_text("5")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "lengths.txt.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "gzip.txt").write_bytes(b"\x1f\x8b\x08")
+    (tmp_path / "gzip.json").write_bytes(b"\x1f\x8b\x08")
+    (tmp_path / "none.json").write_text(" \n")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "twice.json").write_text('{"base": "h100", "base": "h200"}')
     (tmp_path / "off.json").write_text('{"base": "h100", "hbm_bytes": {"value": 80, "source": "datasheet"}}')
     model = json.loads((INPUTS / "model.json").read_text())
     (tmp_path / "empty.json").write_text(json.dumps(model | {"num_layers": 0}))
@@ -210,6 +238,7 @@ def test_bad_input(command, folder, capsys):
         (["plan", "--lengths", "x.txt"], "Missing option '--lanes'"),
         (["report", "--output", "r.html"], "Missing option '--lengths' (or '--run DIR' for a training run)"),
         (["report", "--output", "r.html", "--run", "folder.npy"], "was the run started with --dynamic-cp-dump?"),
+        (["lengths", "folder.npy", "--tokenizer", "."], "--tokenizer reads files of text, folder.npy is none"),
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["--frobnicate"], "No such option '--frobnicate'"),
         (["simulate", "--lengths", "github", "--lanes", "4"], "github is a workload without a number of samples"),

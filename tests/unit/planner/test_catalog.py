@@ -150,7 +150,7 @@ def broken(kind, change):
     ("kind", "text", "says"),
     [
         ("hardware", "", "is not JSON"),
-        ("hardware", "[1]", "holds a JSON list"),
+        ("hardware", "[1]", "holds a list, an object is needed"),
         ("hardware", broken("hardware", lambda d: d.pop("peak_flops_per_s")), "lacks peak_flops_per_s"),
         ("hardware", broken("hardware", lambda d: d.update(colour="red")), "unknown entries colour"),
         ("hardware", broken("hardware", lambda d: d.update(name=3)), "name is 3"),
@@ -164,7 +164,11 @@ def broken(kind, change):
         ("models", "{", "is not JSON"),
         ("models", broken("models", lambda d: d.pop("num_layers")), "lacks num_layers"),
         ("models", broken("models", lambda d: d.update(num_layers=32.0)), "num_layers is 32.0"),
-        ("models", broken("models", lambda d: d.update(num_layers=True)), "num_layers is True"),
+        (
+            "models",
+            broken("models", lambda d: d.update(num_layers=True)),
+            "is true, a whole number is needed",
+        ),
         ("models", broken("models", lambda d: d.update(num_layers=0)), "num_layers is 0"),
         ("models", broken("models", lambda d: d.update(experts=8)), "unknown entries experts"),
     ],

@@ -138,7 +138,7 @@ def test_a_file_with_a_base_states_what_differs(tmp_path: Path) -> None:
         ({"base": "h1000"}, r"mine.json: its base: 'h1000' is none of the bundled hardware .did you mean 'h100'"),
         ({"base": "none.json"}, r"mine.json: its base: cannot read .*none.json"),
         ({"base": "mine.json"}, r"mine.json: its base: .*mine.json is its own base"),
-        ({"base": 3}, r"base is 3, it must be of type str"),
+        ({"base": 3}, r"base is 3, a text is needed"),
         (
             {"base": "h100", "bandwith_in_node_bytes_per_s": {}},
             r"unknown entries bandwith_in_node_bytes_per_s .did you",

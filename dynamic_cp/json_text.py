@@ -1,0 +1,82 @@
+"""JSON out of files that people write or copy: what is wrong with one is said in words, with its line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError
+
+_WORDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
+    """Return what the JSON `content` holds; a byte-order mark is let by.
+
+    Args:
+        where: what to call it in errors.
+        remedy: what to do where it is no JSON.
+
+    Raises:
+        InvalidInputError: it is not UTF-8, empty, no JSON, nested too deep, or an object names an entry twice, of which
+            the first would be lost without a word.
+    """
+
+    def refused(why: str) -> InvalidInputError:
+        return InvalidInputError(f"{where} is not JSON: {why}: {remedy}")
+
+    def unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(entries)
+        if len(found) < len(entries):
+            names = [name for name, _ in entries]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidInputError(f"{where} has {twice!r} twice in one object: keep one of them")
+        return found
+
+    if isinstance(content, bytes):
+        if b"\0" in content:
+            raise refused("it is binary")
+        try:
+            content = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            raise refused(f"byte 0x{error.object[error.start]:02x} in line {line} is no UTF-8") from error
+    if not content.strip():
+        raise refused("it is empty")
+    try:
+        return json.loads(content, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        what = error.msg[:1].lower() + error.msg[1:].removesuffix(" starting at")
+        raise refused(f"{what} in line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise refused("it is nested too deep") from error
+    except InvalidInputError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise refused(str(error)) from error
+
+
+def in_words(kind: type) -> str:
+    """Return what JSON calls a value of a Python type."""
+    return _WORDS[kind]
+
+
+def is_kind(value: object, kind: type) -> bool:
+    """Return whether `value` is a `kind` of JSON, where true is no number."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def value_in_words(value: object) -> str:
+    """Return a JSON value as a message names it: short ones as they are, an object or a list by its kind."""
+    if isinstance(value, dict | list):
+        return in_words(type(value))
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
