@@ -70,6 +70,11 @@ def dumps(plan: Plan) -> str:
     return json.dumps(plan_to_dict(plan), sort_keys=True, separators=(",", ":"))
 
 
+def format_cp_sizes(histogram: Mapping[int, int]) -> str:
+    """Return how many buckets of each CP size there are, such as `cp2×4 cp4×1` for four of size 2 and one of size 4."""
+    return " ".join(f"cp{cp_size}×{count}" for cp_size, count in sorted(histogram.items()))
+
+
 def loads(text: str | bytes) -> Plan:
     """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
     return plan_from_dict(parse_json("the plan", text, "give a file that `plan --output` wrote"))

@@ -9,7 +9,7 @@ import click
 from dynamic_cp.cli.parameters import KINDS, Argument, Command, Names
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.streams import name_of, piped_bytes
-from dynamic_cp.types import Sample
+from dynamic_cp.types import Sample, counted
 
 
 @click.command(
@@ -35,7 +35,7 @@ def command(plan: str, lengths: str | None) -> None:
     Exit status 2 and the place that is wrong if not.
     """
     from dynamic_cp.lengths import read_lengths
-    from dynamic_cp.serialize import digest, loads
+    from dynamic_cp.serialize import digest, format_cp_sizes, loads
     from dynamic_cp.validate import check_plan
 
     name = name_of(plan)
@@ -60,9 +60,8 @@ def command(plan: str, lengths: str | None) -> None:
         samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(lengths)))
     check_plan(judged, samples)
     num_samples = sum(1 for _ in judged.samples)
-    sizes = " ".join(f"{cp}:{count}" for cp, count in judged.cp_histogram.items())
     click.echo(
-        f"legal: {judged.num_microbatches} micro-batches, {num_samples} samples, {judged.num_tokens} tokens, "
-        f"buckets by cp size {sizes}"
+        f"legal: {counted(judged.num_microbatches, 'micro-batch')}, {counted(num_samples, 'sample')}, "
+        f"{judged.num_tokens} tokens, buckets {format_cp_sizes(judged.cp_histogram)}"
     )
     click.echo(f"digest: {digest(judged)}")

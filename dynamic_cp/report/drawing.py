@@ -216,9 +216,10 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def format_s(seconds: float) -> str:
-    """Return seconds with three digits and a unit: 1.23 s, 45.6 ms."""
+    """Return seconds with three digits and a unit, which no line break parts: 1.23 s, 45.6 ms."""
     factor, unit = time_unit(seconds) if seconds else (1.0, "s")
-    return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"
+    number = f"{seconds * factor:.3g}" if seconds * factor < 1000 else f"{seconds * factor:.0f}"
+    return f"{number}\u00a0{unit}"
 
 
 def format_count(value: float) -> str:

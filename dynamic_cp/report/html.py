@@ -21,6 +21,7 @@ from dynamic_cp.report.imbalance import imbalance
 from dynamic_cp.report.knee import knee, knee_points
 from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.page import Picture, picture, render
+from dynamic_cp.serialize import format_cp_sizes
 from dynamic_cp.timeline import Timeline
 
 LABELS = (
@@ -302,7 +303,7 @@ def _bounds(comparison: Comparison) -> dict[str, Any]:
 
 def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str]:
     plan = batch.planned.plan if batch.planned else None
-    sizes = "" if plan is None else ", ".join(f"{cp}:\u00a0{count}" for cp, count in plan.cp_histogram.items())
+    sizes = "" if plan is None else format_cp_sizes(plan.cp_histogram)
     return [
         f"{described(one)}, {number + 1}",
         format_s(batch.iteration_s),

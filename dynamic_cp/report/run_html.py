@@ -14,6 +14,7 @@ from dynamic_cp.report.files import write_whole
 from dynamic_cp.report.page import picture, render
 from dynamic_cp.report.run import RunRecord
 from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
+from dynamic_cp.serialize import format_cp_sizes
 
 _MAX_ROWS = 100
 _CLOSE = 0.1
@@ -162,7 +163,7 @@ def _row(one: RunRecord) -> list[str]:
         f"{one.measured_over_predicted:.2f}",
         known(one.loss, "{:.4f}"),
         known(one.num_microbatches, "{}"),
-        ", ".join(f"{cp_size}:\u00a0{count}" for cp_size, count in one.cp_histogram.items()),
+        format_cp_sizes(one.cp_histogram),
         known(one.padding, "{:.2%}"),
         known(one.imbalance, "{:.3f}"),
         "" if one.planner_s is None else format_s(one.planner_s),

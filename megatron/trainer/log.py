@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.serialize import format_cp_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"lm loss: {interval.mean('loss'):.6E}",
         f"grad norm: {last.grad_norm:.3f}",
         f"num_microbatches: {last.num_microbatches}",
-        "cp: " + " ".join(f"{size}x{number}" for size, number in sorted(histogram.items())),
+        format_cp_sizes(histogram),
         f"tokens: {interval.mean('num_tokens'):.0f}",
         f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
         f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",

@@ -73,7 +73,7 @@ def check_static(ended: list[RankEnd], undisturbed: dict[int, str], iterations: 
     assert sorted(got) == sorted(undisturbed)
     for iteration, expected in undisturbed.items():
         if iteration in iterations:
-            assert re.search(r"cp: 2x\d+ ", got[iteration]), "static CP"
+            assert re.search(r"\| cp2×\d+ \|", got[iteration]), "static CP"
         assert loss(got[iteration]) == pytest.approx(loss(expected), rel=1e-5)
     if 1 not in iterations:
         assert got[1] == undisturbed[1], "planned as ever"
@@ -176,7 +176,7 @@ def test_the_static_plan_keeps_to_the_groups_that_were_built(tmp_path, words):
     size = 1 if "--max-dynamic-cp-size 1" in words else 2
     got = figures(ended[0])
     assert sorted(got) == [1, 2, 3, 4, 5, 6]
-    assert all(re.search(rf"cp: {size}x\d+ \|", text) for text in got.values()), got
+    assert all(re.search(rf"\| cp{size}×\d+ \|", text) for text in got.values()), got
 
 
 def test_a_planner_process_that_never_starts_leaves_the_static_plan(tmp_path, undisturbed):

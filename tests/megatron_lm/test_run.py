@@ -89,9 +89,9 @@ def losses_of_ours(log: str) -> list[float]:
 
 def cp_sizes(log: str) -> list[set[int]]:
     """Return the CP sizes of each step."""
-    steps = re.findall(r"buckets by CP size: ([0-9: ]+)\|", log)
+    steps = re.findall(r"buckets: ([cp×0-9 ]+)\|", log)
     assert len(steps) == 4, log[-3000:]
-    return [{int(entry.split(":")[0]) for entry in step.split()} for step in steps]
+    return [{int(entry.removeprefix("cp").split("×")[0]) for entry in step.split()} for step in steps]
 
 
 def test_equals_the_checkout_without_dynamic_cp() -> None:

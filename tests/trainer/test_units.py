@@ -97,7 +97,7 @@ def test_iteration_line_is_read_by_megatron_parsers():
     assert float(found["loss"][1]) == 4.0
     assert line.startswith(" [")
     assert (
-        "cp: 1x20 4x2 | tokens: 10000 | padding: 1.2% | predicted time (ms): 400.0 | measured/predicted: 2.500" in line
+        "cp1×20 cp4×2 | tokens: 10000 | padding: 1.2% | predicted time (ms): 400.0 | measured/predicted: 2.500" in line
     )
     assert "planner (ms): 3.0 | waited for it (ms): 0.4" in line
     assert "tokens/s: 10000 |" in line

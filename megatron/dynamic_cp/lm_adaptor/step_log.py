@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.lane_plan import PlanFacts
+from dynamic_cp.serialize import format_cp_sizes
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper
 from megatron.dynamic_cp.rerouting import in_phase
 from megatron.trainer.log import Interval, StepRecord, plan_scalars
@@ -66,14 +67,13 @@ def record_step(
 
 def plan_line(record: StepRecord, facts: PlanFacts) -> str:
     """Return one line about a step and its plan, in the form of Megatron-LM's log."""
-    sizes = " ".join(f"{cp_size}:{count}" for cp_size, count in sorted(record.cp_histogram.items()))
     fields = [
         " dynamic CP",
         f"micro-batches: {record.num_microbatches}",
         f"samples: {record.num_samples}",
         f"tokens: {record.num_tokens}",
-        f"buckets by CP size: {sizes}",
-        f"padding: {100 * record.padding_fraction:.1f} %",
+        f"buckets: {format_cp_sizes(record.cp_histogram)}",
+        f"padding: {100 * record.padding_fraction:.1f}%",
         f"imbalance: {record.imbalance:.3f}",
         f"exchanged (MB): {record.exchanged_bytes / 1e6:.2f}",
         f"predicted (ms): {1000 * record.predicted_s:.1f}",
