@@ -46,7 +46,8 @@ DATA = {
 }
 MODEL = (
     "--hidden-size 192 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
-    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 1e-3"
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 1e-3 "
+    "--dynamic-cp-calibrate off"
 )
 
 

@@ -5,6 +5,8 @@
     fit.py            measurements -> coefficients, each with its source, and how well they fit
     results.py        what comes out: hardware, errors, points
     picture.py        measured against fitted
+    ladder.py         made-up global batches for a run that calibrates itself before its first iteration
+    step_fit.py       what they took -> coefficients
 
 `megatron/dynamic_cp/calibration` measures.
 """

@@ -20,8 +20,10 @@ EXCHANGES: tuple[CpCommType, ...] = CP_COMM_TYPES
 STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
 
 
-def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of dynamic context parallelism to `parser` and refuse those of unsupported features."""
+def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags of dynamic context parallelism to `parser` and refuse those of unsupported features; return their
+    group.
+    """
     group = parser.add_argument_group("dynamic context parallelism")
     group.add_argument(
         "--dynamic-cp",
@@ -62,7 +64,8 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
         "--dynamic-cp-hardware",
         metavar="NAME|FILE",
         help="hardware of the cost and memory model: "
-        f"{', '.join(catalog.hardware_names())} or a file like those; default: cpu on CPU ranks, else h100",
+        f"{', '.join(catalog.hardware_names())} or a file like those; default: cpu on CPU ranks, which this "
+        "project's trainer corrects at start, else h100",
     )
     group.add_argument(
         "--dynamic-cp-search",
@@ -137,6 +140,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for feature in UNSUPPORTED:
         parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
+    return group
 
 
 def tokens_or_auto(text: str) -> int | str:

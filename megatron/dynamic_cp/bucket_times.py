@@ -82,6 +82,7 @@ class BucketTimes:
         device: where it computes.
         forward_step: runs one micro-batch.
         keep_steps: `gather` sees the latest so many steps.
+        now: the clock on CPU; time.process_time leaves out what other programs take, and waiting.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class BucketTimes:
         device: torch.device,
         forward_step: ForwardStep = loss.forward_step,
         keep_steps: int = 4,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._now = now
         self._chunk_of = {id(chunk): index for index, chunk in enumerate(model)}
         self._stage, self._lane = stage, lane
         self._on_gpu = device.type == "cuda"
@@ -195,7 +198,7 @@ class BucketTimes:
 
     def _mark(self) -> Mark:
         if not self._on_gpu:
-            return time.perf_counter()
+            return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -22,6 +22,8 @@ from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.launcher import environment_number
 from megatron.trainer.validation import complete_and_check
 
+CALIBRATION_MODES = ("auto", "anew", "off")
+
 # Megatron-LM switches that are already so here: accepted, because scripts carry them, and without effect.
 ALREADY_SO = (
     "--use-mcore-models",
@@ -69,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_checkpoint_arguments(parser)
     _add_logging_arguments(parser)
     _add_profiling_arguments(parser)
-    add_dynamic_cp_arguments(parser)
+    _add_calibration_argument(add_dynamic_cp_arguments(parser))
     return parser
 
 
@@ -206,6 +208,17 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         metavar="S",
         help="seconds after which a stopped process of a rank (SIGSTOP) is killed; 0: never",
+    )
+
+
+def _add_calibration_argument(group: Any) -> None:
+    group.add_argument(
+        "--dynamic-cp-calibrate",
+        choices=CALIBRATION_MODES,
+        default="auto",
+        help="on CPU ranks without --dynamic-cp-hardware, correct the cost model by some seconds of made-up steps at "
+        "start; auto: once for this machine, number of ranks and model, then from the user's cache folder or the "
+        "checkpoint; anew: now; off: take hardware cpu as it is",
     )
 
 

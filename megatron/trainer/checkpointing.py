@@ -57,6 +57,7 @@ class Trainable:
         layout: JSON values that decide whether random states fit: TP, PP, lanes.
         has_dropout: whether random states matter.
         gathers_params: weights are gathered by the next forward pass and stale until then.
+        calibration: JSON values of what was measured before the first iteration; None where nothing was.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -68,6 +69,7 @@ class Trainable:
     layout: Mapping[str, int]
     has_dropout: bool
     gathers_params: bool
+    calibration: Mapping[str, Any] | None = None
 
 
 def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position:
@@ -110,7 +112,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     request.apply(loaded["optimizer_state"], run["iteration"])
     _load_scheduler(trainable.scheduler, run["scheduler"])
     if same_layout:
-        _set_rng_state(loaded["rng"])
+        set_rng_state(loaded["rng"])
     elif "data" not in run["identity"]:
         if dist.get_rank() == 0:
             logger.warning(
@@ -132,6 +134,19 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     )
     logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
     return position
+
+
+def saved_calibration(load_dir: str) -> dict[str, Any] | None:
+    """Return the `calibration` of the latest checkpoint below `load_dir`, None where there is none; for rank 0.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    folder = checkpoint_files.latest(load_dir)
+    if folder is None or not (folder / manifest.NAME).exists():
+        return None
+    found: dict[str, Any] | None = manifest.read_manifest(folder).run.get("calibration")
+    return found
 
 
 @contextlib.contextmanager
@@ -257,7 +272,8 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Bring this rank's generators back to where `rng_state` found them."""
     torch.set_rng_state(state["cpu"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available():

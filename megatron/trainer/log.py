@@ -33,6 +33,7 @@ class StepRecord:
         imbalance: max / mean of the lanes' predicted busy seconds.
         exchanged_bytes: sent for attention by all ranks.
         is_fallback: the planner failed and the static plan was run.
+        share_of_others: of the cores, taken from the ranks by other processes; None where that is not known (GPUs).
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StepRecord:
     imbalance: float
     exchanged_bytes: int
     is_fallback: bool = False
+    share_of_others: float | None = None
 
 
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
         f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",
         f"measured/predicted: {interval.mean('elapsed_s') / interval.mean('predicted_s'):.3f}",
+        *([] if last.share_of_others is None else [f"other processes: {interval.mean('share_of_others'):.1%}"]),
         f"planner (ms): {1e3 * interval.mean('planner_s'):.1f}",
         f"waited for it (ms): {1e3 * interval.mean('wait_s'):.1f}",
         f"imbalance: {interval.mean('imbalance'):.3f}",

@@ -27,8 +27,17 @@ from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import checkpoint_files, derive, fusions, layers, memory, model, planners
-from megatron.trainer.checkpointing import Trainable
+from megatron.trainer import (
+    checkpoint_files,
+    derive,
+    fusions,
+    layers,
+    memory,
+    model,
+    planners,
+    start_calibration,
+)
+from megatron.trainer.checkpointing import Trainable, saved_calibration
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
 from megatron.trainer.data.chat_lines import chat_identity
@@ -136,6 +145,7 @@ def set_up(args: argparse.Namespace) -> Run:
     """
     device = initialize(args)
     set_up_logging()
+    is_calibrated = start_calibration.is_wanted(args, device)
     if args.save is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
     if args.tensorboard_dir is not None:
@@ -178,6 +188,20 @@ def set_up(args: argparse.Namespace) -> Run:
     scheduler = model.build_scheduler(args, optimizer)
     if device.type == "cuda":
         warm_up_device(args, config, chunks, wrapped, groups, device)
+    needs = model.chunk_needs(chunks)
+    calibration = None
+    if is_calibrated:
+        machine = start_calibration.Machine(
+            args=args,
+            device=device,
+            topology=topology,
+            model_shape=model_shape,
+            groups=groups,
+            wrapped=wrapped,
+            needs=needs,
+        )
+        hardware, calibration = start_calibration.calibrate(machine, hardware, lambda: _saved_calibration(args))
+        hardware_name = hardware.name
     if args.hidden_dropout > 0:
         seed(args.seed, groups.lane)
     run = Run(
@@ -192,7 +216,7 @@ def set_up(args: argparse.Namespace) -> Run:
         splits=splits,
         config=config,
         model=wrapped,
-        needs=model.chunk_needs(chunks),
+        needs=needs,
         trainable=Trainable(
             chunks=chunks,
             wrapped=wrapped,
@@ -208,6 +232,7 @@ def set_up(args: argparse.Namespace) -> Run:
             },
             has_dropout=args.hidden_dropout > 0,
             gathers_params=args.overlap_param_gather,
+            calibration=calibration,
         ),
         scalars=_scalars(args),
     )
@@ -250,6 +275,11 @@ def _hardware(args: argparse.Namespace, name: str) -> Hardware:
     hardware = load_hardware(name)
     memory.check_memory_is_known(args, hardware)  # before the data are indexed
     return hardware
+
+
+def _saved_calibration(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return what the checkpoint that the run goes on from has kept; a new run that takes only its weights has none."""
+    return None if args.load is None or args.finetune else saved_calibration(args.load)
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:

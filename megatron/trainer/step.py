@@ -69,6 +69,7 @@ class JobSums:
         exchanged_bytes: sent for attention.
         stop: some rank wants to leave.
         is_writing: some rank still writes files of a checkpoint.
+        process_s: CPU time of the ranks.
     """
 
     loss_sum: float
@@ -76,6 +77,7 @@ class JobSums:
     exchanged_bytes: int
     stop: bool
     is_writing: bool
+    process_s: float
 
     @property
     def loss(self) -> float:
@@ -90,20 +92,22 @@ def sum_over_job(
     stop: bool,
     device: torch.device,
     is_writing: bool = False,
+    process_s: float = 0.0,
 ) -> JobSums:
-    """Return the sums of all ranks, the same on each; one all-reduce of five numbers."""
+    """Return the sums of all ranks, the same on each; one all-reduce of six numbers."""
     # One copy: writing numbers of the host into a tensor of a GPU one by one waits for it each time.
-    sums = torch.tensor([0.0, 0.0, exchanged_bytes, stop, is_writing], dtype=torch.float64, device=device)
+    sums = torch.tensor([0.0, 0.0, exchanged_bytes, stop, is_writing, process_s], dtype=torch.float64, device=device)
     # Tensor-parallel ranks hold the same losses, pipeline stages before the last none.
     if logged and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums[:2] = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
     with span("sums over the job"):
         dist.all_reduce(sums)
-        loss_sum, num_tokens, total_bytes, num_stops, num_writing = sums.tolist()
+        loss_sum, num_tokens, total_bytes, num_stops, num_writing, total_process_s = sums.tolist()
     return JobSums(
         loss_sum=loss_sum,
         num_tokens=int(num_tokens),
         exchanged_bytes=int(total_bytes),
         stop=num_stops > 0,
         is_writing=num_writing > 0,
+        process_s=total_process_s,
     )

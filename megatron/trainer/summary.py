@@ -23,6 +23,7 @@ class RunSummary:
     timed_tokens: int = 0
     exchanged_bytes: int = 0
     computed_tokens: float = 0.0
+    taken_s: float | None = None
     buckets_of_cp_size: Counter[int] = field(default_factory=Counter)
 
     def add(self, record: StepRecord) -> None:
@@ -41,6 +42,8 @@ class RunSummary:
         self.predicted_s += record.predicted_s
         self.planner_s += record.planner_s
         self.wait_s += record.wait_s
+        if record.share_of_others is not None:
+            self.taken_s = (self.taken_s or 0.0) + record.share_of_others * record.elapsed_s
 
     def describe(self) -> str:
         """Return the lines, "" for a run without iterations."""
@@ -59,9 +62,12 @@ class RunSummary:
             step_ms, planner_ms, wait_ms = (
                 1e3 * seconds / self.num_timed for seconds in (self.elapsed_s, self.planner_s, self.wait_s)
             )
+            others = ""
+            if self.taken_s is not None:
+                others = f"; other processes took {self.taken_s / self.elapsed_s:.1%} of the cores"
             lines += [
                 f"  {step_ms:.1f} ms per iteration, {self.timed_tokens / self.elapsed_s:.0f} tokens/s, "
-                f"measured/predicted {self.elapsed_s / self.predicted_s:.3f} (without the first iteration)",
+                f"measured/predicted {self.elapsed_s / self.predicted_s:.3f} (without the first iteration){others}",
                 f"  planner {planner_ms:.1f} ms per iteration beside the steps, waited for plans and samples "
                 f"{wait_ms:.2f} ms ({wait_ms / step_ms:.2%})",
             ]

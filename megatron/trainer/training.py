@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.global_batch import GlobalBatch
 from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.calibration.undisturbed import Moment, share_of_others
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.nvtx import span
@@ -184,6 +185,7 @@ def _train_step(
         NotFiniteError: loss or gradient norm is not finite; the same on every rank.
     """
     started = time.perf_counter()
+    began = Moment.now() if run.device.type == "cpu" else None
     iteration, samples, data = next(steps)
     phase.enter(f"iteration {iteration}, forward and backward passes")
     for chunk in run.model:
@@ -196,7 +198,9 @@ def _train_step(
         stop=wants_stop(),
         device=run.device,
         is_writing=is_writing(),
+        process_s=0.0 if began is None else time.process_time() - began.process_s,
     )
+    others = None if began is None else share_of_others(began, sums.process_s, run.topology)
     refining.end_step(iteration)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
@@ -223,6 +227,7 @@ def _train_step(
         imbalance=facts.imbalance,
         exchanged_bytes=sums.exchanged_bytes,
         is_fallback=facts.fallback is not None,
+        share_of_others=others,
     )
     return record, sums.stop, sums.is_writing
 

@@ -76,6 +76,7 @@ def _record(**changes) -> StepRecord:
 def test_iteration_line_is_read_by_megatron_parsers():
     interval = Interval(records=(_record(), _record(loss=3.0, elapsed_s=1.5)), world_size=4)
     line = iteration_line(interval, iteration=6, train_iters=100, consumed_samples=768)
+    assert "other processes" not in line, "not known on GPUs"
     # The patterns that log parsers of Megatron-LM runs use.
     found = {
         name: re.search(pattern, line)
@@ -102,6 +103,9 @@ def test_iteration_line_is_read_by_megatron_parsers():
     assert "planner (ms): 3.0 | waited for it (ms): 0.4" in line
     assert "tokens/s: 10000 |" in line
     assert "\n" not in line
+    interval = Interval(records=(_record(share_of_others=0.5), _record(share_of_others=0.1)), world_size=4)
+    line = iteration_line(interval, iteration=6, train_iters=100, consumed_samples=768)
+    assert "| other processes: 30.0% | planner (ms)" in line
 
 
 def test_validation_line():

@@ -43,6 +43,13 @@ def test_the_first_iteration_counts_but_is_not_timed():
     assert "static plan" not in said
 
 
+def test_what_other_processes_took_is_a_mean_over_time():
+    summary = RunSummary()
+    for elapsed_s, share in ((60.0, 0.9), (1.0, 0.5), (3.0, 0.1)):
+        summary.add(record(elapsed_s=elapsed_s, share_of_others=share))
+    assert "(without the first iteration); other processes took 20.0% of the cores" in summary.describe()
+
+
 def test_fallbacks_are_counted():
     summary = RunSummary()
     summary.add(record(is_fallback=True))

@@ -8,5 +8,6 @@
     sections.py  what is measured, section by section
     links.py     transfers between ranks
 
+`undisturbed.py` tells what other programs take of a machine; the trainer's start_calibration.py asks it.
 `dynamic_cp/calibration` fits what was measured.
 """

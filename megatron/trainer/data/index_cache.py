@@ -16,6 +16,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index
 from megatron.trainer.data.source import count
+from megatron.trainer.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,9 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
     if cache_path is not None:
         return [os.path.join(cache_path, file_name(os.path.realpath(files.root)))]
     places = [os.path.join(files.root, HIDDEN_FOLDER, file_name())]
-    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not user_cache.startswith("~"):  # a user of a container may have no home
-        places.append(os.path.join(user_cache, "megatron-dynamic-cp", file_name(os.path.realpath(files.root))))
+    user_cache = user_cache_folder()
+    if user_cache is not None:
+        places.append(os.path.join(user_cache, file_name(os.path.realpath(files.root))))
     return places
 
 

@@ -1,0 +1,130 @@
+"""How long CPU ranks would take something if their machines did nothing else.
+
+Where all cores that ranks may use are busy, whatever other programs take of them is what the ranks lack. The system
+counts the seconds that cores were busy; what the ranks did not spend of them was others' doing, the hypervisor's, too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.types import Topology
+from megatron.dynamic_cp.verify import collective_device
+
+_IDLE = (3, 4)
+"""Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""
+_COLUMNS = 8
+"""Further ones are parts of these: guests."""
+_IDLE_SHARE = 0.1
+"""Of the cores: where as much was left over, nobody lacked anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A moment on this rank's machine.
+
+    Attributes:
+        wall_s: of a clock; process_s: CPU time of this process.
+        busy_s, idle_s: of the cores that this process may use, since the machine started; 0 where that is not said.
+    """
+
+    wall_s: float
+    process_s: float
+    busy_s: float
+    idle_s: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Return this moment."""
+        busy_s, idle_s = _cores_s()
+        return cls(wall_s=time.perf_counter(), process_s=time.process_time(), busy_s=busy_s, idle_s=idle_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """Seconds of something that all ranks did together, on the rank for which it took longest.
+
+    Attributes:
+        elapsed_s: as it was; alone_s: if no other program had been there.
+    """
+
+    elapsed_s: float
+    alone_s: float
+
+
+def took_since(started: Moment, topology: Topology) -> Took:
+    """Return how long it is since `started`; collective over the job.
+
+    Limits: a container with a quota of CPU time on a machine that is full sees the others' share as taken from it.
+    """
+    now = Moment.now()
+    elapsed_s, process_s = now.wall_s - started.wall_s, now.process_s - started.process_s
+    of_ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=collective_device())
+    of_ranks[dist.get_rank()] = process_s
+    dist.all_reduce(of_ranks)
+    on_node = ranks_on_node(topology)
+    first = dist.get_rank() // on_node * on_node
+    own_s = float(of_ranks[first : first + on_node].sum())
+    found = torch.tensor(
+        [elapsed_s, alone_s(elapsed_s, own_s, now.busy_s - started.busy_s, now.idle_s - started.idle_s)],
+        dtype=torch.float64,
+        device=collective_device(),
+    )
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    elapsed_s, without_others_s = found.tolist()
+    return Took(elapsed_s=elapsed_s, alone_s=without_others_s)
+
+
+def alone_s(elapsed_s: float, own_s: float, busy_s: float, idle_s: float) -> float:
+    """Return the seconds of `elapsed_s` that are left without what other programs took from the ranks of a machine.
+
+    Args:
+        own_s: CPU time of its ranks meanwhile; busy_s, idle_s: time of all their cores, busy and not.
+    """
+    all_s = busy_s + idle_s
+    if all_s <= 0:
+        return elapsed_s
+    crowded = max(0.0, 1 - idle_s / (_IDLE_SHARE * all_s))
+    taken_s = crowded * max(0.0, busy_s - own_s)
+    return elapsed_s * (1 - taken_s / all_s)
+
+
+def share_of_others(started: Moment, own_s: float, topology: Topology) -> float | None:
+    """Return the share of the cores that other processes took from the ranks since `started`.
+
+    None for ranks on several machines, and where the system does not say.
+
+    Args:
+        own_s: CPU time of all ranks meanwhile.
+    """
+    now = Moment.now()
+    elapsed_s, busy_s, idle_s = now.wall_s - started.wall_s, now.busy_s - started.busy_s, now.idle_s - started.idle_s
+    if topology.world_size > topology.ranks_per_node or busy_s + idle_s <= 0:
+        return None
+    return 1 - alone_s(elapsed_s, own_s, busy_s, idle_s) / elapsed_s
+
+
+def ranks_on_node(topology: Topology) -> int:
+    """Return how many ranks share a machine."""
+    return min(topology.world_size, topology.ranks_per_node)
+
+
+def _cores_s() -> tuple[float, float]:
+    """Return (busy, idle) seconds of the cores that this process may use; 0, 0 where there is no /proc/stat."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 0.0, 0.0
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            rows = [line.split() for line in file if line.startswith("cpu")]
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = np.array([row[1 : 1 + _COLUMNS] for row in rows if row[0] in mine], np.float64).reshape(-1, _COLUMNS)
+    idle_s = float(ticks[:, _IDLE].sum()) / os.sysconf("SC_CLK_TCK")
+    return float(ticks.sum()) / os.sysconf("SC_CLK_TCK") - idle_s, idle_s

@@ -1,0 +1,46 @@
+"""Seconds that other programs took are told from those of the ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dynamic_cp.types import Topology
+from megatron.dynamic_cp.calibration.undisturbed import Moment, alone_s, took_since
+from tests.distributed.harness import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "own", "busy", "idle", "expected"),
+    [
+        (10.0, 20.0, 20.0, 0.0, 10.0),  # two cores, all of them the ranks'
+        (10.0, 8.0, 20.0, 0.0, 4.0),  # 12 of 20 seconds were others'
+        (10.0, 8.0, 12.0, 8.0, 10.0),  # others took 4, and 8 were left over
+        (10.0, 4.0, 500.0, 140.0, 10.0),  # 64 cores, most of them others', but some are free
+        (10.0, 6.0, 19.0, 1.0, 6.75),  # others took 13, while now and then a core was free
+        (10.0, 25.0, 20.0, 0.0, 10.0),  # ticks are coarse
+        (10.0, 8.0, 0.0, 0.0, 10.0),  # the system does not say
+    ],
+)
+def test_what_others_took_is_left_out_where_no_core_was_idle(elapsed, own, busy, idle, expected):
+    assert alone_s(elapsed, own, busy, idle) == pytest.approx(expected)
+
+
+def _work_on_one_rank():
+    started = Moment.now()
+    if dist.get_rank() == 0:
+        until = time.process_time() + 0.3
+        while time.process_time() < until:
+            pass
+    took = took_since(started, Topology(num_lanes=2, ranks_per_node=2))
+    return took.elapsed_s, took.alone_s
+
+
+def test_all_ranks_hear_of_the_slowest():
+    first, second = run_ranks(2, _work_on_one_rank, timeout_s=60)
+    assert first == second
+    elapsed_s, undisturbed_s = first
+    assert elapsed_s >= 0.3
+    assert 0.0 < undisturbed_s <= elapsed_s + 0.02
