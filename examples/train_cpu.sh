@@ -18,7 +18,7 @@ export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
 set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --distributed-backend gloo \
-  --seq-length 8192 --max-seqlen-per-dp-cp-rank 4096 \
+  --seq-length 4096 --max-seqlen-per-dp-cp-rank 2048 \
   --num-layers 2 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 \
   --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
   --data-path "$DOCUMENTS" --data-glob '**/*.py' --overlong split --split 98,2,0 --tokenizer-type ByteTokenizer \
