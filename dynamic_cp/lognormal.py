@@ -34,6 +34,11 @@ class Lognormal:
         """Return lengths, float64 [samples], clipped above only."""
         return np.minimum(generator.lognormal(self.log_median, self.sigma, num_samples), self.max_tokens)
 
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest length that can be drawn."""
+        return self.max_tokens if self.sigma else min(self.max_tokens, int(math.exp(self.log_median)))
+
 
 LOGNORMALS = {
     "lognormal-github": Lognormal(log_median=math.log(1800), sigma=1.6),

@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.length_summary import describe as describe
-from dynamic_cp.lengths import read_length_array
+from dynamic_cp.lengths import MAX_LENGTH, read_length_array
 from dynamic_cp.lognormal import LOGNORMALS, SPEC_EXAMPLE, parse_lognormal
 from dynamic_cp.nearest import did_you_mean
 
@@ -30,6 +30,22 @@ _SFTMIX_LONG_TOKENS = 8192
 _MAX_ROUNDS = 200
 
 _Draw = Callable[[np.random.Generator, int], NDArray[Any]]
+
+
+class _Drawer(NamedTuple):
+    """How documents are drawn.
+
+    Attributes:
+        draw: returns lengths, [samples].
+        max_tokens: no document is longer.
+        min_tokens: its own least length, if it has one.
+        listed: all lengths that there are, if that is how it is given.
+    """
+
+    draw: _Draw
+    max_tokens: int
+    min_tokens: int | None = None
+    listed: NDArray[np.int64] | None = None
 
 
 def workload_names() -> tuple[str, ...]:
@@ -97,8 +113,9 @@ def draw_lengths(
             raise InvalidInputError(f"{what} is {value}, the smallest allowed value is {minimum}: give a larger {what}")
     if overlong not in OVERLONG_POLICIES:
         raise InvalidInputError(f"overlong is {overlong!r}: use one of {', '.join(OVERLONG_POLICIES)}")
-    draw, own_min = _drawer(source, max_seqlen)
-    min_seqlen = min_seqlen if own_min is None else own_min
+    drawer = _drawer(source, max_seqlen)
+    draw = drawer.draw
+    min_seqlen = min_seqlen if drawer.min_tokens is None else drawer.min_tokens
     if min_seqlen > max_seqlen:
         raise InvalidInputError(
             f"the minimum length is {min_seqlen} and max_seqlen {max_seqlen}: raise max_seqlen or lower the minimum"
@@ -119,6 +136,24 @@ def draw_lengths(
     return np.clip(lengths, min_seqlen, max_seqlen)
 
 
+def longest_length(
+    source: str | Path | NDArray[np.int64], max_seqlen: int, min_seqlen: int = 64, overlong: Overlong = "truncate"
+) -> int:
+    """Return the tokens of the longest sample that `draw_lengths` can return with any seed: what a run has to hold.
+
+    Args:
+        source, max_seqlen, min_seqlen, overlong: as for `draw_lengths`.
+
+    Raises:
+        InvalidInputError, DataError: as `draw_lengths`.
+    """
+    drawer = _drawer(source, max_seqlen)
+    longest = drawer.max_tokens
+    if overlong == "drop" and drawer.listed is not None:
+        longest = int(drawer.listed.max(initial=0, where=drawer.listed <= max_seqlen))
+    return min(max(longest, min_seqlen if drawer.min_tokens is None else drawer.min_tokens), max_seqlen)
+
+
 @cache
 def _entries() -> dict[str, dict[str, Any]]:
     """Return the bundled lists and quantile tables by name."""
@@ -135,30 +170,36 @@ def _unknown(name: str) -> InvalidInputError:
     )
 
 
-def _drawer(source: str | Path | NDArray[np.int64], max_seqlen: int) -> tuple[_Draw, int | None]:
-    """Return what draws documents, and their own least length if they have one."""
+def _drawer(source: str | Path | NDArray[np.int64], max_seqlen: int) -> _Drawer:
+    """Return what draws documents."""
     if isinstance(source, np.ndarray):
-        return lambda generator, num_samples: generator.choice(source, num_samples), None
+        return _listed(source)
     name = str(source)
-    if name.startswith("lognormal:"):
-        own = parse_lognormal(name)
-        return own.draw, own.min_tokens
-    if name in LOGNORMALS:
-        return LOGNORMALS[name].draw, None
+    if name.startswith("lognormal:") or name in LOGNORMALS:
+        shape = LOGNORMALS[name] if name in LOGNORMALS else parse_lognormal(name)
+        return _Drawer(shape.draw, shape.longest_tokens, shape.min_tokens)
     if name == "sftmix":
         if max_seqlen <= _SFTMIX_LONG_TOKENS:
             raise InvalidInputError(
                 f"sftmix has documents between {_SFTMIX_LONG_TOKENS} and max_seqlen, which is {max_seqlen}: raise it"
             )
-        return lambda generator, num_samples: _draw_sftmix(generator, num_samples, max_seqlen), None
+        return _Drawer(lambda generator, num_samples: _draw_sftmix(generator, num_samples, max_seqlen), MAX_LENGTH)
     entry = _entries().get(name)
     if entry and "quantiles" in entry:
         percents, tokens = np.array(entry["quantiles"], dtype=np.float64).T
-        return lambda generator, num_samples: _draw_quantiles(generator, num_samples, percents, np.log(tokens)), None
+        return _Drawer(
+            lambda generator, num_samples: _draw_quantiles(generator, num_samples, percents, np.log(tokens)),
+            int(tokens.max()),
+        )
     if not entry and not Path(name).suffix and "/" not in name:
         raise _unknown(name)
-    listed = read_length_array(_DATA / f"{name}.npy" if entry else name)
-    return lambda generator, num_samples: generator.choice(listed, num_samples), None
+    return _listed(read_length_array(_DATA / f"{name}.npy" if entry else name))
+
+
+def _listed(lengths: NDArray[np.int64]) -> _Drawer:
+    return _Drawer(
+        lambda generator, num_samples: generator.choice(lengths, num_samples), int(lengths.max()), listed=lengths
+    )
 
 
 def _draw_sftmix(generator: np.random.Generator, num_samples: int, max_seqlen: int) -> NDArray[np.float64]:

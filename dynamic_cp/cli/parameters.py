@@ -389,7 +389,7 @@ class BatchInput:
         Raises:
             DynamicCPError: unknown name, unreadable file, numbers out of range.
         """
-        from dynamic_cp.lengths import MAX_LENGTH, read_length_array
+        from dynamic_cp.lengths import read_length_array
         from dynamic_cp.workloads import draw_lengths, workload_source
 
         name, num_samples = self.lengths, self.global_batch_size
@@ -414,24 +414,43 @@ class BatchInput:
         num_batches = default_batches if self.batches is None else self.batches
         if not 1 <= num_batches <= MAX_BATCHES:
             raise InvalidInputError(f"--batches is {num_batches}, 1 to {MAX_BATCHES} can be compared: change it")
-        max_seqlen = MAX_LENGTH if self.cut_tokens is None else self.cut_tokens
-        known = self.known
-        if known is None and is_pipe(name):
-            known = read_length_array(name)  # once: it holds nothing afterwards
         return tuple(
-            _numbered(
-                draw_lengths(
-                    name if known is None else known,
-                    num_samples,
-                    (self.seed or 0) + index,
-                    max_seqlen,
-                    # A file's lengths are the user's own; a workload's start where those of the planner's cases do.
-                    min_seqlen=1 if self.is_file else min(64, max(1, max_seqlen)),
-                    overlong=cast(Any, self.overlong or "truncate"),
-                ).tolist()
-            )
+            _numbered(draw_lengths(self._source, num_samples, (self.seed or 0) + index, **self._cut()).tolist())
             for index in range(num_batches)
         )
+
+    def longest_tokens(self, batches: Sequence[Sequence[Sample]]) -> int:
+        """Return the tokens of the longest sample that any global batch may have, not only `batches`, which were drawn.
+
+        Raises:
+            DynamicCPError: as `draw`.
+        """
+        from dynamic_cp.workloads import longest_length
+
+        if self.global_batch_size is None:
+            return max(sample.seqlen for batch in batches for sample in batch)
+        return longest_length(self._source, **self._cut())
+
+    @cached_property
+    def _source(self) -> str | NDArray[np.int64]:
+        """What is drawn from: a pipe is read once, it holds nothing afterwards."""
+        if self.known is not None or not is_pipe(self.lengths):
+            return self.lengths if self.known is None else self.known
+        from dynamic_cp.lengths import read_length_array
+
+        return read_length_array(self.lengths)
+
+    def _cut(self) -> dict[str, Any]:
+        """Return what `draw_lengths` wants to know beside name, number and seed."""
+        from dynamic_cp.lengths import MAX_LENGTH
+
+        max_seqlen = MAX_LENGTH if self.cut_tokens is None else self.cut_tokens
+        return {
+            "max_seqlen": max_seqlen,
+            # A file's lengths are the user's own; a workload's start where those of the planner's cases do.
+            "min_seqlen": 1 if self.is_file else min(64, max(1, max_seqlen)),
+            "overlong": self.overlong or "truncate",
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options for the inputs of a JSON report, as they took effect; None: it has none here."""

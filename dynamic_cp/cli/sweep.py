@@ -137,11 +137,7 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             recompute=tuple(word.strip() for word in given["recompute"].split(",")),
         )
         batches = batch.draw(DEFAULT_BATCHES)
-        longest = (
-            batch.cut_tokens
-            if batch.cut_tokens is not None
-            else max(sample.seqlen for one in batches for sample in one)
-        )
+        longest = batch.longest_tokens(batches)
         job = SweepJob(
             batches=batches,
             model=model,

@@ -196,13 +196,24 @@ def test_flags_of_static_policies():
     assert words("static")[-1] == "--dynamic-cp-hardware 'a b.json'"
 
 
-def test_the_flags_are_for_the_lengths_of_the_workload_not_of_the_draw(capsys):
+def test_the_flags_hold_the_longest_sample_of_the_data_not_of_the_draw(capsys, tmp_path):
+    """Not more either: with a limit of its own for samples that are not there, it recomputed what fits in memory."""
     from dynamic_cp import cli
 
-    words = (
-        "sweep --lengths sft_short --global-batch-size 8 --batches 1 --gpus 8 --tp 4 --pp 1 --recompute full --jobs 1"
-    )
-    assert cli.main([*words.split(), "--json", "-"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert "--seq-length 131072" in " ".join(data["recommended"]["command"])
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text(" ".join(map(str, [*range(60, 700, 7)] * 3 + [1022])))
+
+    def recommended(words):
+        words += " --global-batch-size 8 --batches 1 --gpus 8 --tp 4 --pp 1 --jobs 1 --json -"
+        assert cli.main(["sweep", *words.split()]) == 0
+        data = json.loads(capsys.readouterr().out)
+        return data, re.search(r"--seq-length (\d+)", " ".join(data["recommended"]["command"]))[1]
+
+    data, seq_length = recommended("--lengths sft_short")
+    assert seq_length == "1021"  # the longest of the list: docs/how-to/decide.md says so, too
+    assert data["recommended"]["recompute"] == "none"
     assert (data["inputs"]["seed"], data["inputs"]["max_seqlen"], data["inputs"]["overlong"]) == (0, 131072, "truncate")
+    assert recommended("--lengths sft_short --max-seqlen 500")[1] == "500"
+    assert recommended(f"--lengths {lengths}")[1] == "1022"
+    assert recommended(f"--lengths {lengths} --max-seqlen 400")[1] == "400"
+    assert recommended(f"--lengths {lengths} --max-seqlen 1000 --overlong drop")[1] == "697"

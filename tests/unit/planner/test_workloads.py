@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dynamic_cp
 from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
 from dynamic_cp.length_summary import describe
-from dynamic_cp.workloads import OVERLONG_POLICIES, draw_lengths, workload_names, workload_source
+from dynamic_cp.workloads import OVERLONG_POLICIES, draw_lengths, longest_length, workload_names, workload_source
 from tests.unit.planner.support import CASES
 
 DATA = Path(dynamic_cp.__file__).parent / "data" / "lengths"
@@ -244,3 +244,24 @@ def test_summary_of_a_small_list():
 def test_what_cannot_be_summed_up(lengths):
     with pytest.raises(InvalidInputError, match="cannot describe"):
         describe(lengths)
+
+
+@pytest.mark.parametrize(
+    "name", [*workload_names(), "lognormal:mean=2000,sigma=0", "lognormal:mean=900,sigma=2,max=5000"]
+)
+@pytest.mark.parametrize("max_seqlen", [10_000, 131_072])
+def test_the_longest_sample_is_that_of_all_draws(name, max_seqlen):
+    longest = longest_length(name, max_seqlen)
+    drawn = max(int(draw_lengths(name, 2048, seed, max_seqlen).max()) for seed in range(3))
+    assert drawn <= longest <= max_seqlen
+    if name in LISTS["lists"]:
+        assert longest == min(int(np.load(DATA / f"{name}.npy").max()), max_seqlen)
+
+
+def test_the_longest_sample_of_a_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([5, 90, 400, 1022]))
+    expected = {("truncate", 5000): 1022, ("truncate", 500): 500, ("split", 500): 500, ("drop", 500): 400}
+    expected |= {("drop", 5000): 1022, ("error", 5000): 1022, ("truncate", 20): 20}
+    for (overlong, max_seqlen), longest in expected.items():
+        assert longest_length(tmp_path / "a.npy", max_seqlen, 1, overlong) == longest, (overlong, max_seqlen)
+    assert longest_length(tmp_path / "a.npy", 5000, 2000) == 2000
