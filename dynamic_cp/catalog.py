@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp import hugging_face
+from dynamic_cp.architecture import Architecture
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape
 
+_ARCHITECTURE = "architecture"
+"""Entry of a model file that is not priced."""
 _DATA = Path(__file__).parent / "data"
 
 
@@ -99,7 +102,8 @@ def load_model(name_or_path: str | Path) -> ModelShape:
     where, data = _read("models", name_or_path)
     if hugging_face.is_config(data):
         return hugging_face.model_shape(where, data)
-    _check_keys(where, data, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
+    priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
+    _check_keys(where, priced, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
     kinds = {"int": int, "bool": bool, "str": str}
     values = {
         field.name: _typed(where, data, field.name, kinds[str(field.type)])
@@ -110,6 +114,20 @@ def load_model(name_or_path: str | Path) -> ModelShape:
         return ModelShape(**values)
     except InvalidInputError as error:
         raise InvalidInputError(f"{where}: {error}", **error.details) from error
+
+
+def load_architecture(name_or_path: str | Path) -> Architecture | None:
+    """Return what the model of `load_model` is beyond what is priced; None where its file does not say.
+
+    Raises:
+        InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type.
+    """
+    where, data = _read("models", name_or_path)
+    if hugging_face.is_config(data):
+        return hugging_face.architecture(where, data)
+    if _ARCHITECTURE not in data:
+        return None
+    return Architecture.from_dict(where, _typed(where, data, _ARCHITECTURE, dict))
 
 
 def _names(kind: str) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""The shape of a model from a Hugging Face config.json."""
+"""The shape and the architecture of a model from a Hugging Face config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from dynamic_cp.architecture import Architecture
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import ModelShape
 
@@ -12,13 +13,15 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with a gate and an up projection, whatever their hidden_act."""
 
 _NOT_PRICED = {
-    "num_local_experts": "experts",
-    "num_experts": "experts",
-    "n_routed_experts": "experts",
-    "moe_num_experts": "experts",
-    "kv_lora_rank": "multi-head latent attention",
+    "num_local_experts": ("experts", 2),
+    "num_experts": ("experts", 2),
+    "n_routed_experts": ("experts", 2),
+    "moe_num_experts": ("experts", 2),
+    "kv_lora_rank": ("multi-head latent attention", 1),
+    "q_lora_rank": ("multi-head latent attention", 1),
+    "num_nextn_predict_layers": ("prediction of several tokens", 1),
 }
-"""Key of what the cost model has no formula for -> what it is."""
+"""Key of what the cost model has no formula for -> what it is, and from which value on it is there."""
 
 _SIZES = {
     "num_hidden_layers": "num_layers",
@@ -29,6 +32,39 @@ _SIZES = {
     "head_dim": "kv_channels",
     "vocab_size": "vocab_size",
 }
+
+_ARCHITECTURE = frozenset(
+    {
+        "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
+        "mlp_bias", "attention_dropout", "hidden_act", "initializer_range", "max_position_embeddings",
+    }
+)  # fmt: skip
+_NOT_THE_MODEL = frozenset(
+    {
+        # Files and software.
+        "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "transformers.js_config",
+        "name_or_path", "_name_or_path", "_commit_hash", "_attn_implementation", "attn_implementation",
+        "_attn_implementation_autoset", "use_cache", "torchscript", "pretraining_tp", "use_bfloat16", "tf_legacy_loss",
+        "return_dict", "output_hidden_states", "output_attentions", "output_scores", "return_dict_in_generate",
+        # Token ids and heads for classes.
+        "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
+        "tokenizer_class", "prefix", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
+        # How text is generated.
+        "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
+        "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+        "begin_suppress_tokens", "chunk_size_feed_forward", "is_decoder",
+    }
+)  # fmt: skip
+"""Entries that change nothing that is trained."""
+_PRICED = frozenset(
+    {
+        *_SIZES, *_NOT_PRICED, "model_type", "tie_word_embeddings", "sliding_window", "use_sliding_window",
+        "max_window_layers", "layer_types",
+    }
+)  # fmt: skip
+"""What `model_shape` reads or refuses."""
 
 
 def is_config(data: Mapping[str, Any]) -> bool:
@@ -44,8 +80,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         data: the content of a config.json.
 
     Raises:
-        UnsupportedFeatureError: a model_type whose layers are not known here, experts, latent attention, or a sliding
-            window.
+        UnsupportedFeatureError: a model_type whose layers are not known here, what has no price, or a sliding window.
         InvalidInputError: a key that is missing or of the wrong type.
 
     Limits: biases and query/key norms are not counted.
@@ -63,6 +98,13 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         raise UnsupportedFeatureError(
             f"{where}: sliding_window is {window!r}, only attention over whole sequences is priced: set it to null",
             key="sliding_window",
+        )
+    layer_types = data.get("layer_types") or []
+    if set(layer_types) - {"full_attention"}:
+        raise UnsupportedFeatureError(
+            f"{where}: layer_types has {', '.join(sorted(map(str, set(layer_types) - {'full_attention'})))}, only "
+            "full_attention is priced",
+            key="layer_types",
         )
     values = dict(data)
     if model_type == "llama" and values.get("num_key_value_heads") is None:
@@ -87,9 +129,9 @@ def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
     parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
     found: dict[str, str] = {}
     for part in parts:
-        for key, what in _NOT_PRICED.items():
+        for key, (what, least) in _NOT_PRICED.items():
             value = part.get(key)
-            if isinstance(value, int) and value > 1:
+            if isinstance(value, int) and value >= least:
                 found.setdefault(what, f"{what} ({key} {value})")
     if found:
         raise UnsupportedFeatureError(
@@ -97,6 +139,76 @@ def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
             f"priced yet: give a dense model ({', '.join(MODEL_TYPES)})",
             key=next(iter(found)),
         )
+
+
+def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
+    """Return what `data`, of which `model_shape` has read the shape, says beyond it.
+
+    What pretrain_gpt.py does not have is in `not_trained`, entries among them that are not known here and switch
+    something on: nothing that a config says is left out silently.
+
+    Args:
+        where: what to call the file in errors.
+        data: the content of a config.json.
+
+    Raises:
+        InvalidInputError: a value of the wrong type.
+    """
+    rope, not_trained = _rope(data)
+    base = _number(where, {**data, **rope}, "rope_theta", 10000)
+    rotary_percent = _number(where, {**data, **rope}, "partial_rotary_factor", 1.0)
+    attention_bias, mlp_bias = bool(data.get("attention_bias")), bool(data.get("mlp_bias"))
+    if base != int(base):
+        not_trained.append(f"rope_theta {base}: a whole number is needed")
+    if attention_bias != mlp_bias:
+        on, off = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
+        not_trained.append(
+            f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere"
+        )
+    if data.get("attention_dropout"):
+        not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
+    if data.get("hidden_act", "silu") not in ("silu", "swish"):
+        not_trained.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
+    known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
+    not_trained += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
+    return Architecture(
+        normalization="RMSNorm",
+        norm_epsilon=_number(where, data, "rms_norm_eps", 1e-6),
+        position_embedding_type="rope",
+        add_bias_linear=attention_bias and mlp_bias,
+        add_qkv_bias=data.get("model_type") == "qwen2",
+        qk_layernorm=data.get("model_type") == "qwen3",
+        rotary_base=int(base),
+        rotary_percent=float(rotary_percent),
+        max_position_embeddings=int(_number(where, data, "max_position_embeddings", 0)),
+        init_method_std=_number(where, data, "initializer_range", 0.02),
+        not_trained=tuple(not_trained),
+    )
+
+
+def _rope(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries of RoPE, which are in a place of their own since transformers 5, and what of it is not had."""
+    found: dict[str, Any] = {}
+    not_trained = []
+    for key in ("rope_scaling", "rope_parameters"):
+        entry = data.get(key)
+        if not entry:
+            continue
+        kind = entry.get("rope_type", entry.get("type")) if isinstance(entry, Mapping) else None
+        if isinstance(entry, Mapping) and (kind == "default" or (kind is None and set(entry) == {"rope_theta"})):
+            found |= {name: value for name, value in entry.items() if value is not None}
+        else:
+            not_trained.append(f"{key} {entry!r}: RoPE is not scaled")
+    return found, not_trained
+
+
+def _number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a number >= 0", key=key)
+    return value
 
 
 def _integer(where: str, values: Mapping[str, Any], key: str) -> int:

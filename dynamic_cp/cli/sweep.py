@@ -30,6 +30,7 @@ from dynamic_cp.errors import InvalidInputError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dynamic_cp.architecture import Architecture
     from dynamic_cp.sweep import Point, Sweep, SweepJob
 
 SCHEMA_VERSION = 1
@@ -120,6 +121,7 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     batch = taken(given, BatchInput)
     model, hardware = catalog.load_model(given["model"]), catalog.load_hardware(given["hardware"], given["settings"])
+    architecture = catalog.load_architecture(given["model"])
     if not hardware.hbm_bytes:
         raise InvalidInputError(
             f"hardware {hardware.name!r} gives no hbm_bytes, so nothing says what fits: use another --hardware"
@@ -154,7 +156,10 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             num_processes=jobs or len(os.sched_getaffinity(0)),
             progress=steps,
         )
-    flags = _flags(found.fastest, job, given, longest)
+    from dynamic_cp.sweep.flags import why_not_trained
+
+    refusal = why_not_trained(model, architecture)
+    flags = [] if refusal else _flags(found.fastest, job, architecture, given, longest)
     if json:
         inputs = {
             **batch.as_dict(),
@@ -168,18 +173,22 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             "model": given["model"],
         }
         inputs |= {"hardware": given["hardware"], "set": given["settings"], "policy": job.policy}
-        write_json(json, _as_dict(found, inputs, flags))
+        write_json(json, _as_dict(found, inputs, flags, refusal))
     if json != STDOUT:
-        _show(found, job, given, gpus, flags, console())
+        notes = _notes(given["model"], job, architecture, longest)
+        _show(found, job, given, gpus, flags, refusal, notes, console())
 
 
-def _flags(point: Point, job: SweepJob, given: dict[str, Any], longest: int) -> list[str]:
+def _flags(
+    point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any], longest: int
+) -> list[str]:
     """Return the lines of the command that starts `point`."""
     from dynamic_cp.sweep.flags import launch_flags, launcher
 
     groups = launch_flags(
         point.setting,
         model=job.model,
+        architecture=architecture,
         hardware_name=_CHANGED_HARDWARE if given["settings"] else given["hardware"],
         max_seqlen=longest,
         global_batch_size=len(job.batches[0]),
@@ -202,7 +211,20 @@ def _wrapped(flags: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def _as_dict(found: Sweep, inputs: dict[str, Any], flags: list[str]) -> dict[str, Any]:
+def _notes(name: str, job: SweepJob, architecture: Architecture | None, longest: int) -> list[str]:
+    """Return what to know before the recommended line is used."""
+    notes = ["add your data and tokenizer, --lr and --train-iters"]
+    if architecture is None:
+        kind = "Llama (RoPE with base 10000)" if job.model.gated_linear_unit else "GPT-2"
+        notes.append(f"{name} has no entry architecture: norms, positions and biases are taken as those of {kind}")
+    elif 0 < architecture.max_position_embeddings < longest:
+        notes.append(
+            f"samples have up to {longest} tokens, the model was made for {architecture.max_position_embeddings}"
+        )
+    return notes
+
+
+def _as_dict(found: Sweep, inputs: dict[str, Any], flags: list[str], refusal: str | None) -> dict[str, Any]:
     def point(one: Point) -> dict[str, Any]:
         topology = one.setting.topology
         return {
@@ -222,11 +244,20 @@ def _as_dict(found: Sweep, inputs: dict[str, Any], flags: list[str]) -> dict[str
         "num_evaluated": found.num_evaluated,
         "refused": dict(found.refused),
         "front": [point(one) for one in found.front],
-        "recommended": {**point(found.fastest), "command": flags},
+        "recommended": {**point(found.fastest), "command": None if refusal else flags, "no_command": refusal},
     }
 
 
-def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: list[str], out: Console) -> None:
+def _show(
+    found: Sweep,
+    job: SweepJob,
+    given: dict[str, Any],
+    gpus: int,
+    flags: list[str],
+    refusal: str | None,
+    notes: list[str],
+    out: Console,
+) -> None:
     from rich.text import Text
 
     from dynamic_cp.cli.tables import heading, make_table, percent
@@ -274,17 +305,13 @@ def _show(found: Sweep, job: SweepJob, given: dict[str, Any], gpus: int, flags: 
             f"and {percent(least.iteration_s / found.fastest.iteration_s - 1)} more time."
         )
     out.print()
-    if not job.model.causal_attention:
-        out.print(Text("pretrain_gpt.py trains causal models only: this one is for planning", style="dim"))
+    if refusal:
+        out.print(Text(f"no launch line, as pretrain_gpt.py does not train this model: {refusal}", style="dim"))
         return
-    note = (
-        "(add your data and tokenizer, --lr and --train-iters, and what costs nothing but belongs to the model: "
-        "--rotary-base, --qk-layernorm or --add-qkv-bias, as its config says"
-    )
     if any("$HEAD_NODE" in line for line in flags):
-        note += "; HEAD_NODE is the host of node 0, NODE_RANK the number of each node"
+        notes.append("HEAD_NODE is the host of node 0, NODE_RANK the number of each node")
     out.print(heading("Recommended"))
-    out.print(Text(f"{note})", style="dim"))
+    out.print(Text(f"({'; '.join(notes)})", style="dim"))
     out.print()
     if given["settings"]:
         changes = " ".join(f"--set {shlex.quote(one)}" for one in given["settings"])

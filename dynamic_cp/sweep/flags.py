@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import shlex
+from math import lcm
 
+from dynamic_cp.architecture import Architecture
+from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.sweep.space import Setting
 from dynamic_cp.types import ModelShape
+
+_VOCAB_MULTIPLE = 128
+"""The trainer pads the vocabulary to a multiple of this unless it is told another."""
+
+
+def why_not_trained(model: ModelShape, architecture: Architecture | None) -> str | None:
+    """Return what of a model pretrain_gpt.py does not have, None where it trains it."""
+    if not model.causal_attention:
+        return "attention without a mask: this model is for planning"
+    return None if architecture is None or not architecture.not_trained else "; ".join(architecture.not_trained)
 
 
 def launch_flags(
     setting: Setting,
     *,
     model: ModelShape,
+    architecture: Architecture | None,
     hardware_name: str,
     max_seqlen: int,
     global_batch_size: int,
@@ -21,15 +35,24 @@ def launch_flags(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
 
-    What is not here is the user's: data, tokenizer, learning rate, length of the run, and what of a model has no cost
-    (--rotary-base, --qk-layernorm, --add-qkv-bias). A gated model is taken as Llama-like: RMSNorm, RoPE and no biases.
+    What is not here is the user's: data, tokenizer, learning rate, length of the run.
+
+    Args:
+        architecture: of the model; None = as `Architecture.assumed` says.
+
+    Raises:
+        UnsupportedFeatureError: the trainer does not have this model; the message names what.
     """
+    if reason := why_not_trained(model, architecture):
+        raise UnsupportedFeatureError(f"pretrain_gpt.py does not train this model: {reason}")
+    architecture = architecture or Architecture.assumed(gated=model.gated_linear_unit)
     return (
         _parallelism(setting, distributed_optimizer),
         _dynamic_cp(setting, hardware_name, policy, search),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
-        _shape(model),
+        _shape(model, setting.topology.tp_size),
+        _architecture(architecture, max_seqlen),
     )
 
 
@@ -79,7 +102,7 @@ def _recompute(setting: Setting) -> tuple[str, ...]:
     return ("--recompute-granularity selective",) if setting.recompute == "selective" else ()
 
 
-def _shape(model: ModelShape) -> tuple[str, ...]:
+def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
     flags = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden_size}",
@@ -90,7 +113,31 @@ def _shape(model: ModelShape) -> tuple[str, ...]:
         flags += ["--group-query-attention", f"--num-query-groups {model.num_query_groups}"]
     flags.append(f"--kv-channels {model.kv_channels}")
     if model.gated_linear_unit:
-        flags += ["--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope"]
+        flags.append("--swiglu")
     if not model.share_embeddings_and_output_weights:
         flags.append("--untie-embeddings-and-output-weights")
+    flags.append(f"--vocab-size {model.vocab_size}")
+    if model.vocab_size % lcm(_VOCAB_MULTIPLE, tp_size):
+        flags.append("--make-vocab-size-divisible-by 1")
     return tuple(flags)
+
+
+def _architecture(architecture: Architecture, max_seqlen: int) -> tuple[str, ...]:
+    flags = [
+        f"--normalization {architecture.normalization}",
+        f"--norm-epsilon {architecture.norm_epsilon}",
+        f"--position-embedding-type {architecture.position_embedding_type}",
+        # What the weights were made for is no limit of RoPE, so a run may have longer samples.
+        f"--max-position-embeddings {max(architecture.max_position_embeddings, max_seqlen)}",
+    ]
+    if architecture.position_embedding_type == "rope":
+        flags.append(f"--rotary-base {architecture.rotary_base}")
+        if architecture.rotary_percent != 1:
+            flags.append(f"--rotary-percent {architecture.rotary_percent}")
+    for is_on, flag in (
+        (not architecture.add_bias_linear, "--disable-bias-linear"),
+        (architecture.add_qkv_bias, "--add-qkv-bias"),
+        (architecture.qk_layernorm, "--qk-layernorm"),
+    ):
+        flags += [flag] * is_on
+    return (*flags, f"--init-method-std {architecture.init_method_std}")

@@ -6,13 +6,14 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
 
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.architecture import Architecture
+from dynamic_cp.catalog import load_architecture, load_hardware, load_model, model_names
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
@@ -138,7 +139,25 @@ def test_the_front_keeps_what_saves_memory():
     assert [(one.iteration_s, one.peak_bytes) for one in pareto_front(points)] == [(1, 100), (2, 80), (3, 50)]
 
 
-@pytest.mark.parametrize("model_name", ["llama-3-8b", "llama-2-13b", "qwen3-8b"])
+def parsed(setting, model, architecture, monkeypatch, **more):
+    """Return the arguments that the trainer makes of a recommended line."""
+    from megatron.trainer.arguments import parse_args
+
+    groups = launch_flags(
+        setting,
+        model=model,
+        architecture=architecture,
+        **{"hardware_name": "h100", "max_seqlen": 9000, "global_batch_size": 18, "search": "thorough", **more},
+    )
+    words = launcher(setting)
+    (per_node,) = [int(number) for number in re.findall(r"--nproc-per-node (\d+)", words)]
+    nodes = [int(number) for number in re.findall(r"--nnodes (\d+)", words)]
+    assert ("--node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500" in words) == (len(nodes) > 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    words = [word for group in groups for flag in group for word in shlex.split(flag)]
+    return parse_args([*words, "--lr", "1e-4", "--train-iters", "10"], world_size=per_node * (nodes or [1])[0])
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "topology",
@@ -149,25 +168,12 @@ def test_the_front_keeps_what_saves_memory():
     ],
     ids=str,
 )
-def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatch):
-    from megatron.trainer.arguments import parse_args
-    from megatron.trainer.derive import model_shape, plan_options
+def test_the_trainer_takes_the_flags(recompute, topology, monkeypatch):
+    from megatron.trainer.derive import plan_options
     from megatron.trainer.derive import topology as topology_of
 
-    model = load_model(model_name)
     setting = Setting(topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES)
-    groups = launch_flags(
-        setting, model=model, hardware_name="h100", max_seqlen=9000, global_batch_size=18, search="thorough"
-    )
-    words = launcher(setting)
-    per_node, nodes = (
-        [int(number) for number in re.findall(rf"--{flag} (\d+)", words)] for flag in ("nproc-per-node", "nnodes")
-    )
-    assert ("--node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500" in words) == (len(nodes) > 0)
-    (per_node,) = per_node
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
-    words = [word for group in groups for flag in group for word in shlex.split(flag)]
-    args = parse_args([*words, "--lr", "1e-4", "--train-iters", "10"], world_size=per_node * (nodes or [1])[0])
+    args = parsed(setting, MODEL, load_architecture("llama-3-8b"), monkeypatch)
     assert topology_of(args) == topology
     options = plan_options(args)
     assert options.max_tokens_per_rank == 8192
@@ -175,8 +181,124 @@ def test_the_trainer_takes_the_flags(model_name, recompute, topology, monkeypatc
     assert (options.recompute, options.search, options.bytes_per_element) == (recompute, "thorough", 2)
     assert args.dynamic_cp
     assert (args.seq_length, args.global_batch_size, args.use_distributed_optimizer) == (9000, 18, True)
-    shape = model_shape(args, model.vocab_size)
-    assert replace(shape, source=model.source) == model
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 704,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32_768,
+    "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 16_384, "initializer_range": 0.01, "torch_dtype": "bfloat16", "use_cache": True,
+    "bos_token_id": 1, "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "rope_scaling": None,
+}  # fmt: skip
+CONFIGS = {
+    "llama": {},
+    "biases": {"attention_bias": True, "mlp_bias": True, "vocab_size": 32_001},
+    "tied": {"tie_word_embeddings": True, "head_dim": 48, "rms_norm_eps": 1e-06, "rope_theta": 10000},
+    "partial": {"partial_rotary_factor": 0.5, "max_position_embeddings": 2048},
+    "transformers-5": {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 8,
+              "layer_types": ["full_attention"] * 8},
+    "qwen3": {"model_type": "qwen3", "head_dim": 64},
+}  # fmt: skip
+TRAINED = [name for name in model_names() if load_model(name).causal_attention]
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *CONFIGS])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
+    """Every field of shape and architecture, as the trainer's own parser reads the line."""
+    from megatron.trainer import derive
+
+    if name in CONFIGS:
+        config = {**LLAMA_CONFIG, **CONFIGS[name]}
+        name = str(tmp_path / "config.json")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    model, architecture = load_model(name), load_architecture(name)
+    topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
+    setting = Setting(topology=topology, recompute="full", max_tokens_per_rank=8192)
+    args = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
+    rows = derive.padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, tp_size)
+    assert model.vocab_size <= rows < model.vocab_size + tp_size
+    shape = replace(derive.model_shape(args, model.vocab_size), source=model.source)
+    compared = {field.name: (getattr(shape, field.name), getattr(model, field.name)) for field in fields(model)}
+    trained = {
+        **vars(args),
+        "add_bias_linear": not args.disable_bias_linear,
+        "layernorm_epsilon": args.norm_epsilon,
+        "not_trained": (),
+    }
+    compared |= {field.name: (trained[field.name], getattr(architecture, field.name)) for field in fields(architecture)}
+    trained_for, made_for = compared.pop("max_position_embeddings")
+    assert trained_for == max(made_for, 3000)
+    assert len(compared) == len(fields(model)) + len(fields(Architecture)) - 1
+    assert {field: pair for field, pair in compared.items() if pair[0] != pair[1]} == {}
+
+
+def test_what_the_configs_of_that_test_say(tmp_path):
+    """Against the published layers of these types: what is wrong in both directions would be equal above."""
+
+    def of(name):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**LLAMA_CONFIG, **CONFIGS[name]}))
+        return load_architecture(str(tmp_path / f"{name}.json"))
+
+    llama = Architecture(
+        normalization="RMSNorm", norm_epsilon=1e-5, position_embedding_type="rope", add_bias_linear=False,
+        add_qkv_bias=False, qk_layernorm=False, rotary_base=500_000, max_position_embeddings=16_384,
+        init_method_std=0.01,
+    )  # fmt: skip
+    assert of("llama") == llama
+    assert of("biases") == replace(llama, add_bias_linear=True)
+    assert of("tied") == replace(llama, norm_epsilon=1e-6, rotary_base=10_000)
+    assert of("partial") == replace(llama, rotary_percent=0.5, max_position_embeddings=2048)
+    assert of("transformers-5") == of("mistral") == replace(llama, rotary_base=1_000_000)
+    assert of("qwen2") == replace(llama, add_qkv_bias=True)
+    assert of("qwen3") == replace(llama, qk_layernorm=True)
+    assert load_architecture("llama-3-8b").rotary_base == load_architecture("llama-3-70b").rotary_base == 500_000
+    assert [name for name in TRAINED if load_architecture(name).add_qkv_bias] == ["qwen2.5-32b", "qwen2.5-7b"]
+    assert [name for name in TRAINED if load_architecture(name).qk_layernorm] == ["qwen3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling {'rope_type': 'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling {'type': 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters {'rope_type': 'yarn'"),
+        ({"rope_theta": 10000.5}, "rope_theta 10000.5: a whole number"),
+        ({"attention_bias": True}, "attention_bias without mlp_bias"),
+        ({"mlp_bias": True}, "mlp_bias without attention_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap 30.0: not known here"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}: not known here"),
+    ],
+)
+def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(changes, says, tmp_path, capsys):
+    from dynamic_cp import cli
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_CONFIG | changes))
+    words = (
+        f"sweep --lengths sft_short --global-batch-size 8 --batches 1 --gpus 2 --tp 1 --pp 1 --model {path} --jobs 1"
+    )
+    with pytest.raises(UnsupportedFeatureError, match=r"pretrain_gpt\.py does not train this model"):
+        launch_flags(
+            Setting(topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100),
+            model=load_model(path), architecture=load_architecture(path), hardware_name="h100", max_seqlen=9,
+            global_batch_size=1,
+        )  # fmt: skip
+    if changes not in ({"hidden_act": "gelu"}, {"attention_bias": True}):
+        assert says in load_architecture(path).not_trained[0]
+        return
+    assert cli.main(words.split()) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "torchrun" not in out
+    assert says in out
+    assert cli.main([*words.split(), "--json", "-"]) == 0
+    recommended = json.loads(capsys.readouterr().out)["recommended"]
+    assert recommended["command"] is None
+    assert says in recommended["no_command"]
 
 
 def test_flags_of_static_policies():
@@ -184,12 +306,26 @@ def test_flags_of_static_policies():
 
     def words(policy):
         return launch_flags(
-            setting, model=MODEL, hardware_name="a b.json", max_seqlen=9, global_batch_size=1, policy=policy
+            setting,
+            model=MODEL,
+            architecture=None,
+            hardware_name="a b.json",
+            max_seqlen=9,
+            global_batch_size=1,
+            policy=policy,
         )[1]
 
     fixed = replace(setting, static_cp_size=4)
     for policy in ("static", "balanced"):
-        flags = launch_flags(fixed, model=MODEL, hardware_name="h100", max_seqlen=9, global_batch_size=1, policy=policy)
+        flags = launch_flags(
+            fixed,
+            model=MODEL,
+            architecture=None,
+            hardware_name="h100",
+            max_seqlen=9,
+            global_batch_size=1,
+            policy=policy,
+        )
         assert "--context-parallel-size 4" in flags[1]
     assert words("dynamic")[0] == "--dynamic-cp"
     assert words("balanced")[0] == "--static-cp-policy balanced"

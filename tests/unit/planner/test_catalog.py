@@ -115,6 +115,10 @@ def test_a_hugging_face_config(tmp_path):
         ({"vocab_size": True}, "vocab_size is True, it must be a whole number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"num_key_value_heads": 5}, "is not a multiple of num_query_groups 5"),
+        ({"num_local_experts": 8}, r"experts \(num_local_experts 8\), which cannot be priced yet"),
+        ({"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank 512\)"),
+        ({"num_nextn_predict_layers": 1}, r"prediction of several tokens \(num_nextn_predict_layers 1\)"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
     ],
 )
 def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
@@ -179,6 +183,27 @@ def test_a_malformed_file_is_named(tmp_path, kind, text, says):
     load = catalog.load_hardware if kind == "hardware" else catalog.load_model
     with pytest.raises(DynamicCPError, match=says):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.pop("norm_epsilon"), "architecture lacks norm_epsilon: known are normalization"),
+        (lambda d: d.update(colour="red"), "architecture has unknown colour"),
+        (lambda d: d.update(rotary_base=1.5), "rotary_base is 1.5, it must be of type int"),
+        (lambda d: d.update(rotary_base=True), "rotary_base is True, it must be of type int"),
+        (lambda d: d.update(norm_epsilon="1e-5"), "norm_epsilon is '1e-5', it must be of type float"),
+        (lambda d: d.update(add_qkv_bias=1), "add_qkv_bias is 1, it must be of type bool"),
+        (lambda d: d.update(normalization="rms"), "normalization is 'rms', it must be one of RMSNorm, LayerNorm"),
+    ],
+)
+def test_a_malformed_architecture_is_named(tmp_path, change, says):
+    path = tmp_path / "broken.json"
+    path.write_text(broken("models", lambda d: change(d["architecture"])))
+    assert catalog.load_model(path).num_layers == 32
+    with pytest.raises(InvalidInputError, match=says):
+        catalog.load_architecture(path)
+    assert catalog.load_architecture("wan2.1-t2v-14b") is None
 
 
 def test_an_unreadable_file(tmp_path):

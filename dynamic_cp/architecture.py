@@ -1,0 +1,80 @@
+"""What a model is beyond the numbers that are priced: two models of one shape cost the same and learn differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, get_args
+
+from dynamic_cp.errors import InvalidInputError
+
+PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+Normalization = Literal["RMSNorm", "LayerNorm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Choices of a model that change no price, in Megatron's words.
+
+    Attributes:
+        norm_epsilon: of all norms.
+        rotary_base, rotary_percent: of RoPE; without it they say nothing.
+        max_position_embeddings: longest sample of its training; 0 = unknown.
+        add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
+        qk_layernorm: queries and keys are normalized.
+        init_method_std: of the first weights.
+        not_trained: what of it pretrain_gpt.py does not have, each with its value.
+    """
+
+    normalization: Normalization
+    norm_epsilon: float
+    position_embedding_type: PositionEmbedding
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    qk_layernorm: bool
+    rotary_base: int = 10000
+    rotary_percent: float = 1.0
+    max_position_embeddings: int = 0
+    init_method_std: float = 0.02
+    not_trained: tuple[str, ...] = ()
+
+    @classmethod
+    def assumed(cls, *, gated: bool) -> Architecture:
+        """Return that of a model whose file does not say: Llama's where the MLP is gated, else GPT-2's."""
+        return cls(
+            normalization="RMSNorm" if gated else "LayerNorm",
+            norm_epsilon=1e-5,
+            position_embedding_type="rope" if gated else "learned_absolute",
+            add_bias_linear=not gated,
+            add_qkv_bias=False,
+            qk_layernorm=False,
+        )
+
+    @classmethod
+    def from_dict(cls, where: str, data: Mapping[str, Any]) -> Architecture:
+        """Return what an entry `architecture` of a model file says; `where`: what to call the file in errors.
+
+        Raises:
+            InvalidInputError: an entry that is missing, unknown or of the wrong type.
+        """
+        known = {field.name: field for field in fields(cls) if field.name != "not_trained"}
+        missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
+        unknown = sorted(set(data) - set(known))
+        if missing or unknown:
+            words = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(
+                unknown
+            )
+            raise InvalidInputError(f"{where}: architecture {' and '.join(words)}: known are {', '.join(known)}")
+        kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+        choices = {"Normalization": get_args(Normalization), "PositionEmbedding": get_args(PositionEmbedding)}
+        for name, value in data.items():
+            allowed = kinds.get(str(known[name].type))
+            if allowed is None:
+                names = choices[str(known[name].type)]
+                fits, wanted = value in names, f"one of {', '.join(names)}"
+            else:
+                fits = isinstance(value, allowed) and (isinstance(value, bool) == (allowed == (bool,)))
+                wanted = f"of type {known[name].type}"
+            if not fits:
+                raise InvalidInputError(f"{where}: architecture: {name} is {value!r}, it must be {wanted}", name=name)
+        return cls(**data)
