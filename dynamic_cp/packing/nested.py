@@ -149,10 +149,12 @@ def _gather(
         spare += durations.capacities[k] - tokens[sample]
     small_tokens = float(seqlens[num_large:].sum())
     # Large samples share buckets only where there is no other way: a larger CP size than needed costs exchange.
+    has_taken = np.zeros(num_large, np.bool_)
     for only_hidden in (True, False):
         unused = next_unused(num_samples, 0)
         for sample in range(num_large):
-            if bucket_of_sample[sample] != sample:
+            # What has taken others is no longer a sample alone.
+            if bucket_of_sample[sample] != sample or has_taken[sample]:
                 skip(unused, sample)
         for host in range(num_large):
             if bucket_of_sample[host] != host:
@@ -173,6 +175,7 @@ def _gather(
                 tokens[host] += padded
                 squares[host] += padded * padded
                 bucket_of_sample[sample] = host
+                has_taken[host] = True
                 skip(unused, sample)
     if places > most:
         return -1, log2_cp_sizes[:0], tokens, squares

@@ -7,11 +7,14 @@ import random
 import numpy as np
 import pytest
 
+from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
 from dynamic_cp.packing.judge import build_plan, makespan_ns
 from dynamic_cp.packing.nested import choose_cp_sizes, pack_nested
-from dynamic_cp.types import Topology
+from dynamic_cp.search import plan_global_batch
+from dynamic_cp.types import PlanOptions, Topology
 from dynamic_cp.validate import check_plan
+from dynamic_cp.workloads import draw_lengths
 from tests.unit.planner.packings import check_packing, contents, descending
 from tests.unit.planner.support import samples_of, tiny_cost_model
 
@@ -149,3 +152,16 @@ def test_min_cp_size_leaves_the_other_lanes_empty():
     assert all(len(row) <= 1 for row in rows)
     assert set(packing.log2_cp_sizes.tolist()) == {2}
     assert set(packing.first_lanes.tolist()) == {0}
+
+
+def test_a_bucket_that_has_taken_samples_is_not_taken_as_if_it_had_not():
+    """Where hidden exchange lets long samples share buckets, and memory then lets these buckets share others."""
+    planned = plan_global_batch(
+        samples_of(draw_lengths("github", 2048, 0, 131072).tolist()),
+        topology=Topology(num_lanes=128),
+        model=load_model("llama-3-8b"),
+        hardware=load_hardware("h100"),
+        options=PlanOptions(max_tokens_per_rank=1280, cp_comm_types=("p2p", "a2a+p2p")),
+    )
+    check_plan(planned.plan)
+    assert max(planned.plan.cp_histogram) == 128
