@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.search import plan_global_batch
+from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 
@@ -43,7 +44,7 @@ def plan_in_memory(
     def memory_of(options: PlanOptions) -> MemoryModel:
         """Return the memory model of the CP sizes that the policy may use."""
         size = options.static_cp_size
-        if policy in ("static", "balanced") and size is not None:
+        if policy in STATIC_POLICIES and size is not None:
             options = replace(options, min_cp_size=size, max_cp_size=size)
         return MemoryModel(model, hardware, topology, options, distributed_optimizer=distributed_optimizer)
 

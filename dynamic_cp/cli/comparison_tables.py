@@ -9,7 +9,6 @@ from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
 from dynamic_cp.cli.tables import heading, make_table, tokens
 from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
-from dynamic_cp.comparison.verdict import described
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +40,9 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
     _show_inputs(comparison, batch, out)
     out.print()
     out.print(_figures(comparison, out))
+    if comparison.is_tuned:
+        out.print()
+        out.print(_settings(comparison))
     if all(one.parts is None for one in comparison.policies):
         return
     out.print()
@@ -63,14 +65,20 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
     cross = "×" if can_draw(out) else "x"
     sizes = [("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size)]
     split = "".join(f" {cross} {name} {size}" for name, size in sizes if size > 1)
+    layout = f"= {topology.num_lanes} lanes{split}, recompute {options.recompute}"
+    out.print(
+        heading(f"{comparison.model_name} on {topology.world_size} {cross} {comparison.hardware_name}"),
+        Text("every policy at its own fastest layout" if comparison.is_tuned else layout),
+    )
+    show_batches(comparison, batch, out)
+
+
+def show_batches(comparison: Comparison, batch: BatchInput, out: Console) -> None:
+    """Print what is planned."""
     num_samples = [len(one) for one in comparison.batches]
     num_tokens = sum(sample.seqlen for one in comparison.batches for sample in one)
     each = f"{min(num_samples)}" if min(num_samples) == max(num_samples) else f"{min(num_samples)}-{max(num_samples)}"
     seed = "" if batch.global_batch_size is None else f", seed {batch.seed or 0}"
-    out.print(
-        heading(f"{comparison.model_name} on {topology.world_size} {cross} {comparison.hardware_name}"),
-        Text(f"= {topology.num_lanes} lanes{split}, recompute {options.recompute}", style=""),
-    )
     plural = "batch" if len(num_samples) == 1 else "batches"
     out.print(
         f"{batch.lengths}{seed}: {len(num_samples)} global {plural} of {each} samples, {tokens(num_tokens)} tokens"
@@ -80,7 +88,7 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
 def _figures(comparison: Comparison, out: Console) -> Table:
     wide, several = out.width >= WIDE, len(comparison.batches) > 1
     columns = ["policy", "s/batch"]
-    columns += ["± sd" if can_draw(out) else "sd", "gain", "95 %"] if several else ["gain"]
+    columns += ["± sd" if can_draw(out) else "sd"] * several + gain_columns(several)
     columns += ["/bound", "tok/s/GPU"]
     if wide:
         columns += ["TFLOP/s/GPU", "micro-batches"]
@@ -92,10 +100,10 @@ def _figures(comparison: Comparison, out: Console) -> Table:
     for one in comparison.policies:
         deviation = one.stdev("iteration_s")
         cells = [
-            described(one),
+            one.name,
             f"{one.iteration_s:.3f}",
             *([] if deviation is None else [f"{deviation:.3f}"]),
-            *_gain(speedups.get(one.policy), several),
+            *gain_cells(speedups.get(one.policy), several),
             f"{one.mean('time_over_bound'):.3f}",
             f"{one.mean('tokens_per_s_per_gpu'):.0f}",
         ]
@@ -108,7 +116,19 @@ def _figures(comparison: Comparison, out: Console) -> Table:
     return table
 
 
-def _gain(speedup: Speedup | None, several: bool) -> list[str]:
+def _settings(comparison: Comparison) -> Table:
+    table = make_table(["policy", "fastest at"], left=2)
+    for one in comparison.policies:
+        table.add_row(one.name, one.setting.words, style="bold" if one.policy == "dynamic" else "")
+    return table
+
+
+def gain_columns(several: bool) -> list[str]:
+    """Return the names of the columns of a speed-up; `several`: whether there are several batches."""
+    return ["gain", "95 %"] if several else ["gain"]
+
+
+def gain_cells(speedup: Speedup | None, several: bool) -> list[str]:
     """Return the cells of a speed-up: the factor, with several batches also its interval."""
     if speedup is None:
         return ["", ""] if several else [""]
@@ -130,7 +150,7 @@ def _parts(comparison: Comparison, out: Console) -> Table:
     from rich.text import Text
 
     known = [one for one in comparison.policies if one.parts is not None]
-    table = make_table(["", "", *(described(one) for one in known)], left=2)
+    table = make_table(["", "", *(one.name for one in known)], left=2)
     glyphs = _glyphs(out)
     for name, (_, colour) in PARTS.items():
         values = [1e3 * dict(one.parts)[name] for one in known if one.parts is not None]
@@ -150,13 +170,13 @@ def _show_bars(comparison: Comparison, out: Console) -> None:
     from rich.text import Text
 
     known = [one for one in comparison.policies if one.parts is not None]
-    label_width = max(len(described(one)) for one in known)
+    label_width = max(len(one.name) for one in known)
     width = min(out.width, 120) - label_width - 2
     longest_s = max(one.iteration_s for one in known)
     glyphs = _glyphs(out)
     for one in known:
         assert one.parts is not None
-        line = Text(f"{described(one):<{label_width}}  ")
+        line = Text(f"{one.name:<{label_width}}  ")
         reached_s, drawn = 0.0, 0
         for name, seconds in one.parts:
             reached_s += seconds
@@ -169,24 +189,31 @@ def _show_bars(comparison: Comparison, out: Console) -> None:
 def _show_verdict(verdict: Verdict, out: Console) -> None:
     from rich.text import Text
 
-    out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
+    show_headline(verdict, out)
     out.print(Text(verdict.reason))
+
+
+def show_headline(verdict: Verdict, out: Console) -> None:
+    """Print the judgement as a sentence."""
+    from rich.text import Text
+
+    out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
 
 
 def _show_notes(comparison: Comparison, out: Console) -> None:
     from rich.text import Text
 
     notes = [
-        f"! {described(one)} needs {(one.peak_bytes or 0) / 1e9:.1f} GB, {(one.available_bytes or 0) / 1e9:.1f} GB "
+        f"! {one.name} needs {(one.peak_bytes or 0) / 1e9:.1f} GB, {(one.available_bytes or 0) / 1e9:.1f} GB "
         "are available: lower --max-tokens-per-rank or recompute more"
         for one in comparison.policies
         if not one.fits_memory
     ]
     notes += [
-        f"{one.policy}: CP sizes up to {one.max_cp_size}, as larger groups take memory from tokens (when training: "
-        f"--max-dynamic-cp-size {one.max_cp_size})"
+        f"{one.policy}: CP sizes up to {one.setting.max_cp_size}, as larger groups take memory from tokens (when "
+        f"training: --max-dynamic-cp-size {one.setting.max_cp_size})"
         for one in comparison.policies
-        if one.max_cp_size is not None
+        if one.setting.max_cp_size is not None
     ]
     interval = ", with a paired 95 % t interval over batches" if len(comparison.batches) > 1 else ""
     notes.append(f"gain: by dynamic CP{interval}; all modelled")

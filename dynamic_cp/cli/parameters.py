@@ -255,35 +255,42 @@ NO_DISTRIBUTED_OPTIMIZER = _option(
 )
 
 
-def job_options(*, required: bool = True) -> Callable[[_Command], _Command]:
-    """Add the options that describe the job; `required`: whether --lanes is."""
+def _searched(given: str) -> str:
+    """Return the default of an option whose values --gpus searches."""
+    return f"[default: {given}; with --gpus the fastest]"
+
+
+def job_options() -> Callable[[_Command], _Command]:
+    """Add the options that describe the job."""
     return _section(
         "Job",
         _option(
-            "--lanes",
-            required=required,
+            "--gpus",
             type=int,
             metavar="N",
-            help="Number of data-parallel x context-parallel ranks.",
+            help="Number of ranks: every policy gets its own fastest layout, of those that the options below allow.",
+        ),
+        _option(
+            "--lanes",
+            type=int,
+            metavar="N",
+            help="Number of data-parallel x context-parallel ranks of one given layout, in place of --gpus.",
         ),
         *MODEL_AND_HARDWARE,
         _option(
             "--tp",
             type=int,
-            default=1,
-            show_default=True,
             metavar="N",
-            help="Tensor-parallel size; above 1 with sequence parallelism.",
+            help=f"Tensor-parallel size; above 1 with sequence parallelism. {_searched('1')}",
         ),
-        _option("--pp", type=int, default=1, show_default=True, metavar="N", help="Number of pipeline stages."),
-        _option("--vpp", type=int, default=1, show_default=True, metavar="N", help="Number of model chunks per stage."),
+        _option("--pp", type=int, metavar="N", help=f"Number of pipeline stages. {_searched('1')}"),
+        _option("--vpp", type=int, metavar="N", help=f"Number of model chunks per stage. {_searched('1')}"),
         RANKS_PER_NODE,
         _option(
             "--recompute",
             type=click.Choice(RECOMPUTE_MODES),
-            default="none",
-            show_default=True,
-            help="What the backward pass computes again to save memory: nothing, core attention, or whole layers.",
+            help="What the backward pass computes again to save memory: nothing, core attention, or whole layers. "
+            f"{_searched('none')}",
         ),
         NO_DISTRIBUTED_OPTIMIZER,
         _option(
@@ -293,6 +300,19 @@ def job_options(*, required: bool = True) -> Callable[[_Command], _Command]:
             show_default=True,
             help="Largest number of padded tokens of a rank in a micro-batch; auto: as many as memory holds.",
         ),
+    )
+
+
+CP_COMM_TYPE = "p2p"
+"""Exchange of a given layout where nobody says."""
+
+
+def exchange_option(default: str) -> Any:
+    """Return --cp-comm-type; `default`: what its help says."""
+    return _option(
+        "--cp-comm-type",
+        type=click.Choice(("auto", *CP_COMM_TYPES)),
+        help=f"Exchange inside a CP group; auto: the fastest for every bucket. [default: {default}]",
     )
 
 
@@ -307,18 +327,13 @@ SEARCH = _option(
 planner_options = _section(
     "Planner",
     SEARCH,
-    _option(
-        "--cp-comm-type",
-        type=click.Choice(("auto", *CP_COMM_TYPES)),
-        default="p2p",
-        show_default=True,
-        help="Exchange inside a CP group; auto: the fastest for every bucket.",
-    ),
+    exchange_option(f"{CP_COMM_TYPE}; with --gpus auto or p2p, whichever is faster"),
     _option(
         "--static-cp-size",
         type=int,
         metavar="N",
-        help="CP size of static and balanced. [default: the fastest that holds the longest sample; plan: the smallest]",
+        help="CP size of static and balanced. [default: the fastest that holds the longest sample; plan with --lanes: "
+        "the smallest]",
     ),
 )
 """Adds the options of the planner."""
@@ -340,6 +355,11 @@ def options_in(title: str, *options: Any) -> Callable[[_Command], _Command]:
 
 
 one_option = _option
+
+
+def exchanges_of(cp_comm_type: str) -> tuple[CpCommType, ...]:
+    """Return the exchanges that a value of --cp-comm-type allows."""
+    return CP_COMM_TYPES if cp_comm_type == "auto" else (cast(CpCommType, cp_comm_type),)
 
 
 def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
@@ -472,19 +492,20 @@ def _numbered(seqlens: Sequence[int]) -> tuple[Sample, ...]:
 class JobInput:
     """Options of `job_options` and `planner_options`."""
 
-    lanes: int
+    gpus: int | None
+    lanes: int | None
     model: str
     hardware: str
-    tp: int
-    pp: int
-    vpp: int
+    tp: int | None
+    pp: int | None
+    vpp: int | None
     ranks_per_node: int
-    recompute: str
+    recompute: str | None
     no_distributed_optimizer: bool
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
     search: str = "fast"
-    cp_comm_type: str = "p2p"
+    cp_comm_type: str | None = None
     static_cp_size: int | None = None
 
     @cached_property
@@ -502,16 +523,23 @@ class JobInput:
         """What to call the hardware: as it was typed, or with what --set changes."""
         return self.hardware_values.name if self.settings else self.hardware
 
+    @property
+    def effort(self) -> SearchEffort:
+        """How long to look for plans."""
+        return cast(SearchEffort, self.search)
+
     @cached_property
     def topology(self) -> Topology:
-        """The arrangement of ranks."""
+        """The given arrangement of ranks, with --lanes."""
+        assert self.lanes is not None
+        sizes = [1 if size is None else size for size in (self.tp, self.pp, self.vpp)]
         return Topology(
             num_lanes=self.lanes,
-            tp_size=self.tp,
-            pp_size=self.pp,
-            vp_size=self.vpp,
+            tp_size=sizes[0],
+            pp_size=sizes[1],
+            vp_size=sizes[2],
             ranks_per_node=self.ranks_per_node,
-            sequence_parallel=self.tp > 1,
+            sequence_parallel=sizes[0] > 1,
         )
 
     @property
@@ -521,7 +549,7 @@ class JobInput:
 
     @cached_property
     def options(self) -> PlanOptions:
-        """The planner's options, with a limit of 1 token where it still has to follow from memory."""
+        """The planner's options, with --lanes; with a limit of 1 token where it still has to follow from memory."""
         size = self.static_cp_size
         if size is not None and (size < 1 or self.topology.num_lanes % size):
             raise InvalidInputError(
@@ -532,23 +560,38 @@ class JobInput:
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
-            cp_comm_types=cast(
-                "tuple[CpCommType, ...]", CP_COMM_TYPES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
-            ),
-            recompute=cast(Recompute, self.recompute),
-            search=cast(SearchEffort, self.search),
+            cp_comm_types=exchanges_of(self.cp_comm_type or CP_COMM_TYPE),
+            recompute=cast(Recompute, self.recompute or "none"),
+            search=self.effort,
         )
 
     def check(self) -> None:
-        """Find what is wrong with the options before any work; DynamicCPError says what."""
-        _ = self.topology, self.model_shape, self.hardware_values, self.options
-        model = self.model_shape
+        """Find what is wrong with the options before any work; DynamicCPError says what.
+
+        Raises:
+            click.UsageError: neither --gpus nor --lanes, or both.
+        """
+        if (self.gpus is None) == (self.lanes is None):
+            raise click.UsageError(
+                "Missing option '--lanes' (a given layout) or '--gpus' (the fastest one)."
+                if self.gpus is None
+                else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
+                click.get_current_context(silent=True),
+            )
+        _ = self.model_shape, self.hardware_values
+        if self.gpus is not None:
+            return
+        topology, model, _ = self.topology, self.model_shape, self.options
         reason = model.why_no_split(
-            tp_size=self.tp, pp_size=self.pp, vp_size=self.vpp, ranks_per_node=self.ranks_per_node
+            tp_size=topology.tp_size,
+            pp_size=topology.pp_size,
+            vp_size=topology.vp_size,
+            ranks_per_node=self.ranks_per_node,
         )
         if reason:
             raise InvalidInputError(
-                f"--tp {self.tp} --pp {self.pp} --vpp {self.vpp}: {reason} (the model has {model.num_layers} layers, "
+                f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}: {reason} "
+                f"(the model has {model.num_layers} layers, "
                 f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
                 f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change --tp, --pp or --vpp"
             )

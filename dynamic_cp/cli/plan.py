@@ -22,6 +22,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
     taken,
 )
+from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions
@@ -40,7 +41,7 @@ _SHOWN_LINES = 8
     short_help="Plan one global batch and predict its time.",
     epilog="""\b
 Examples:
-  dynamic-cp plan --lengths lengths.npy --lanes 8 --tp 2
+  dynamic-cp plan --lengths lengths.npy --gpus 16
   dynamic-cp plan --lengths github --global-batch-size 512 --lanes 64 --tp 2 --recompute full --bound
   dynamic-cp plan --lengths lengths.txt --lanes 4 --tp 4 --max-tokens-per-rank 8192 --output plan.json
 """,
@@ -64,8 +65,9 @@ Examples:
 def command(policy: str, bound: bool, output: str | None, json: str | None, **given: Any) -> None:
     """Plan one global batch; print the plan and what is expected of it: seconds, memory, FLOPs.
 
-    A plan that needs more memory than the hardware has is refused. The static policies take the smallest CP size that
-    holds the longest sample, unless --static-cp-size says another.
+    A plan that needs more memory than the hardware has is refused. With --gpus it is that of the fastest layout. With
+    --lanes the static policies take the smallest CP size that holds the longest sample, unless --static-cp-size says
+    another.
     """
     check_writable(output)
     check_writable(json)
@@ -91,23 +93,32 @@ def _plan(
     from dynamic_cp.plan_in_memory import plan_in_memory
     from dynamic_cp.serialize import digest
 
-    (samples,) = batch.draw()
-    model, hardware, topology = job.model_shape, job.hardware_values, job.topology
+    (samples,) = batches = batch.draw()
+    model, hardware = job.model_shape, job.hardware_values
+    why = ""
+    if job.gpus is None:
+        topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
+    else:
+        found = searched(space_of(job), shared_of(job, batch, batches), (policy,), steps)
+        setting = found.best[policy].setting
+        topology, options, limit_from_memory = setting.topology, setting.options(job.effort), False
+        why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
     steps(1, 3, "plan")
     planned, memory = plan_in_memory(
         samples,
         topology=topology,
         model=model,
         hardware=hardware,
-        options=job.options,
+        options=options,
         policy=policy,
-        limit_from_memory=job.limit_from_memory,
+        limit_from_memory=limit_from_memory,
         distributed_optimizer=not job.no_distributed_optimizer,
     )
-    options = replace(job.options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
+    options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
     figures = {
         "policy": planned.plan.policy,
+        **({"layout": why} if why else {}),
         "predicted_s": planned.predicted_s,
         **(_bound_figures(planned.plan, CostModel(model, hardware, topology, options)) if bound else {}),
         **_plan_figures(planned),
@@ -164,7 +175,8 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     from dynamic_cp.cli.tables import percent, seconds
 
     buckets = ", ".join(f"{count} at CP {size}" for size, count in figures["cp_histogram"].items())
-    rows = [("policy", figures["policy"]), ("iteration", f"{seconds(figures['predicted_s'])}, predicted")]
+    rows = [("policy", figures["policy"]), *([("layout", figures["layout"])] if "layout" in figures else [])]
+    rows += [("iteration", f"{seconds(figures['predicted_s'])}, predicted")]
     if "lower_bound_s" in figures:
         proven = "" if figures["bound_is_proven"] else " (not proven)"
         text = (

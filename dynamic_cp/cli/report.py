@@ -30,7 +30,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
     short_help="Write one HTML file with pictures, tables and inputs.",
     epilog="""\b
 Examples:
-  dynamic-cp report --lengths github --global-batch-size 256 --lanes 16 --tp 2 --output report.html
+  dynamic-cp report --lengths github --global-batch-size 256 --gpus 32 --output report.html
   dynamic-cp report --run runs/dump --output run.html
 """,
 )
@@ -43,7 +43,7 @@ Examples:
     ),
 )
 @batch_options(several=True, default_batches=DEFAULT_BATCHES, required=False)
-@job_options(required=False)
+@job_options()
 @options_in(
     "Planner",
     one_option(
@@ -59,7 +59,7 @@ Examples:
 def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     """Write one HTML file, which needs no network: a comparison as of `simulate` with pictures, or a training run.
 
-    Give either --lengths and --lanes, or --run. It needs matplotlib and jinja2.
+    Give either --lengths and --gpus or --lanes, or --run. It needs matplotlib and jinja2.
     """
     check_writable(output, only_files=True)
     check_suffix(output, "a report", (".html", ".htm"))

@@ -27,8 +27,7 @@ def require_batch(ctx: click.Context, given: Mapping[str, Any]) -> None:
     """Refuse a command without a global batch.
 
     Raises:
-        click.UsageError: --lengths or --lanes is missing.
+        click.UsageError: --lengths is missing.
     """
-    for name in ("lengths", "lanes"):
-        if given[name] is None:
-            raise click.UsageError(f"Missing option '--{name}' (or '--run DIR' for a training run).", ctx)
+    if given["lengths"] is None:
+        raise click.UsageError("Missing option '--lengths' (or '--run DIR' for a training run).", ctx)

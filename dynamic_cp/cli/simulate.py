@@ -20,6 +20,8 @@ from dynamic_cp.cli.parameters import (
     planner_options,
     taken,
 )
+from dynamic_cp.cli.tuned import compared_at_their_best, searched, shared_of, space_of
+from dynamic_cp.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -34,7 +36,7 @@ DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
     short_help="Compare policies on several global batches: does dynamic CP pay?",
     epilog="""\b
 Examples:
-  dynamic-cp simulate --lengths github --global-batch-size 256 --lanes 16 --tp 2
+  dynamic-cp simulate --lengths github --global-batch-size 256 --gpus 64
   dynamic-cp simulate --lengths lengths.npy --global-batch-size 512 --lanes 8 --pp 4 --batches 16
   dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 8 --recompute full \\
       --policy dynamic,balanced,wlb --json comparison.json
@@ -57,8 +59,10 @@ Examples:
 def command(policy: str, json: str | None, **given: Any) -> None:
     """Plan the same global batches with several policies; say what each takes, where its time goes and what to choose.
 
-    Seconds are those of a cost model and an exact simulator of the schedule, not measurements. Every static policy has
-    the fastest CP size that holds the longest sample, unless --static-cp-size says another.
+    With --gpus each policy has its own fastest layout, limit and CP size, as `dynamic-cp sweep` finds them (planners of
+    others have that of dynamic); with --lanes all have the given layout. Seconds are those of a cost model and an exact
+    simulator of the schedule, not measurements. Every static policy has the fastest CP size that holds the longest
+    sample, unless --static-cp-size says another.
     """
     check_writable(json)
     comparison, batch = compared(policy, given)
@@ -68,6 +72,7 @@ def command(policy: str, json: str | None, **given: Any) -> None:
         settings = {
             "distributed_optimizer": not given["no_distributed_optimizer"],
             "max_tokens_per_rank": given["max_tokens_per_rank"],
+            "gpus": given["gpus"],
         }
         write_json(json, to_dict(comparison, {**batch.as_dict(), **settings}))
     if json != STDOUT:
@@ -76,11 +81,18 @@ def command(policy: str, json: str | None, **given: Any) -> None:
         show(comparison, batch, console())
 
 
+def policies_in(policy: str) -> tuple[str, ...]:
+    """Return the names in a value of --policy, each once; InvalidInputError: an unknown one, or none."""
+    from dynamic_cp.comparison import compared_policies
+
+    return compared_policies([name.strip() for name in policy.split(",") if name.strip()])
+
+
 def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
-    from dynamic_cp.comparison import compare_policies, compared_policies
+    from dynamic_cp.comparison import PEERS, compare_policies
 
-    names = compared_policies([name.strip() for name in policy.split(",") if name.strip()])
+    names = policies_in(policy)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()
     if "flexsp" in names:
@@ -91,8 +103,17 @@ def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput
         )
     with progress("comparing") as steps:
         steps(0, 1, "lengths")
+        batches = batch.draw(DEFAULT_BATCHES)
+        if job.gpus is not None:
+            planned = [name for name in names if name not in PEERS]
+            if not planned:
+                raise InvalidInputError(f"policies {', '.join(names)} have no layout of their own: add dynamic")
+            shared = shared_of(job, batch, batches)
+            found = searched(space_of(job), shared, planned, steps)
+            peers = [name for name in names if name in PEERS]
+            return compared_at_their_best(found, shared, (job.model, job.hardware_name), steps, peers), batch
         comparison = compare_policies(
-            batch.draw(DEFAULT_BATCHES),
+            batches,
             topology=job.topology,
             model=job.model_shape,
             hardware=job.hardware_values,

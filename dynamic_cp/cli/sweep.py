@@ -1,16 +1,15 @@
-"""`dynamic-cp sweep`: which settings suit a number of GPUs, and the flags to start them."""
+"""`dynamic-cp sweep`: which settings suit a number of GPUs, whether dynamic CP pays there, and flags to start it."""
 
 from __future__ import annotations
 
-import os
 import shlex
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dynamic_cp import catalog
-from dynamic_cp.cli.console import can_draw, console, progress
+from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
     MODEL_AND_HARDWARE,
@@ -20,26 +19,29 @@ from dynamic_cp.cli.parameters import (
     BatchInput,
     Command,
     batch_options,
+    exchange_option,
     json_option,
     one_option,
     options_in,
     taken,
 )
+from dynamic_cp.cli.simulate import DEFAULT_POLICIES, policies_in
+from dynamic_cp.cli.tuned import check_memory_is_known, compared_at_their_best, exchanges_tried, searched
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
+from dynamic_cp.types import RECOMPUTE_MODES
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dynamic_cp.architecture import Architecture
+    from dynamic_cp.comparison import Comparison
     from dynamic_cp.sweep import Point, Sweep, SweepJob
 
-SCHEMA_VERSION = 1
-WIDE = 100
+SCHEMA_VERSION = 2
+DEFAULT_BATCHES = 4
 _LINE = 92
-DEFAULT_BATCHES = 2
 _CHANGED_HARDWARE = "hardware.json"
 """What the trainer reads in place of --set."""
-SWEPT_POLICIES = ("dynamic", "static", "balanced")
+_PARTS = " and ".join(f"1/{divisor}" for divisor in LIMIT_DIVISORS[1:])
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -67,7 +69,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 @click.command(
     "sweep",
     cls=Command,
-    short_help="Search TP, PP, VPP, limits and recomputation for some GPUs.",
+    short_help="N GPUs, a model, lengths: which layout, and does dynamic CP pay?",
     epilog="""\b
 Examples:
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64
@@ -90,11 +92,13 @@ Examples:
         "--pp", type=Numbers(), help="Numbers of pipeline stages to try. [default: powers of two up to the layers]"
     ),
     one_option(
-        "--vpp", type=Numbers(), help="Numbers of model chunks per stage to try. [default: 1,2,4 where they fit]"
+        "--vpp",
+        type=Numbers(),
+        help=f"Numbers of model chunks per stage to try. [default: those of 1 to {MAX_VP_SIZE} that are whole layers]",
     ),
     one_option(
         "--recompute",
-        default="none,selective,full",
+        default=",".join(RECOMPUTE_MODES),
         show_default=True,
         metavar="MODE,..",
         help="What the backward pass may compute again to save memory.",
@@ -102,33 +106,38 @@ Examples:
     one_option(
         "--max-tokens-per-rank",
         type=Numbers(),
-        help="Token limits to try. [default: what memory holds, 1/2 and 1/4 of it]",
+        help=f"Token limits to try. [default: what memory holds, {_PARTS} of it]",
     ),
+    exchange_option("auto or p2p, whichever is faster"),
     one_option(
-        "--policy", type=click.Choice(SWEPT_POLICIES), default="dynamic", show_default=True, help="Policy that plans."
+        "--policy",
+        default=DEFAULT_POLICIES,
+        show_default=True,
+        metavar="NAME,..",
+        help="Policies to compare, with commas between, each at its own fastest setting.",
     ),
     SEARCH,
     one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
 )
 @json_option
-def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None:
-    """Search layouts and limits for a number of GPUs and a global batch; recommend one, with its flags.
+def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given: Any) -> None:
+    """Search layouts and limits for a number of GPUs; say which is fastest and whether dynamic CP pays there.
 
-    The table has every setting that no other beats in both time and memory. What cannot run is counted with its reason.
+    Every policy gets its own fastest setting, and they are compared at those: the last line has the best static one,
+    the dynamic one and the gain. Of the policy that is recommended there are the settings that no other beats in both
+    time and memory, and the flags to start it. What cannot run is counted with its reason.
     """
     check_writable(json)
     if jobs is not None and jobs < 1:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
+    policies = _swept(policy)
     batch = taken(given, BatchInput)
     model, hardware = catalog.load_model(given["model"]), catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])
-    if not hardware.hbm_bytes:
-        raise InvalidInputError(
-            f"hardware {hardware.name!r} gives no hbm_bytes, so nothing says what fits: use another --hardware"
-        )
+    check_memory_is_known(hardware)
     with progress("sweeping") as steps:
         steps(0, 1, "lengths")
-        from dynamic_cp.sweep import Space, SweepJob, sweep
+        from dynamic_cp.sweep import Space, SweepJob
 
         space = Space(
             num_gpus=gpus,
@@ -136,30 +145,24 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             tp_sizes=given["tp"],
             pp_sizes=given["pp"],
             vp_sizes=given["vpp"],
+            limits=given["max_tokens_per_rank"],
             recompute=tuple(word.strip() for word in given["recompute"].split(",")),
+            exchanges=exchanges_tried(given["cp_comm_type"]),
         )
         batches = batch.draw(DEFAULT_BATCHES)
-        longest = batch.longest_tokens(batches)
         job = SweepJob(
             batches=batches,
+            max_seqlen=batch.longest_tokens(batches),
             model=model,
             hardware=hardware,
-            policy=given["policy"],
             search=given["search"],
             distributed_optimizer=not given["no_distributed_optimizer"],
         )
-        found = sweep(
-            space,
-            job,
-            max_seqlen=longest,
-            limits=given["max_tokens_per_rank"],
-            num_processes=jobs or len(os.sched_getaffinity(0)),
-            progress=steps,
-        )
-    from dynamic_cp.sweep.flags import why_not_trained
-
-    refusal = why_not_trained(model, architecture)
-    flags = [] if refusal else _flags(found.fastest, job, architecture, given, longest)
+        found = searched(space, job, policies, steps, jobs)
+        names = given["model"], hardware.name if given["settings"] else given["hardware"]
+        comparison = compared_at_their_best(found, job, names, steps)
+    refusal = _why_no_line(found, job, architecture)
+    flags = [] if refusal else _flags(found.front[0], job, architecture, given)
     if json:
         inputs = {
             **batch.as_dict(),
@@ -169,19 +172,51 @@ def command(json: str | None, gpus: int, jobs: int | None, **given: Any) -> None
             "distributed_optimizer": job.distributed_optimizer,
             "search": job.search,
             "recompute": space.recompute,
-            **{name: given[name] for name in ("tp", "pp", "vpp", "max_tokens_per_rank")},
+            **{name: given[name] for name in ("tp", "pp", "vpp", "max_tokens_per_rank", "cp_comm_type")},
             "model": given["model"],
+            "hardware": given["hardware"],
+            "set": given["settings"],
+            "policies": policies,
         }
-        inputs |= {"hardware": given["hardware"], "set": given["settings"], "policy": job.policy}
-        write_json(json, _as_dict(found, inputs, flags, refusal))
+        write_json(json, _as_dict(found, comparison, inputs, flags, refusal))
     if json != STDOUT:
-        notes = _notes(given["model"], job, architecture, longest)
-        _show(found, job, given, gpus, flags, refusal, notes, console())
+        from dynamic_cp.cli.sweep_tables import LaunchLine, show
+
+        line = LaunchLine(
+            flags=flags,
+            refusal=refusal,
+            notes=_notes(given["model"], job, architecture),
+            before=_hardware_command(given),
+        )
+        show(found, comparison, batch, line, console())
 
 
-def _flags(
-    point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any], longest: int
-) -> list[str]:
+def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None) -> str:
+    """Return why there is no launch line, nothing where there is one."""
+    from dynamic_cp.sweep import TRAINED_POLICIES
+    from dynamic_cp.sweep.flags import why_not_trained
+
+    if found.recommended not in TRAINED_POLICIES:
+        return f"pretrain_gpt.py has no policy {found.recommended}"
+    reason = why_not_trained(job.model, architecture)
+    return f"pretrain_gpt.py does not train this model: {reason}" if reason else ""
+
+
+def _swept(policy: str) -> tuple[str, ...]:
+    """Return the policies of --policy; InvalidInputError: one is unknown, or is planned elsewhere."""
+    from dynamic_cp.search import POLICIES
+
+    names = policies_in(policy)
+    for name in names:
+        if name not in POLICIES:
+            raise InvalidInputError(
+                f"policy {name!r} is a planner of others, for which no setting is searched: compare it with "
+                f"dynamic-cp simulate --gpus, or use some of {', '.join(POLICIES)}"
+            )
+    return names
+
+
+def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any]) -> list[str]:
     """Return the lines of the command that starts `point`."""
     from dynamic_cp.sweep.flags import launch_flags, launcher
 
@@ -190,14 +225,21 @@ def _flags(
         model=job.model,
         architecture=architecture,
         hardware_name=_CHANGED_HARDWARE if given["settings"] else given["hardware"],
-        max_seqlen=longest,
+        max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
-        policy=job.policy,
         search=job.search,
         distributed_optimizer=job.distributed_optimizer,
     )
     lines = [line for group in groups for line in _wrapped(group)]
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]
+
+
+def _hardware_command(given: dict[str, Any]) -> str:
+    """Return the command that writes the hardware file which the launch line names; nothing without --set."""
+    if not given["settings"]:
+        return ""
+    changes = " ".join(f"--set {shlex.quote(one)}" for one in given["settings"])
+    return f"dynamic-cp hardware {shlex.quote(given['hardware'])} {changes} --output {_CHANGED_HARDWARE}"
 
 
 def _wrapped(flags: tuple[str, ...]) -> list[str]:
@@ -211,109 +253,48 @@ def _wrapped(flags: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def _notes(name: str, job: SweepJob, architecture: Architecture | None, longest: int) -> list[str]:
+def _notes(name: str, job: SweepJob, architecture: Architecture | None) -> list[str]:
     """Return what to know before the recommended line is used."""
     notes = ["add your data and tokenizer, --lr and --train-iters"]
     if architecture is None:
         kind = "Llama (RoPE with base 10000)" if job.model.gated_linear_unit else "GPT-2"
         notes.append(f"{name} has no entry architecture: norms, positions and biases are taken as those of {kind}")
-    elif 0 < architecture.max_position_embeddings < longest:
+    elif 0 < architecture.max_position_embeddings < job.max_seqlen:
         notes.append(
-            f"samples have up to {longest} tokens, the model was made for {architecture.max_position_embeddings}"
+            f"samples have up to {job.max_seqlen} tokens, the model was made for {architecture.max_position_embeddings}"
         )
     return notes
 
 
-def _as_dict(found: Sweep, inputs: dict[str, Any], flags: list[str], refusal: str | None) -> dict[str, Any]:
-    def point(one: Point) -> dict[str, Any]:
-        topology = one.setting.topology
-        return {
-            "tp": topology.tp_size,
-            "pp": topology.pp_size,
-            "vpp": topology.vp_size,
-            "lanes": topology.num_lanes,
-            "recompute": one.setting.recompute,
-            "max_tokens_per_rank": one.setting.max_tokens_per_rank,
-            "cp_comm_type": "auto" if len(one.setting.cp_comm_types) > 1 else one.setting.cp_comm_types[0],
-            **{name: value for name, value in asdict(one).items() if name != "setting"},
-        }
+def _as_dict(
+    found: Sweep, comparison: Comparison, inputs: dict[str, Any], flags: list[str], refusal: str
+) -> dict[str, Any]:
+    from dynamic_cp.comparison import judgement_to_dict, setting_to_dict
+
+    def point(one: Point | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        figures = {field.name: getattr(one, field.name) for field in fields(one) if field.name != "setting"}
+        return {**setting_to_dict(one.setting), "iteration_s": one.iteration_s, **figures}
 
     return {
         "schema_version": SCHEMA_VERSION,
         "inputs": inputs,
-        "num_evaluated": found.num_evaluated,
-        "refused": dict(found.refused),
+        "policies": {
+            policy: {
+                "best": point(one.best),
+                "next_best": point(one.next_best),
+                "num_planned": one.num_planned,
+                "refused": dict(one.refused),
+            }
+            for policy, one in found.policies.items()
+        },
+        **judgement_to_dict(comparison),
         "front": [point(one) for one in found.front],
-        "recommended": {**point(found.fastest), "command": None if refusal else flags, "no_command": refusal},
+        "recommended": {
+            "policy": found.recommended,
+            **(point(found.front[0]) or {}),
+            "command": flags or None,
+            "no_command": refusal or None,
+        },
     }
-
-
-def _show(
-    found: Sweep,
-    job: SweepJob,
-    given: dict[str, Any],
-    gpus: int,
-    flags: list[str],
-    refusal: str | None,
-    notes: list[str],
-    out: Console,
-) -> None:
-    from rich.text import Text
-
-    from dynamic_cp.cli.tables import heading, make_table, percent
-
-    cross = "×" if can_draw(out) else "x"
-    plural = "batch" if len(job.batches) == 1 else "batches"
-    out.print(
-        heading(f"{given['model']} on {gpus} {cross} {job.hardware.name if given['settings'] else given['hardware']}"),
-        Text(f"policy {job.policy}, {len(job.batches)} global {plural} of {len(job.batches[0])} samples"),
-    )
-    out.print(f"{found.num_evaluated} settings planned; each of these is beaten by none in both time and memory:")
-    out.print()
-    wide = out.width >= WIDE
-    columns = ["s/batch", "GB", "tok/s/GPU", "TP", "PP", "VPP", "lanes", "limit", "recompute", "exchange", "CP"]
-    table = make_table([name for name in columns if wide or name != "lanes"], left=0)
-    for index, one in enumerate(found.front):
-        topology, setting = one.setting.topology, one.setting
-        cells = [
-            f"{one.iteration_s:.3f}",
-            f"{one.peak_bytes / 1e9:.1f}",
-            f"{one.tokens_per_s_per_gpu:.0f}",
-            str(topology.tp_size),
-            str(topology.pp_size),
-            str(topology.vp_size),
-            *([str(topology.num_lanes)] if wide else []),
-            str(setting.max_tokens_per_rank),
-            setting.recompute,
-            "auto" if len(setting.cp_comm_types) > 1 else setting.cp_comm_types[0],
-            f"1-{one.largest_cp_size}" if job.policy == "dynamic" else str(one.largest_cp_size),
-        ]
-        table.add_row(*cells, style="bold" if index == 0 else "")
-    out.print(table)
-    out.print()
-    out.print(Text("limit: padded tokens per rank and micro-batch; CP: sizes that the plans use", style="dim"))
-    if found.refused:
-        out.print()
-        out.print(Text(f"{sum(found.refused.values())} more cannot run:", style="dim"))
-        for reason, number in found.refused.items():
-            out.print(Text(f"{number:5d}  {reason}", style="dim"))
-    if len(found.front) > 1:
-        least = found.front[-1]
-        out.print()
-        out.print(
-            f"The fastest needs {found.fastest.peak_bytes / 1e9:.1f} GB; the smallest {least.peak_bytes / 1e9:.1f} GB "
-            f"and {percent(least.iteration_s / found.fastest.iteration_s - 1)} more time."
-        )
-    out.print()
-    if refusal:
-        out.print(Text(f"no launch line, as pretrain_gpt.py does not train this model: {refusal}", style="dim"))
-        return
-    if any("$HEAD_NODE" in line for line in flags):
-        notes.append("HEAD_NODE is the host of node 0, NODE_RANK the number of each node")
-    out.print(heading("Recommended"))
-    out.print(Text(f"({'; '.join(notes)})", style="dim"))
-    out.print()
-    if given["settings"]:
-        changes = " ".join(f"--set {shlex.quote(one)}" for one in given["settings"])
-        click.echo(f"dynamic-cp hardware {shlex.quote(given['hardware'])} {changes} --output {_CHANGED_HARDWARE}")
-    click.echo(" \\\n    ".join(flags))

@@ -28,7 +28,7 @@ from dynamic_cp.errors import InvalidInputError
     epilog="""\b
 Examples:
   dynamic-cp trace --lengths github --global-batch-size 64 --lanes 8 --pp 4 --tp 2 --output trace.json
-  dynamic-cp trace --lengths lengths.npy --lanes 8 --policy dynamic,balanced --output trace.json.gz
+  dynamic-cp trace --lengths lengths.npy --gpus 8 --policy dynamic,balanced --output trace.json.gz
   dynamic-cp trace --run runs/dump --iterations 3-5 --output measured.json.gz
 """,
 )
@@ -38,7 +38,7 @@ Examples:
     one_option("--iterations", metavar="A-B", help="Iterations of --run to show. [default: all]"),
 )
 @batch_options(several=False, required=False)
-@job_options(required=False)
+@job_options()
 @options_in(
     "Planner",
     one_option(
@@ -61,7 +61,7 @@ def command(
     """Write the timeline of one global batch, or of a training run, as a trace: a process per pipeline stage, a row per
     lane.
 
-    Give either --lengths and --lanes, or --run. Open it at ui.perfetto.dev or in chrome://tracing.
+    Give either --lengths and --gpus or --lanes, or --run. Open it at ui.perfetto.dev or in chrome://tracing.
     """
     check_writable(output, only_files=True)
     check_suffix(output, "a trace", (".json", ".json.gz"))
@@ -72,24 +72,35 @@ def command(
     if iterations is not None:
         raise click.UsageError("--iterations chooses from a training run: give --run, too.")
     require_batch(click.get_current_context(), given)
-    if first_lanes is not None and not 1 <= first_lanes <= given["lanes"]:
-        raise InvalidInputError(f"--first-lanes is {first_lanes}, there are {given['lanes']} lanes: change it")
+    if first_lanes is not None:
+        _check_first_lanes(first_lanes, given["lanes"] or given["gpus"] or first_lanes)
     comparison, batch = compared(policy, given)
+    if first_lanes is not None:
+        _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
     from dynamic_cp.report.trace import Event, trace_events, write_trace
 
     events: list[Event] = []
-    for index, one in enumerate(comparison.policies):
+    first_process = 0
+    for one in comparison.policies:
         timeline = one.batches[0].timeline
         if timeline is None:
             raise InvalidInputError(f"policy {one.policy} has no timeline, only a time: leave it out")
         events += trace_events(
             timeline,
             label=one.policy if len(comparison.policies) > 1 else "",
-            first_process=index * comparison.topology.pp_size,
+            first_process=first_process,
             lanes=None if first_lanes is None else range(first_lanes),
         )
+        first_process += one.setting.topology.pp_size
+        if comparison.is_tuned:
+            click.echo(f"{one.name} at its own fastest setting: {one.setting.layout}")
     write_trace(output, events, about={**batch.as_dict(), "policy": policy, "model": comparison.model_name})
     click.echo(f"{output}: {len(events)} events; open it at ui.perfetto.dev")
+
+
+def _check_first_lanes(first_lanes: int, num_lanes: int) -> None:
+    if not 1 <= first_lanes <= num_lanes:
+        raise InvalidInputError(f"--first-lanes is {first_lanes}, there are {num_lanes} lanes: change it")
 
 
 def _range_of(text: str | None) -> range | None:

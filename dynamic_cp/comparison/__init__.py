@@ -1,13 +1,14 @@
 """Policies side by side on the same global batches: seconds, where they go, speed-ups and what to conclude.
 
-    compare_policies(batches, ...) -> Comparison -> to_dict(comparison)
+    compare_policies(batches, ...) -> Comparison -> to_dict(comparison)      # one layout for all policies
+    compare_settings(batches, settings, ...) -> Comparison                   # a layout for each
 
 Read in this order: parts.py (the split of an iteration), speedup.py, values.py, job.py,
 compare.py, peer_policies.py, verdict.py, as_dict.py.
 """
 
-from dynamic_cp.comparison.as_dict import SCHEMA_VERSION, to_dict
-from dynamic_cp.comparison.compare import COMPARED_BY_DEFAULT, compare_policies, compared_policies
+from dynamic_cp.comparison.as_dict import SCHEMA_VERSION, judgement_to_dict, setting_to_dict, to_dict
+from dynamic_cp.comparison.compare import COMPARED_BY_DEFAULT, compare_policies, compare_settings, compared_policies
 from dynamic_cp.comparison.parts import PART_LABELS, TimeParts, time_parts
 from dynamic_cp.comparison.peer_policies import PEERS
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
@@ -26,7 +27,10 @@ __all__ = [
     "TimeParts",
     "Verdict",
     "compare_policies",
+    "compare_settings",
     "compared_policies",
+    "judgement_to_dict",
+    "setting_to_dict",
     "speedup_of",
     "time_parts",
     "to_dict",

@@ -18,6 +18,7 @@ from dynamic_cp.comparison.speedup import CONFIDENCE
 from dynamic_cp.comparison.values import DENOMINATORS, BatchOutcome, Comparison, PolicyOutcome, mean_of
 from dynamic_cp.comparison.verdict import verdict_of
 from dynamic_cp.serialize import digest
+from dynamic_cp.setting import Setting
 
 SCHEMA_VERSION = 1
 
@@ -26,7 +27,6 @@ _SPREAD = ("iteration_s", "makespan_s", "time_over_bound", "tokens_per_s_per_gpu
 
 def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return `comparison` as plain data; `inputs`: more of what the user gave, such as where the lengths are from."""
-    verdict = verdict_of(comparison)
     return {
         "schema_version": SCHEMA_VERSION,
         "inputs": {
@@ -34,12 +34,21 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
             "hardware": comparison.hardware_name,
             "topology": {**asdict(comparison.topology), "world_size": comparison.topology.world_size},
             "options": asdict(comparison.options),
+            "is_tuned": comparison.is_tuned,
             "num_batches": len(comparison.batches),
             "num_samples": [len(batch) for batch in comparison.batches],
             "num_tokens": [sum(sample.seqlen for sample in batch) for batch in comparison.batches],
             **(inputs or {}),
         },
         "policies": {one.policy: _policy(one) for one in comparison.policies},
+        **judgement_to_dict(comparison),
+    }
+
+
+def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:
+    """Return speed-ups and verdict of `comparison` as plain data."""
+    verdict = verdict_of(comparison)
+    return {
         "speedup": {
             one.baseline: {
                 "ratio": one.ratio,
@@ -62,12 +71,29 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
     }
 
 
+def setting_to_dict(setting: Setting) -> dict[str, Any]:
+    """Return a setting under the names of the command's options."""
+    topology = setting.topology
+    return {
+        "tp": topology.tp_size,
+        "pp": topology.pp_size,
+        "vpp": topology.vp_size,
+        "lanes": topology.num_lanes,
+        "recompute": setting.recompute,
+        "max_tokens_per_rank": setting.max_tokens_per_rank,
+        "cp_comm_type": setting.cp_comm_type,
+        "static_cp_size": setting.static_cp_size,
+        "max_cp_size": setting.max_cp_size,
+    }
+
+
 def _policy(outcome: PolicyOutcome) -> dict[str, Any]:
     batches = [_batch(one) for one in outcome.batches]
     return {
         "max_tokens_per_rank": outcome.max_tokens_per_rank,
         "static_cp_size": outcome.static_cp_size,
-        "max_cp_size": outcome.max_cp_size,
+        "max_cp_size": outcome.setting.max_cp_size,
+        "setting": setting_to_dict(outcome.setting),
         "available_bytes": outcome.available_bytes,
         "fits_memory": outcome.fits_memory,
         "batches": batches,

@@ -4,6 +4,8 @@ A static policy has one CP size for all global batches, as a training run has: t
 that hold the longest sample. The next-fit policy also has the fastest of a few limits of tokens: the given one or less.
 With a token limit that follows from memory every policy gets its own: smaller groups need smaller buffers. The dynamic
 policy, too, has the fastest of its largest CP sizes then: communicators of groups that it does not need cost memory.
+
+`compare_policies` has one layout for all policies, `compare_settings` one of its own for each.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.search import POLICIES, plan_global_batch
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.setting import STATIC_POLICIES, Setting
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
-STATIC_POLICIES = ("static", "balanced")
 _STATIC_DIVISORS = (2, 4, 8)
 """The limit of the next-fit policy may be divided by one of these."""
 
@@ -80,8 +82,7 @@ def compare_policies(
         UnsupportedFeatureError: a peer that is not installed, or that refuses this job.
     """
     names = compared_policies(policies)
-    if not batches or not all(batches):
-        raise InvalidInputError(f"{len(batches)} global batches are given, each needs at least 1 sample: give lengths")
+    _check_batches(batches)
     peers = {name: load_peer(name) for name in names if name in PEERS}
     job = Job(
         batches=tuple(tuple(batch) for batch in batches),
@@ -109,7 +110,7 @@ def compare_policies(
     report.start("done")
     ours = next((one for one in outcomes if one.policy == "dynamic"), None)
     if ours is not None:
-        base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.max_cp_size)
+        base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.setting.max_cp_size)
     return Comparison(
         model_name=model_name,
         hardware_name=hardware_name or hardware.name,
@@ -120,6 +121,72 @@ def compare_policies(
         batches=job.batches,
         policies=tuple(outcomes),
     )
+
+
+def compare_settings(
+    batches: Batches,
+    settings: Sequence[Setting],
+    *,
+    model: ModelShape,
+    hardware: Hardware,
+    peers: Sequence[str] = (),
+    search: SearchEffort = "fast",
+    distributed_optimizer: bool = True,
+    model_name: str = "",
+    hardware_name: str = "",
+    progress: Progress | None = None,
+) -> Comparison:
+    """Return what each of `settings` makes of each of `batches`: policies, each at a layout of its own.
+
+    Args:
+        batches, model, hardware, distributed_optimizer, model_name, hardware_name, progress: as `compare_policies`.
+        settings: at least one, of different policies of POLICIES, all on as many ranks.
+        peers: names of PEERS, which run at the setting of the dynamic policy (of the first, without it).
+        search: of all plans.
+
+    Raises:
+        DynamicCPError: as `compare_policies`.
+    """
+    _check_batches(batches)
+    names = (*(one.policy for one in settings), *peers)
+    loaded = {name: load_peer(name) for name in compared_policies(peers)} if peers else {}
+    report = _Steps(progress, names, len(batches))
+    main = next((one for one in settings if one.policy == "dynamic"), settings[0])
+    outcomes = []
+    for setting, name in zip((*settings, *(main for _ in peers)), names, strict=True):
+        # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
+        options = replace(setting.options(search), min_cp_size=1, max_cp_size=setting.max_cp_size)
+        job = Job(
+            batches=tuple(tuple(batch) for batch in batches),
+            topology=setting.topology,
+            model=model,
+            hardware=hardware,
+            options=options,
+            limit_from_memory=False,
+            distributed_optimizer=distributed_optimizer,
+        )
+        report.start(name)
+        if name in loaded:
+            outcomes.append(outcome_of_peer(name, loaded[name], job, options, report.next))
+        else:
+            outcomes.append(_outcome(name, job, options, report.next))
+    report.start("done")
+    return Comparison(
+        model_name=model_name,
+        hardware_name=hardware_name or hardware.name,
+        topology=main.topology,
+        model=model,
+        hardware=hardware,
+        options=main.options(search),
+        batches=tuple(tuple(batch) for batch in batches),
+        policies=tuple(outcomes),
+        is_tuned=True,
+    )
+
+
+def _check_batches(batches: Batches) -> None:
+    if not batches or not all(batches):
+        raise InvalidInputError(f"{len(batches)} global batches are given, each needs at least 1 sample: give lengths")
 
 
 class _Steps:
@@ -215,11 +282,8 @@ def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], No
         batches.append(batch_outcome(job, result, prices, memory, plan_s))
         count()
     return PolicyOutcome(
-        policy=policy,
+        setting=job.setting_of(policy, options, None if policy in STATIC_POLICIES else options.max_cp_size),
         batches=tuple(batches),
-        max_tokens_per_rank=options.max_tokens_per_rank,
-        static_cp_size=static_cp_size,
-        max_cp_size=options.max_cp_size if policy == "dynamic" else None,
         available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
     )
 

@@ -12,6 +12,7 @@ from dynamic_cp.comparison.values import BatchOutcome
 from dynamic_cp.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.padding import padding_fraction
+from dynamic_cp.setting import Setting
 from dynamic_cp.simulator import simulate
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
@@ -50,6 +51,18 @@ class Job(NamedTuple):
             options = replace(options, min_cp_size=static_cp_size, max_cp_size=static_cp_size)
         return MemoryModel(
             self.model, self.hardware, self.topology, options, distributed_optimizer=self.distributed_optimizer
+        )
+
+    def setting_of(self, policy: str, options: PlanOptions, max_cp_size: int | None = None) -> Setting:
+        """Return what `policy` runs with `options`; max_cp_size: its own, where it has one."""
+        return Setting(
+            policy=policy,
+            topology=self.topology,
+            recompute=options.recompute,
+            max_tokens_per_rank=options.max_tokens_per_rank,
+            cp_comm_types=options.cp_comm_types,
+            static_cp_size=options.static_cp_size,
+            max_cp_size=max_cp_size,
         )
 
     def prices(self, options: PlanOptions) -> PricesByPart:

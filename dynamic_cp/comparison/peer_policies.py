@@ -103,9 +103,7 @@ def outcome_of_peer(
         batches.append(batch_outcome(job, planned, prices, memory, plan_s, result.note))
         count()
     return PolicyOutcome(
-        policy=name,
+        setting=job.setting_of(name, options),
         batches=tuple(batches),
-        max_tokens_per_rank=options.max_tokens_per_rank,
-        static_cp_size=None,
         available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
     )

@@ -10,6 +10,7 @@ from operator import mul
 
 from dynamic_cp.comparison.parts import TimeParts, mean_parts
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
+from dynamic_cp.setting import Setting
 from dynamic_cp.timeline import Timeline
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
@@ -86,18 +87,33 @@ class PolicyOutcome:
     """What one policy makes of all global batches.
 
     Attributes:
-        max_tokens_per_rank: its limit of tokens (with an automatic limit, that of its own CP sizes).
-        static_cp_size: CP size of a static policy; None = it has none.
-        max_cp_size: largest CP size that the dynamic policy may use; None = the largest of the topology.
+        setting: its layout, limit of tokens (with an automatic limit, that of its own CP sizes) and CP sizes.
         available_bytes: memory of a rank that may be planned with; None = unknown.
     """
 
-    policy: str
+    setting: Setting
     batches: tuple[BatchOutcome, ...]
-    max_tokens_per_rank: int
-    static_cp_size: int | None
     available_bytes: float | None
-    max_cp_size: int | None = None
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy."""
+        return self.setting.policy
+
+    @property
+    def name(self) -> str:
+        """The policy, with its CP size if that is static."""
+        return self.setting.name
+
+    @property
+    def static_cp_size(self) -> int | None:
+        """CP size of a static policy; None = it has none."""
+        return self.setting.static_cp_size if self.setting.is_static else None
+
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """Its limit of tokens."""
+        return self.setting.max_tokens_per_rank
 
     def mean(self, name: str) -> float | None:
         """Return the mean over the batches of a figure of `BatchOutcome`, as `mean_of`; None where it is unknown."""
@@ -141,8 +157,9 @@ class Comparison:
 
     Attributes:
         model_name, hardware_name: what the user called them.
-        options: as given; max_tokens_per_rank and max_cp_size are those of the dynamic policy where they followed from
-            memory.
+        topology, options: as given; max_tokens_per_rank and max_cp_size are those of the dynamic policy where they
+            followed from memory. Where `is_tuned`, those of the dynamic policy, or of the first without it.
+        is_tuned: every policy has a layout of its own, on as many ranks; else all have `topology`.
         batches: the global batches, in order.
         policies: in the order in which they were asked for.
     """
@@ -155,6 +172,7 @@ class Comparison:
     options: PlanOptions
     batches: tuple[tuple[Sample, ...], ...]
     policies: tuple[PolicyOutcome, ...]
+    is_tuned: bool = False
 
     def policy(self, name: str) -> PolicyOutcome:
         """Return the outcome of a policy; KeyError when it was not compared."""

@@ -13,10 +13,14 @@ from typing import Literal
 from dynamic_cp.comparison.parts import PART_LABELS
 from dynamic_cp.comparison.speedup import Speedup
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
+from dynamic_cp.setting import STATIC_POLICIES
 
-MIN_GAIN = 1.02
-"""Below this factor dynamic CP is not worth a change: what a cost model says is no more exact than that."""
-_STATIC_POLICIES = ("static", "balanced")
+MIN_GAIN = 1.03
+"""Up to this factor dynamic CP is not worth a change: what a cost model says is no more exact than that."""
+_SMALL_GAIN = 1.05
+"""An interval around a factor that is not worth it needs no more batches if it ends here: the gain is small at best."""
+_NOTHING = 1.005
+"""Up to this factor there is no gain to speak of."""
 _LARGE_SHARE = 0.2
 _SMALL_SECONDS = 0.002
 """Parts that change by less than this share of the iteration are not named."""
@@ -54,11 +58,10 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
     if "dynamic" not in comparison.names or not others:
         return None
     ours = comparison.policy("dynamic")
-    static = [one for one in others if one.policy in _STATIC_POLICIES] or others
+    static = [one for one in others if one.policy in STATIC_POLICIES] or others
     baseline = min(static, key=lambda one: (not one.fits_memory, one.iteration_s))
     speedups = {one.baseline: one for one in comparison.speedups}
     speedup = speedups[baseline.policy]
-    low, high = speedup.low or speedup.ratio, speedup.high or speedup.ratio
     if not ours.fits_memory:
         return Verdict(
             pays="no",
@@ -67,19 +70,21 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
             reason=_why_it_does_not_fit(baseline),
             saved_s=_saved(ours, baseline),
         )
-    pays: Pays = "yes" if low >= MIN_GAIN else "no" if high < MIN_GAIN else "unclear"
+    pays = judged(speedup)
     saved_s = _saved(ours, baseline)
     if baseline.fits_memory:
         others_that_fit = [
             one for name, one in speedups.items() if name != baseline.policy and comparison.policy(name).fits_memory
         ]
         headline = _headline(pays, speedup, baseline, others_that_fit)
+        if comparison.is_tuned:
+            headline = f"{_at_its_best(baseline)}, {_at_its_best(ours)}: {_judgement(pays, speedup)}"
     else:
-        kind = "static policy" if baseline.policy in _STATIC_POLICIES else "other policy"
+        kind = "static policy" if baseline.policy in STATIC_POLICIES else "other policy"
         return Verdict(
             pays="yes",
             baseline=baseline.policy,
-            headline=f"only dynamic CP fits in memory: no {kind} does ({described(baseline)}: {_lacking(baseline)})",
+            headline=f"only dynamic CP fits in memory: no {kind} does ({baseline.name}: {_lacking(baseline)})",
             reason=_moved_tokens(ours, baseline),
             saved_s=saved_s,
         )
@@ -92,6 +97,22 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
     return Verdict(pays=pays, baseline=baseline.policy, headline=headline, reason=reason, saved_s=saved_s)
 
 
+def _at_its_best(one: PolicyOutcome) -> str:
+    """Return the seconds of a policy and the setting that it has of its own."""
+    setting = one.setting
+    if setting.is_static:
+        return f"best static {one.iteration_s:.3f} s ({one.name} at {setting.words})"
+    return f"{one.name} {one.iteration_s:.3f} s ({setting.words})"
+
+
+def judged(speedup: Speedup) -> Pays:
+    """Return whether a speed-up is worth a change, by its interval (with one batch: by itself) as it is shown."""
+    ratio = round(speedup.ratio, 2)
+    if round(speedup.low or ratio, 2) > MIN_GAIN:
+        return "yes"
+    return "no" if ratio <= MIN_GAIN and round(speedup.high or ratio, 2) <= _SMALL_GAIN else "unclear"
+
+
 def _lacking(one: PolicyOutcome) -> str:
     """Return what memory lacks, such as `139.8 of 70.8 GB at limit 65536`."""
     return (
@@ -102,16 +123,11 @@ def _lacking(one: PolicyOutcome) -> str:
 
 def _why_it_does_not_fit(baseline: PolicyOutcome) -> str:
     remedy = "Lower the limit of tokens per rank, recompute more, or use more TP or PP ranks."
-    name = described(baseline)
+    name = baseline.name
     if baseline.fits_memory:
         return f"{name[0].upper()}{name[1:]} fits, with {(baseline.peak_bytes or 0) / 1e9:.1f} GB. {remedy}"
-    kind = "static policy" if baseline.policy in _STATIC_POLICIES else "other policy"
+    kind = "static policy" if baseline.policy in STATIC_POLICIES else "other policy"
     return f"No {kind} fits either: {name} needs {_lacking(baseline)}. {remedy}"
-
-
-def described(policy: PolicyOutcome) -> str:
-    """Return the name of a policy, with its CP size if that is static."""
-    return policy.policy if policy.static_cp_size is None else f"{policy.policy} CP {policy.static_cp_size}"
 
 
 def cp_token_shares(policy: PolicyOutcome) -> dict[int, float]:
@@ -134,16 +150,20 @@ def _saved(ours: PolicyOutcome, theirs: PolicyOutcome) -> tuple[tuple[str, float
 
 
 def _headline(pays: Pays, speedup: Speedup, baseline: PolicyOutcome, others: list[Speedup]) -> str:
+    among = " (the fastest static policy)" if any(one.baseline in STATIC_POLICIES for one in others) else ""
+    over = f" over {baseline.name}{among}" + "".join(f", {one.ratio:.2f}x over {one.baseline}" for one in others)
+    return _judgement(pays, speedup, over)
+
+
+def _judgement(pays: Pays, speedup: Speedup, over: str = "") -> str:
+    """Return a clause such as `dynamic CP gains 1.31x (95 % 1.27..1.35)`; `over`: what follows the factor."""
     start = {
         "yes": "dynamic CP gains",
         "no": "dynamic CP does not pay here: it gains" if speedup.ratio > 0.995 else "dynamic CP loses here:",
         "unclear": "dynamic CP may pay: it gains",
     }[pays]
-    among = " (the fastest static policy)" if any(one.baseline in _STATIC_POLICIES for one in others) else ""
-    text = f"{start} {factor(speedup)} over {described(baseline)}{among}"
-    for one in others:
-        text += f", {one.ratio:.2f}x over {one.baseline}"
-    return text
+    small = ", too small to recommend it" if pays == "no" and speedup.ratio >= _NOTHING else ""
+    return f"{start} {factor(speedup)}{over}{small}"
 
 
 def factor(speedup: Speedup) -> str:
@@ -182,7 +202,7 @@ def _why_it_does_not(
         sentences.append(f"All samples have {seqlens[0]} tokens, so one CP size is right for all of them.")
     changes = [name for name, seconds in saved_s if abs(seconds) >= _SMALL_SECONDS * iteration_s]
     avoidable = [one for one in _largest_avoidable(parts) if one[1] >= _SMALL_SECONDS * iteration_s][:2]
-    name = described(baseline)
+    name = baseline.name
     sentences.append(
         f"{name[0].upper()}{name[1:]} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, "
         "TP collectives and gradients"
@@ -195,10 +215,11 @@ def _why_it_does_not(
         )
     )
     sentences.append(_moved_tokens(ours, baseline))
-    if baseline.max_tokens_per_rank > MIN_GAIN * ours.max_tokens_per_rank:
+    is_same_layout = baseline.setting.layout == ours.setting.layout
+    if is_same_layout and baseline.max_tokens_per_rank > MIN_GAIN * ours.max_tokens_per_rank:
         sentences.append(
             f"With memory for more groups, dynamic CP has room for {ours.max_tokens_per_rank} tokens per rank, "
-            f"{described(baseline)} for {baseline.max_tokens_per_rank}."
+            f"{baseline.name} for {baseline.max_tokens_per_rank}."
         )
     over_bound = max(one.time_over_bound for one in ours.batches)
     if over_bound < MIN_GAIN and speedup.ratio >= 1:

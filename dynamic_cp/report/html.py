@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dynamic_cp.comparison.parts import PART_LABELS, TimeParts
 from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
-from dynamic_cp.comparison.verdict import Verdict, described, verdict_of
+from dynamic_cp.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_count, format_s
@@ -50,13 +50,9 @@ def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, 
         UnsupportedFeatureError: matplotlib or jinja2 is not installed.
     """
     verdict = verdict_of(comparison)
-    topology = comparison.topology
     model = comparison.model_name or "a model"
-    facts = [f"{topology.world_size} GPUs ({comparison.hardware_name}): {topology.num_lanes} lanes"]
-    facts += [f"TP {topology.tp_size}"] * (topology.tp_size > 1) + [f"PP {topology.pp_size}"] * (topology.pp_size > 1)
-    facts += [f"VPP {topology.vp_size}"] * (topology.vp_size > 1)
     samples = sum(len(batch) for batch in comparison.batches) / len(comparison.batches)
-    facts.append(f"{samples:g} samples per global batch")
+    facts = [_layout(comparison), f"{samples:g} samples per global batch"]
     return render(
         "comparison.html",
         title=f"Dynamic context parallelism for {model}",
@@ -89,6 +85,15 @@ def write_report(path: str | Path, comparison: Comparison, *, command: str, inpu
         UnsupportedFeatureError: matplotlib or jinja2 is not installed.
     """
     write_whole(path, render_report(comparison, command=command, inputs=inputs).encode())
+
+
+def _layout(comparison: Comparison) -> str:
+    topology = comparison.topology
+    gpus = f"{topology.world_size} GPUs ({comparison.hardware_name})"
+    if comparison.is_tuned:
+        return f"{gpus}, every policy at its own fastest layout"
+    sizes = (("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size))
+    return f"{gpus}: {topology.num_lanes} lanes" + "".join(f" · {name} {size}" for name, size in sizes if size > 1)
 
 
 class _Row(NamedTuple):
@@ -126,7 +131,7 @@ def _row(one: PolicyOutcome, comparison: Comparison) -> _Row:
     interval = f"{speedup.low:.2f}–{speedup.high:.2f}" if speedup and speedup.low and speedup.high else ""
     parts, padding, rows = one.parts, one.mean("padding_fraction"), one.mean("num_microbatches")
     return _Row(
-        described(one),
+        one.name,
         one.policy == "dynamic",
         [
             (format_s(one.iteration_s), f"± {format_s(spread)}" if spread else ""),
@@ -148,15 +153,17 @@ def _notes(comparison: Comparison) -> list[str]:
     elif comparison.speedups:
         notes.append("One batch says nothing of others: compare several for an interval.")
     limits = {one.policy: one.max_tokens_per_rank for one in comparison.policies}
-    if len(set(limits.values())) == 1:
+    if comparison.is_tuned:
+        notes += [f"{one.name} at {one.setting.words} (padded tokens of a rank)." for one in comparison.policies]
+    elif len(set(limits.values())) == 1:
         notes.append(f"Limit: {next(iter(limits.values()))} padded tokens of a rank in a micro-batch.")
     else:
         named = ", ".join(f"{name} {limit}" for name, limit in limits.items())
         notes.append(f"Limit of padded tokens of a rank in a micro-batch: {named}.")
     notes += [
-        f"{one.policy}: CP sizes up to {one.max_cp_size}, as larger groups take memory from tokens."
+        f"{one.policy}: CP sizes up to {one.setting.max_cp_size}, as larger groups take memory from tokens."
         for one in comparison.policies
-        if one.max_cp_size is not None
+        if one.setting.max_cp_size is not None and not comparison.is_tuned
     ]
     notes += [
         f"{one.policy}: {note}"
@@ -169,7 +176,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _time(comparison: Comparison) -> dict[str, Any]:
     """Return stacked bars of the parts of an iteration, and the same as rows of a table."""
-    split = [(described(one), parts) for one in comparison.policies if (parts := one.parts) is not None]
+    split = [(one.name, parts) for one in comparison.policies if (parts := one.parts) is not None]
     if not split:
         return {"bars": [], "parts": []}
     longest_s = max(parts.iteration_s for _, parts in split)
@@ -215,7 +222,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     shown = sorted((one for one in with_timeline if one.policy in wanted), key=lambda one: one.policy == "dynamic")
     shown = shown or with_timeline[:2]
     number = _typical_batch(comparison, verdict)
-    timelines = [(described(one), _timeline(one.batches[number])) for one in shown]
+    timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
     seqlens = [sample.seqlen for sample in comparison.batches[number]]
     cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, comparison.options)
@@ -279,7 +286,7 @@ def _memory(comparison: Comparison) -> dict[str, Any]:
     known = [(one, one.peak_bytes) for one in comparison.policies if one.peak_bytes is not None]
     available = next((one.available_bytes for one, _ in known if one.available_bytes is not None), None)
     full = max([available or 0.0, *(peak for _, peak in known)], default=1.0)
-    bars = [_Bar(described(one), f"{100 * peak / full:.2f}", _gb(peak), one.fits_memory) for one, peak in known]
+    bars = [_Bar(one.name, f"{100 * peak / full:.2f}", _gb(peak), one.fits_memory) for one, peak in known]
     limit_at = f"{100 * available / full:.2f}" if available else "0"
     return {"memory": bars, "available": _gb(available) if available else "", "limit_at": limit_at}
 
@@ -289,7 +296,7 @@ def _gb(value_bytes: float) -> str:
 
 
 def _bounds(comparison: Comparison) -> dict[str, Any]:
-    over = [(described(one), one.mean("time_over_bound") or 1.0) for one in comparison.policies]
+    over = [(one.name, one.mean("time_over_bound") or 1.0) for one in comparison.policies]
     largest = max(*(ratio - 1 for _, ratio in over), 1e-9)
     # A bound holds for plans with the same limit, so policies with limits of their own have bounds of their own.
     bounds = {one.max_tokens_per_rank: one.mean("lower_bound_s") or 0.0 for one in reversed(comparison.policies)}
@@ -305,7 +312,7 @@ def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str
     plan = batch.planned.plan if batch.planned else None
     sizes = "" if plan is None else format_cp_sizes(plan.cp_histogram)
     return [
-        f"{described(one)}, {number + 1}",
+        f"{one.name}, {number + 1}",
         format_s(batch.iteration_s),
         f"+{batch.time_over_bound - 1:.1%}",
         "" if batch.num_microbatches is None else str(batch.num_microbatches),

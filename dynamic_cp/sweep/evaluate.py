@@ -1,31 +1,18 @@
-"""Time and memory of one setting: plan every global batch and simulate it."""
+"""Time and memory of one setting: plan every global batch and simulate it; or only bound the time from below."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.search import plan_global_batch
-from dynamic_cp.sweep.space import Refused, Setting
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Sample, SearchEffort
+from dynamic_cp.setting import Setting
+from dynamic_cp.sweep.job import SweepJob
+from dynamic_cp.sweep.space import Refused
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepJob:
-    """What all settings share.
-
-    Attributes:
-        batches: global batches, each of which every setting plans.
-        policy: of the planner.
-    """
-
-    batches: tuple[tuple[Sample, ...], ...]
-    model: ModelShape
-    hardware: Hardware
-    policy: str = "dynamic"
-    search: SearchEffort = "fast"
-    distributed_optimizer: bool = True
+_SLACK = 0.97
+"""The bound of a pipeline is the least over the numbers of micro-batches that were tried: not all are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +20,7 @@ class Point:
     """What a setting gives.
 
     Attributes:
-        iteration_s: mean over the global batches.
+        batches_s: iteration of each global batch.
         peak_bytes: of the rank and batch that need most.
         tokens_per_s_per_gpu: of true tokens.
         num_microbatches: mean over the global batches.
@@ -41,32 +28,26 @@ class Point:
     """
 
     setting: Setting
-    iteration_s: float
+    batches_s: tuple[float, ...]
     peak_bytes: float
     tokens_per_s_per_gpu: float
     num_microbatches: float
     largest_cp_size: int
 
+    @property
+    def iteration_s(self) -> float:
+        """Mean over the global batches."""
+        return sum(self.batches_s) / len(self.batches_s)
 
-def options_of(setting: Setting, job: SweepJob) -> PlanOptions:
-    """Return the planner's options for a setting."""
-    return PlanOptions(
-        max_tokens_per_rank=setting.max_tokens_per_rank,
-        static_cp_size=setting.static_cp_size,
-        min_cp_size=setting.static_cp_size or 1,
-        max_cp_size=setting.static_cp_size,
-        recompute=setting.recompute,
-        cp_comm_types=setting.cp_comm_types,
-        search=job.search,
-    )
+
+def evaluate_first(setting: Setting, job: SweepJob) -> Point | Refused:
+    """Return `evaluate` of the first global batch alone."""
+    return evaluate(setting, replace(job, batches=job.batches[:1]))
 
 
 def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
     """Return what `setting` gives, or why it cannot run; a pure function."""
-    options = options_of(setting, job)
-    memory = MemoryModel(
-        job.model, job.hardware, setting.topology, options, distributed_optimizer=job.distributed_optimizer
-    )
+    options = setting.options(job.search)
     plans = []
     try:
         for batch in job.batches:
@@ -77,20 +58,36 @@ def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
                     model=job.model,
                     hardware=job.hardware,
                     options=options,
-                    policy=job.policy,
+                    policy=setting.policy,
                 )
             )
     except InfeasibleSampleError:
         return Refused("the longest sample fits no CP group")
+    except UnsupportedFeatureError:
+        return Refused("no allowed exchange serves the CP size that the longest sample needs")
+    memory = job.memory(setting)
     peak_bytes = max(stage.total_bytes for planned in plans for stage in memory.peak(planned.plan))
     if peak_bytes > memory.available_bytes:
         return Refused("a plan needs more memory than there is")
     total_s = sum(planned.predicted_s for planned in plans)
     return Point(
         setting=setting,
-        iteration_s=total_s / len(plans),
+        batches_s=tuple(planned.predicted_s for planned in plans),
         peak_bytes=peak_bytes,
         tokens_per_s_per_gpu=sum(planned.plan.num_tokens for planned in plans) / total_s / setting.topology.world_size,
         num_microbatches=sum(planned.plan.num_microbatches for planned in plans) / len(plans),
         largest_cp_size=max(max(planned.plan.cp_histogram) for planned in plans),
     )
+
+
+def least_s(setting: Setting, job: SweepJob) -> float:
+    """Return seconds of the first global batch that no plan of any policy with the limit and layout stays below.
+
+    Limits: found by a quick search, not proven for pipelines; `_SLACK` allows for that.
+    """
+    try:
+        prices = job.prices(setting)
+        bound_s = lower_bound(job.batches[0], prices, "quick").seconds
+    except (InfeasibleSampleError, UnsupportedFeatureError):
+        return 0.0  # `evaluate` says why
+    return _SLACK * (bound_s + prices.gradient_reduction_s)

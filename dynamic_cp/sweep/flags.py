@@ -7,9 +7,10 @@ from math import lcm
 
 from dynamic_cp.architecture import Architecture
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.sweep.space import Setting
+from dynamic_cp.setting import Setting
 from dynamic_cp.types import ModelShape
 
+_POLICY_FLAGS = {"dynamic": ("--dynamic-cp",), "balanced": ("--static-cp-policy balanced",), "static": ()}
 _VOCAB_MULTIPLE = 128
 """The trainer pads the vocabulary to a multiple of this unless it is told another."""
 
@@ -29,7 +30,6 @@ def launch_flags(
     hardware_name: str,
     max_seqlen: int,
     global_batch_size: int,
-    policy: str = "dynamic",
     search: str = "fast",
     distributed_optimizer: bool = True,
 ) -> tuple[tuple[str, ...], ...]:
@@ -48,7 +48,7 @@ def launch_flags(
     architecture = architecture or Architecture.assumed(gated=model.gated_linear_unit)
     return (
         _parallelism(setting, distributed_optimizer),
-        _dynamic_cp(setting, hardware_name, policy, search),
+        _planning(setting, hardware_name, search),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
         _shape(model, setting.topology.tp_size),
@@ -80,13 +80,15 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> tuple[str, ..
     return (*flags, "--use-distributed-optimizer") if distributed_optimizer else tuple(flags)
 
 
-def _dynamic_cp(setting: Setting, hardware_name: str, policy: str, search: str) -> tuple[str, ...]:
-    flags = ["--dynamic-cp"] if policy == "dynamic" else ["--static-cp-policy balanced"] if policy == "balanced" else []
+def _planning(setting: Setting, hardware_name: str, search: str) -> tuple[str, ...]:
+    flags = list(_POLICY_FLAGS[setting.policy])
     if setting.static_cp_size is not None:
         flags.append(f"--context-parallel-size {setting.static_cp_size}")
+    if setting.max_cp_size is not None:
+        flags.append(f"--max-dynamic-cp-size {setting.max_cp_size}")
     flags += [
         f"--max-seqlen-per-dp-cp-rank {setting.max_tokens_per_rank}",
-        f"--cp-comm-type {'auto' if len(setting.cp_comm_types) > 1 else setting.cp_comm_types[0]}",
+        f"--cp-comm-type {setting.cp_comm_type}",
         f"--dynamic-cp-hardware {shlex.quote(hardware_name)}",
     ]
     return (*flags, f"--dynamic-cp-search {search}") if search != "fast" else tuple(flags)

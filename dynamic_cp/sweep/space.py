@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.padding import round_up
-from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, Hardware, ModelShape, PlanOptions, Recompute, Topology
+from dynamic_cp.setting import Setting
+from dynamic_cp.sweep.job import SweepJob
+from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE
+from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, ModelShape, Recompute, Topology
 
-LIMIT_DIVISORS = (1, 2, 4)
-"""The limits that are tried: as much as memory holds, and these parts of it, which leave memory free."""
 _LIMIT_STEP = 256
 """Limits are rounded down to a multiple of this, for flags that can be read."""
 
@@ -25,6 +25,10 @@ class Space:
     Attributes:
         num_gpus: ranks of the job, a multiple of ranks_per_node or below it.
         tp_sizes, pp_sizes, vp_sizes: None = all that make sense.
+        limits: of tokens per rank; None = what memory holds and parts of it.
+        exchanges: sets of exchanges that a bucket may use; those after the first are tried for what is close to the
+            fastest.
+        static_cp_size: CP size of the static policies; None = all.
     """
 
     num_gpus: int
@@ -33,6 +37,9 @@ class Space:
     pp_sizes: tuple[int, ...] | None = None
     vp_sizes: tuple[int, ...] | None = None
     recompute: tuple[str, ...] = RECOMPUTE_MODES
+    limits: tuple[int, ...] | None = None
+    exchanges: tuple[tuple[CpCommType, ...], ...] = EXCHANGES
+    static_cp_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -41,6 +48,7 @@ class Space:
             ("tp", self.tp_sizes or ()),
             ("pp", self.pp_sizes or ()),
             ("vpp", self.vp_sizes or ()),
+            ("max_tokens_per_rank", self.limits or ()),
         ):
             if any(value < 1 for value in values):
                 raise InvalidInputError(f"{name} is {min(values)}, at least 1 is needed: change it")
@@ -55,17 +63,6 @@ class Space:
             raise InvalidInputError(
                 f"recompute is {', '.join(self.recompute) or 'empty'}: use some of {', '.join(RECOMPUTE_MODES)}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One point of the space; static_cp_size: of all groups, None = dynamic."""
-
-    topology: Topology
-    recompute: Recompute
-    max_tokens_per_rank: int
-    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
-    static_cp_size: int | None = None
 
 
 class Refused(NamedTuple):
@@ -98,82 +95,97 @@ def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Reco
 
 
 def settings_of(
-    topology: Topology,
-    recompute: Recompute,
-    *,
-    model: ModelShape,
-    hardware: Hardware,
-    max_seqlen: int,
-    distributed_optimizer: bool,
-    limits: Sequence[int] | None = None,
-    policy: str = "dynamic",
+    topology: Topology, recompute: Recompute, policy: str, space: Space, job: SweepJob
 ) -> tuple[Setting, ...] | Refused:
     """Return the settings of a layout that memory and the longest sample allow, the largest limit first.
 
-    Args:
-        topology, recompute: the layout.
-        model, hardware: what runs on what.
-        max_seqlen: longest sample, tokens.
-        distributed_optimizer: the optimizer state is sharded over the lanes.
-        limits: limits of tokens per rank to try; None = as much as memory holds and parts of it.
-        policy: a static one has every CP size that divides the lanes, each with the memory of groups of that size.
+    A static policy has every CP size that divides the lanes, each with the memory of groups of that size; others have
+    all sizes, or where these leave no memory as many of the smaller ones as do. Of the sets of exchanges it is the
+    first that memory holds: `variants` has the others.
     """
-    if policy == "dynamic":
-        return _settings_at(topology, recompute, None, model, hardware, max_seqlen, distributed_optimizer, limits)
     found: list[Setting] = []
-    refused: list[Refused] = []
-    for cp_size in (1 << k for k in range(topology.max_cp_size.bit_length())):
-        if topology.num_lanes % cp_size == 0:
-            one = _settings_at(topology, recompute, cp_size, model, hardware, max_seqlen, distributed_optimizer, limits)
+    refused = Refused("no allowed CP size divides the lanes")
+    for exchanges in space.exchanges:
+        base = Setting(
+            policy=policy, topology=topology, recompute=recompute, max_tokens_per_rank=1, cp_comm_types=exchanges
+        )
+        sizes = _static_sizes(topology, space) if base.is_static else _largest_sizes(topology)
+        for cp_size in sizes:
+            sized = replace(base, static_cp_size=cp_size) if base.is_static else replace(base, max_cp_size=cp_size)
+            one = _with_limits(sized, space, job)
             if isinstance(one, Refused):
-                refused.append(one)
+                refused = one
             else:
                 found += one
-    return tuple(found) or refused[-1]
+            if found and not base.is_static:
+                break
+        if found:
+            return tuple(found)
+    return refused
 
 
-def _settings_at(
-    topology: Topology,
-    recompute: Recompute,
-    static_cp_size: int | None,
-    model: ModelShape,
-    hardware: Hardware,
-    max_seqlen: int,
-    distributed_optimizer: bool,
-    limits: Sequence[int] | None,
-) -> tuple[Setting, ...] | Refused:
-    """Return the settings with one static CP size, or (None) with all sizes."""
-    options = PlanOptions(
-        max_tokens_per_rank=1, recompute=recompute, min_cp_size=static_cp_size or 1, max_cp_size=static_cp_size
-    )
-    memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=distributed_optimizer)
+def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...]:
+    """Return `setting` with other exchanges, and with less large groups whose communicators leave memory for tokens."""
+    found: list[Setting] = []
+    for exchanges in space.exchanges:
+        sizes: tuple[int | None, ...] = (setting.max_cp_size,)
+        if not setting.is_static and space.limits is None:
+            sizes += _largest_sizes(setting.topology, below=setting.max_cp_size or setting.topology.max_cp_size)
+        limit = 0
+        for cp_size in sizes:
+            one = _with_limits(replace(setting, cp_comm_types=exchanges, max_cp_size=cp_size), space, job)
+            if isinstance(one, Refused):
+                continue
+            if cp_size == setting.max_cp_size and setting.max_tokens_per_rank <= one[0].max_tokens_per_rank:
+                found.append(replace(setting, cp_comm_types=exchanges))
+            if one[0].max_tokens_per_rank > limit:
+                found.append(one[0])
+                limit = one[0].max_tokens_per_rank
+    return tuple(one for one in dict.fromkeys(found) if one != setting)
+
+
+def _largest_sizes(topology: Topology, below: int | None = None) -> tuple[int | None, ...]:
+    """Return the largest CP sizes that groups may have, None for all, descending; those `below` a size."""
+    sizes = tuple(1 << k for k in reversed(range(topology.max_cp_size.bit_length())))
+    return (None, *sizes[1:]) if below is None else tuple(size for size in sizes if size < below)
+
+
+def _with_limits(base: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...] | Refused:
+    """Return `base` with each limit of tokens that is tried, the largest first."""
+    topology = base.topology
+    memory = job.memory(base)
     if max(stage.total_bytes for stage in memory.peak_at(0)) > memory.available_bytes:
         return Refused("weights and optimizer do not fit in memory")
     try:
-        most = memory.max_tokens_per_rank(max_seqlen)
+        most = memory.max_tokens_per_rank(job.max_seqlen)
     except MemoryLimitError:
         return Refused("the longest sample does not fit in memory")
     step = round_up(_LIMIT_STEP, 2 * topology.rank_token_multiple)
     rounded = most // step * step if most >= 4 * step else most
-    least = -(-max_seqlen // (static_cp_size or topology.max_cp_size))
-    tried = [rounded // divisor for divisor in LIMIT_DIVISORS] if limits is None else sorted(limits, reverse=True)
-    if rounded < least <= most:
+    largest = base.static_cp_size if base.is_static else base.max_cp_size
+    least = -(-job.max_seqlen // (largest or topology.max_cp_size))
+    tried = [rounded // divisor for divisor in LIMIT_DIVISORS]
+    if space.limits is not None:
+        tried = sorted(space.limits, reverse=True)
+    elif rounded < least <= most:
         tried = [most]
     kept = [limit for limit in tried if round_up(least, 2 * topology.rank_token_multiple) <= limit <= most]
     if not kept:
         return Refused("no token limit fits both memory and the longest sample")
-    return tuple(
-        Setting(topology=topology, recompute=recompute, max_tokens_per_rank=limit, static_cp_size=static_cp_size)
-        for limit in dict.fromkeys(kept)
-    )
+    return tuple(replace(base, max_tokens_per_rank=limit) for limit in dict.fromkeys(kept))
+
+
+def _static_sizes(topology: Topology, space: Space) -> list[int]:
+    sizes = [1 << k for k in range(topology.max_cp_size.bit_length())]
+    return [size for size in sizes if topology.num_lanes % size == 0 and space.static_cp_size in (None, size)]
 
 
 def _vp_sizes(model: ModelShape, pp_size: int) -> tuple[int, ...]:
-    """Return the numbers up to 5 that cut a stage into chunks of whole layers."""
+    """Return the numbers that cut a stage into chunks of whole layers."""
     if pp_size == 1 or model.num_layers % pp_size:
         return (1,)
     layers = model.num_layers // pp_size
-    return tuple(size for size in range(1, 6) if layers % size == 0)
+    return tuple(size for size in range(1, MAX_VP_SIZE + 1) if layers % size == 0)
 
 
 def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int) -> str | None:

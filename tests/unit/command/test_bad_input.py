@@ -153,7 +153,7 @@ CASES = {
         (["--recompute", "half"], "error: --recompute is half: use some of none, selective, full"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--max-tokens-per-rank", "10000000"], "no token limit fits both memory and the longest sample"),
-        (["--policy", "megatron-dev"], "Invalid value for '--policy'"),
+        (["--policy", "wlb"], "policy 'wlb' is a planner of others, for which no setting is searched"),
     ],
     "trace": [
         *ANY_BATCH,

@@ -12,8 +12,8 @@ import pytest
 
 from dynamic_cp.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
 from dynamic_cp.comparison.parts import prices_by_part
-from dynamic_cp.comparison.speedup import t_quantile
-from dynamic_cp.comparison.verdict import MIN_GAIN
+from dynamic_cp.comparison.speedup import Speedup, t_quantile
+from dynamic_cp.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.simulator import simulate
@@ -168,8 +168,8 @@ def test_reserved_memory_is_no_reason_to_lose():
     given = [samples_of([100] * 64)] * 2
     comparison = compared(hardware=hardware, limit_from_memory=True, given=given, policies=("dynamic", "balanced"))
     ours, theirs = comparison.policy("dynamic"), comparison.policy("balanced")
-    assert ours.max_cp_size is not None
-    assert ours.max_cp_size < 8
+    assert ours.setting.max_cp_size is not None
+    assert ours.setting.max_cp_size < 8
     assert ours.fits_memory
     assert ours.iteration_s <= theirs.iteration_s * (1 + 1e-9)
     largest = compared(
@@ -379,3 +379,25 @@ def test_a_verdict_where_it_does_not_pay():
 def test_no_verdict_without_a_comparison():
     assert verdict_of(compared(policies=("dynamic",))) is None
     assert verdict_of(compared(policies=("static", "balanced"))) is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "pays"),
+    [
+        ((1.01, None, None), "no"),
+        ((1.034, None, None), "no"),  # 1.03x is what is shown
+        ((1.036, None, None), "yes"),
+        ((1.02, 1.01, 1.03), "no"),
+        ((1.034, 1.02, 1.05), "no"),
+        ((1.10, 1.034, 1.2), "unclear"),
+        ((1.02, 0.95, 1.10), "unclear"),
+        ((1.10, 1.04, 1.2), "yes"),
+        ((0.98, 0.97, 0.99), "no"),
+    ],
+)
+def test_a_gain_of_up_to_three_percent_is_too_small_to_recommend(factors, pays):
+    ratio, low, high = factors
+    assert (
+        judged(Speedup(policy="dynamic", baseline="static", ratio=ratio, low=low, high=high, per_batch=(ratio,)))
+        == pays
+    )

@@ -21,7 +21,7 @@ def test_text(name):
 def test_json(name):
     text = render_json(name)
     assert text == (FOLDER / json_file(name)).read_text(encoding="utf-8")
-    assert json.loads(text)["schema_version"] == 1
+    assert json.loads(text)["schema_version"] == (2 if name == "sweep" else 1)
 
 
 def test_all_commands_and_options():

@@ -1,8 +1,9 @@
-"""The sweep: nothing beats its front, processes change nothing, and its flags start the trainer."""
+"""The sweep: nothing beats what it finds, processes change nothing, words agree, and its flags start the trainer."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -11,50 +12,85 @@ from itertools import product
 
 import pytest
 
+from dynamic_cp import cli
 from dynamic_cp.architecture import Architecture
 from dynamic_cp.catalog import load_architecture, load_hardware, load_model, model_names
+from dynamic_cp.cli.app import group
+from dynamic_cp.comparison import speedup_of
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
-from dynamic_cp.sweep.evaluate import options_of
 from dynamic_cp.sweep.flags import launcher
-from dynamic_cp.sweep.space import Refused, settings_of
+from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
+from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.types import CP_COMM_TYPES, Topology
 from tests.unit.planner.support import samples_of
 
 MODEL = load_model("llama-3-8b")
 HARDWARE = load_hardware("h100")
-SPACE = Space(num_gpus=8, tp_sizes=(2, 4), pp_sizes=(1, 2), vp_sizes=(1,), recompute=("none", "full"))
-JOB = SweepJob(batches=(samples_of([9000, 3000, 700, 700, 90, 40] * 3),), model=MODEL, hardware=HARDWARE)
+SPACE = Space(num_gpus=8, tp_sizes=(2, 4), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("none", "full"))
+LENGTHS = [9000, 3000, 700, 700, 90, 40]
+JOB = SweepJob(
+    batches=(samples_of(LENGTHS * 3), samples_of([*LENGTHS * 2, 5000, 5000])),
+    max_seqlen=9000,
+    model=MODEL,
+    hardware=HARDWARE,
+)
+POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
 
 @pytest.fixture(scope="module")
 def found():
-    return sweep(SPACE, JOB, max_seqlen=9000)
+    return sweep(SPACE, JOB, policies=POLICIES)
 
 
-def test_no_setting_beats_the_front(found):
-    points = []
-    for layout in layouts_of(SPACE, MODEL):
-        if isinstance(layout, Refused):
-            continue
-        settings = settings_of(*layout, model=MODEL, hardware=HARDWARE, max_seqlen=9000, distributed_optimizer=True)
-        points += [] if isinstance(settings, Refused) else [evaluate(setting, JOB) for setting in settings]
-    points = [point for point in points if isinstance(point, Point)]
-    assert len(points) >= 10
-    assert found.fastest.iteration_s <= min(point.iteration_s for point in points)
-    for point, best in product(points, found.front):
-        beaten = point.iteration_s < best.iteration_s and point.peak_bytes < best.peak_bytes
+@pytest.fixture(scope="module")
+def everything():
+    """Policy -> all its settings, each planned with all batches: what the race must not miss."""
+    points = {}
+    for policy in POLICIES:
+        points[policy] = []
+        for layout in layouts_of(SPACE, MODEL):
+            if isinstance(layout, Refused):
+                continue
+            settings = settings_of(*layout, policy, SPACE, JOB)
+            points[policy] += [] if isinstance(settings, Refused) else [evaluate(one, JOB) for one in settings]
+        points[policy] = [one for one in points[policy] if isinstance(one, Point)]
+        assert len(points[policy]) >= 10
+    return points
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_race_misses_nothing(policy, found, everything):
+    best = found.best[policy]
+    assert best.setting.policy == policy
+    assert best.iteration_s <= min(point.iteration_s for point in everything[policy])
+    assert found.policies[policy].next_best.setting.layout != best.setting.layout
+    assert found.policies[policy].next_best.iteration_s >= best.iteration_s
+
+
+def test_it_plans_less_than_all(found, everything):
+    assert found.num_planned < sum(map(len, everything.values()))
+
+
+def test_nothing_close_beats_the_front(found, everything):
+    assert found.front[0] == found.best[found.recommended]
+    for point, best in product(everything[found.recommended], found.front):
+        beaten = point.iteration_s < best.iteration_s and point.peak_bytes < 0.99 * best.peak_bytes
         assert not beaten
     for faster, slower in zip(found.front, found.front[1:], strict=False):
-        assert faster.iteration_s <= slower.iteration_s
+        assert faster.iteration_s <= slower.iteration_s <= SHOWN * found.front[0].iteration_s
         assert faster.peak_bytes > slower.peak_bytes
 
 
-def test_what_it_finds_fits_in_memory(found):
-    for point in found.front:
-        memory = MemoryModel(MODEL, HARDWARE, point.setting.topology, options_of(point.setting, JOB))
+def test_the_dynamic_policy_is_at_least_as_fast_as_the_others(found):
+    for point in found.best.values():
+        assert found.best["dynamic"].iteration_s <= point.iteration_s * (1 + 1e-9)
+
+
+def test_what_it_finds_fits_in_memory_and_is_what_planning_gives(found):
+    for point in (*found.front, *found.best.values()):
+        memory = JOB.memory(point.setting)
         assert point.peak_bytes <= memory.available_bytes
         assert point.setting.max_tokens_per_rank <= memory.max_tokens_per_rank(9000)
         assert point == evaluate(point.setting, JOB)
@@ -63,30 +99,23 @@ def test_what_it_finds_fits_in_memory(found):
 @pytest.mark.parametrize("policy", ["static", "balanced"])
 def test_a_static_policy_has_one_cp_size_in_all_batches(policy):
     """Short batches, too, run at the CP size that the longest needs: a run has one."""
-    job = replace(JOB, batches=(samples_of([200] * 16), samples_of([9000, 3000])), policy=policy)
+    job = replace(JOB, batches=(samples_of([200] * 16), samples_of([9000, 3000])))
     few = replace(SPACE, tp_sizes=(2,), pp_sizes=(1,), recompute=("full",))
-    result = sweep(few, job, max_seqlen=9000)
-    assert result.num_evaluated > 3
+    result = sweep(few, job, policies=(policy,))
+    assert result.num_planned > 3
+    assert result.recommended == policy
     for point in result.front:
         cp_size = point.setting.static_cp_size
-        options = options_of(point.setting, job)
+        options = point.setting.options()
         assert (options.static_cp_size, options.min_cp_size, options.max_cp_size) == (cp_size, cp_size, cp_size)
         for batch in job.batches:
             plan = plan_global_batch(
                 batch, topology=point.setting.topology, model=MODEL, hardware=HARDWARE, options=options, policy=policy
             ).plan
             assert set(plan.cp_histogram) == {cp_size} == {point.largest_cp_size}
-    found = settings_of(
-        Topology(num_lanes=8),
-        "full",
-        model=MODEL,
-        hardware=replace(HARDWARE, hbm_bytes=4 * HARDWARE.hbm_bytes),
-        max_seqlen=9000,
-        distributed_optimizer=True,
-        policy=policy,
-    )
+    roomy = replace(JOB, hardware=replace(HARDWARE, hbm_bytes=4 * HARDWARE.hbm_bytes))
     most = {}
-    for setting in found:
+    for setting in settings_of(Topology(num_lanes=8), "full", policy, SPACE, roomy):
         most.setdefault(setting.static_cp_size, setting.max_tokens_per_rank)
     assert list(most) == [1, 2, 4, 8]
     assert most[1] > most[8]  # communicators of large groups only where they are used
@@ -98,7 +127,8 @@ def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp
             (tmp_path / f"{name}.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
     monkeypatch.chdir(tmp_path)
     few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,))
-    assert sweep(few, JOB, max_seqlen=9000, num_processes=2) == sweep(few, JOB, max_seqlen=9000)
+    policies = ("dynamic", "static")
+    assert sweep(few, JOB, policies=policies, num_processes=2) == sweep(few, JOB, policies=policies)
     assert not (tmp_path / "ran").exists()
 
 
@@ -112,23 +142,43 @@ def test_refusals_are_counted_with_their_reasons():
     }
     heads = list(layouts_of(Space(num_gpus=16, ranks_per_node=16, tp_sizes=(16,)), MODEL))
     assert Refused("TP does not divide heads, KV heads or the MLP") in heads
-    result = sweep(replace(space, vp_sizes=(1,)), JOB, max_seqlen=9000)
+    refused = sweep(replace(space, vp_sizes=(1,)), JOB).policies["dynamic"].refused
     layouts = list(layouts_of(replace(space, vp_sizes=(1,)), MODEL))
-    assert 0 < sum(isinstance(one, Refused) for one in layouts) <= sum(result.refused.values()) < len(layouts)
+    assert 0 < sum(isinstance(one, Refused) for one in layouts) <= sum(refused.values()) < len(layouts)
     with pytest.raises(MemoryLimitError, match=r"weights and optimizer do not fit in memory \(3\)"):
-        sweep(Space(num_gpus=1), JOB, max_seqlen=9000)
+        sweep(Space(num_gpus=1), JOB)
     with pytest.raises(MemoryLimitError, match="longest sample"):
-        sweep(Space(num_gpus=4), JOB, max_seqlen=10**8)
+        sweep(Space(num_gpus=4), replace(JOB, max_seqlen=10**8))
     with pytest.raises(InvalidInputError, match="12 GPUs are no whole number of nodes of 8"):
         Space(num_gpus=12)
 
 
+def test_only_the_given_exchange_is_tried():
+    for exchanges in (("p2p",), ("a2a",)):
+        result = sweep(replace(SPACE, tp_sizes=(2,), pp_sizes=(1,), exchanges=(exchanges,)), JOB)
+        assert {point.setting.cp_comm_types for point in result.front} == {exchanges}
+
+
+def test_less_large_groups_leave_memory_for_tokens():
+    """Communicators cost memory: `variants` has the sizes at which that pays, none larger than the setting's own."""
+    full = Setting(
+        policy="dynamic", topology=Topology(num_lanes=8), recompute="full", max_tokens_per_rank=2048,
+        cp_comm_types=CP_COMM_TYPES,
+    )  # fmt: skip
+    tight = replace(JOB, hardware=replace(HARDWARE, hbm_bytes=1.25 * HARDWARE.hbm_bytes))
+    sizes = {one.max_cp_size: one.max_tokens_per_rank for one in variants(full, SPACE, tight)}
+    assert len(sizes) > 1
+    assert all(size is None or size < 8 for size in sizes)
+    assert all(one.max_tokens_per_rank >= 2048 for one in variants(full, SPACE, tight))
+    assert variants(full, replace(SPACE, limits=(2048,)), tight) == (replace(full, cp_comm_types=("p2p",)),)
+
+
 def test_the_front_keeps_what_saves_memory():
     def point(iteration_s, peak_bytes):
-        setting = Setting(topology=Topology(num_lanes=1), recompute="none", max_tokens_per_rank=1)
+        setting = Setting(policy="dynamic", topology=Topology(num_lanes=1), recompute="none", max_tokens_per_rank=1)
         return Point(
             setting=setting,
-            iteration_s=iteration_s,
+            batches_s=(iteration_s - 0.5, iteration_s + 0.5),
             peak_bytes=peak_bytes,
             tokens_per_s_per_gpu=1,
             num_microbatches=1,
@@ -137,6 +187,119 @@ def test_the_front_keeps_what_saves_memory():
 
     points = [point(3, 50), point(1, 100), point(2, 99.5), point(2, 80), point(2, 90), point(4, 50), point(1, 120)]
     assert [(one.iteration_s, one.peak_bytes) for one in pareto_front(points)] == [(1, 100), (2, 80), (3, 50)]
+
+
+SWEEP = "sweep --lengths github --max-seqlen 16384 --global-batch-size 16 --batches 3 --gpus 8 --tp 2,4 --pp 1 --jobs 1"
+
+
+def ran(words, capsys):
+    assert cli.main(words.split()) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def swept():
+    """Return the JSON of SWEEP, and its text of a terminal, without line breaks."""
+    import contextlib
+    import io
+
+    texts = []
+    for more in ("--json -", ""):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert cli.main([*SWEEP.split(), *more.split()]) == 0
+        texts.append(out.getvalue())
+    return json.loads(texts[0]), " ".join(texts[1].split())
+
+
+def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept):
+    data, text = swept
+    best = {policy: one["best"] for policy, one in data["policies"].items()}
+    assert list(best) == list(POLICIES)
+    static = min(STATIC_POLICIES, key=lambda policy: best[policy]["iteration_s"])
+    gain = speedup_of("dynamic", best["dynamic"]["batches_s"], static, best[static]["batches_s"])
+    says = re.fullmatch(
+        rf"Best static ([\d.]+) s \({static} CP (\d+) at TP (\d), .*?\), dynamic ([\d.]+) s \(TP (\d), .*?\): "
+        r"(.*) ([\d.]+)x \(95 % ([\d.]+)\.\.([\d.]+)\)(, too small to recommend it)?\.",
+        text[text.index("Best static") :],
+    )
+    assert says, text[-400:]
+    theirs_s, cp_size, their_tp, ours_s, our_tp, judgement, *factors, small = says.groups()
+    assert [float(theirs_s), int(cp_size), int(their_tp)] == [
+        round(best[static]["iteration_s"], 3), best[static]["static_cp_size"], best[static]["tp"]
+    ]  # fmt: skip
+    assert [float(ours_s), int(our_tp)] == [round(best["dynamic"]["iteration_s"], 3), best["dynamic"]["tp"]]
+    assert [float(factor) for factor in factors] == [round(one, 2) for one in (gain.ratio, gain.low, gain.high)]
+    pays = data["verdict"]["pays"]
+    assert judgement == {
+        "yes": "dynamic CP gains",
+        "unclear": "dynamic CP may pay: it gains",
+        "no": "dynamic CP does not pay here: it gains",
+    }[pays]  # fmt: skip
+    assert (small is not None) == (pays == "no" and gain.ratio >= 1.005)
+    assert data["recommended"]["policy"] == (static if pays == "no" else "dynamic")
+    flags = " ".join(data["recommended"]["command"])
+    assert ("--dynamic-cp " in flags) == (pays != "no")
+
+
+def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})  # to start processes takes longer than to plan
+    data, _ = swept
+    best = {policy: one["best"] for policy, one in data["policies"].items()}
+    words = SWEEP.removeprefix("sweep").replace("--tp 2,4", "").replace("--jobs 1", "")
+    one_tp = words + " --tp 2"
+    simulated = json.loads(ran(f"simulate {one_tp} --policy dynamic,balanced,wlb --json -", capsys))
+    assert simulated["inputs"]["is_tuned"]
+    assert simulated["policies"]["wlb"]["setting"] == simulated["policies"]["dynamic"]["setting"]
+    for policy in ("dynamic", "balanced"):
+        ours = simulated["policies"][policy]
+        assert ours["setting"]["tp"] == 2
+        if best[policy]["tp"] == 2:
+            assert {name: best[policy][name] for name in ours["setting"]} == ours["setting"]
+            assert [one["iteration_s"] for one in ours["batches"]] == pytest.approx(best[policy]["batches_s"])
+    assert any(best[policy]["tp"] == 2 for policy in ("dynamic", "balanced"))
+    text = " ".join(ran(f"simulate {one_tp} --policy dynamic,balanced", capsys).split())
+    assert "every policy at its own fastest layout" in text
+    setting = simulated["policies"]["balanced"]["setting"]
+    assert f"TP 2, PP 1, 4 lanes, limit {setting['max_tokens_per_rank']}" in text or setting["recompute"] != "none"
+    assert "Best static" in text
+    one_batch = one_tp.replace("--batches 3", "")
+    text = " ".join(ran(f"plan {one_batch}", capsys).split())
+    assert re.search(r"layout TP 2, PP 1, 4 lanes, .*: fastest of \d+ settings planned", text)
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    assert "dynamic at its own fastest setting: TP 2, PP 1, 4 lanes" in ran(
+        f"trace {one_batch} --output {trace}", capsys
+    )
+    assert json.loads(trace.read_text())["traceEvents"]
+    pytest.importorskip("matplotlib")
+    ran(f"report {one_batch} --policy dynamic,balanced --output {page}", capsys)
+    assert "every policy at its own fastest layout" in page.read_text()
+    assert "dynamic at TP 2, PP 1, 4 lanes" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("simulate --lengths github --global-batch-size 8", "Missing option '--lanes' (a given layout) or '--gpus'"),
+        ("plan --lengths github --global-batch-size 8 --gpus 8 --lanes 8", "leave one of them out"),
+        ("simulate --lengths github --global-batch-size 8 --gpus 8 --policy wlb", "policies wlb have no layout"),
+        ("sweep --lengths github --global-batch-size 8 --gpus 8 --policy dynamic,wlb", "dynamic-cp simulate --gpus"),
+        ("sweep --lengths github --global-batch-size 8 --gpus 8 --policy best", "policy 'best' is unknown"),
+        ("trace --lengths github --global-batch-size 8 --gpus 8 --first-lanes 9 --output t.json", "there are 8 lanes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, says, capsys):
+    assert cli.main(words.split()) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_says_what_is_tried():
+    """All sizes that `layouts_of` yields of stages with 60 layers, which 6 would divide as well."""
+    helps = {option.name: option.help for option in group.get_command(None, "sweep").params}
+    layouts = layouts_of(Space(num_gpus=2, pp_sizes=(2,)), replace(MODEL, num_layers=120))
+    tried = {layout[0].vp_size for layout in layouts if not isinstance(layout, Refused)}
+    assert tried == set(range(1, max(tried) + 1))
+    assert f"1 to {max(tried)} that are whole layers" in helps["vpp"]
+    assert "auto or p2p, whichever is faster" in helps["cp_comm_type"]
 
 
 def parsed(setting, model, architecture, monkeypatch, **more):
@@ -172,7 +335,9 @@ def test_the_trainer_takes_the_flags(recompute, topology, monkeypatch):
     from megatron.trainer.derive import plan_options
     from megatron.trainer.derive import topology as topology_of
 
-    setting = Setting(topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES)
+    setting = Setting(
+        policy="dynamic", topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
+    )
     args = parsed(setting, MODEL, load_architecture("llama-3-8b"), monkeypatch)
     assert topology_of(args) == topology
     options = plan_options(args)
@@ -216,7 +381,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         (tmp_path / "config.json").write_text(json.dumps(config))
     model, architecture = load_model(name), load_architecture(name)
     topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
-    setting = Setting(topology=topology, recompute="full", max_tokens_per_rank=8192)
+    setting = Setting(policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192)
     args = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
     rows = derive.padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, tp_size)
     assert model.vocab_size <= rows < model.vocab_size + tp_size
@@ -275,8 +440,6 @@ def test_what_the_configs_of_that_test_say(tmp_path):
     ],
 )
 def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(changes, says, tmp_path, capsys):
-    from dynamic_cp import cli
-
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_CONFIG | changes))
     words = (
@@ -284,7 +447,7 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     )
     with pytest.raises(UnsupportedFeatureError, match=r"pretrain_gpt\.py does not train this model"):
         launch_flags(
-            Setting(topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100),
+            Setting(policy="static", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100),
             model=load_model(path), architecture=load_architecture(path), hardware_name="h100", max_seqlen=9,
             global_batch_size=1,
         )  # fmt: skip
@@ -301,46 +464,36 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     assert says in recommended["no_command"]
 
 
-def test_flags_of_static_policies():
-    setting = Setting(topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100)
+def test_flags_of_policies(monkeypatch):
+    from megatron.trainer.derive import plan_options
 
-    def words(policy):
-        return launch_flags(
-            setting,
-            model=MODEL,
-            architecture=None,
-            hardware_name="a b.json",
-            max_seqlen=9,
-            global_batch_size=1,
-            policy=policy,
-        )[1]
+    setting = Setting(policy="dynamic", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=2048)
 
-    fixed = replace(setting, static_cp_size=4)
-    for policy in ("static", "balanced"):
-        flags = launch_flags(
-            fixed,
-            model=MODEL,
-            architecture=None,
-            hardware_name="h100",
-            max_seqlen=9,
-            global_batch_size=1,
-            policy=policy,
-        )
-        assert "--context-parallel-size 4" in flags[1]
-    assert words("dynamic")[0] == "--dynamic-cp"
-    assert words("balanced")[0] == "--static-cp-policy balanced"
-    assert words("static")[-1] == "--dynamic-cp-hardware 'a b.json'"
+    def flags(policy, **changes):
+        own = replace(setting, policy=policy, **changes)
+        words = {"model": MODEL, "architecture": load_architecture("llama-3-8b")}
+        group = launch_flags(own, **words, hardware_name="a b.json", max_seqlen=9000, global_batch_size=18)[1]
+        args = parsed(own, **words, monkeypatch=monkeypatch)
+        return group, args, plan_options(args)
+
+    for policy in STATIC_POLICIES:
+        group, args, options = flags(policy, static_cp_size=8, cp_comm_types=CP_COMM_TYPES)
+        assert "--context-parallel-size 8" in group
+        assert (args.dynamic_cp, options.cp_comm_types) == (False, CP_COMM_TYPES)
+        assert options.static_cp_size == 8
+    assert "--static-cp-policy balanced" in flags("balanced", static_cp_size=8)[0]
+    group, args, options = flags("dynamic", max_cp_size=8)
+    assert (group[0], args.dynamic_cp, options.max_cp_size) == ("--dynamic-cp", True, 8)
+    assert group[-1] == "--dynamic-cp-hardware 'a b.json'"
 
 
 def test_the_flags_hold_the_longest_sample_of_the_data_not_of_the_draw(capsys, tmp_path):
     """Not more either: with a limit of its own for samples that are not there, it recomputed what fits in memory."""
-    from dynamic_cp import cli
-
     lengths = tmp_path / "lengths.txt"
     lengths.write_text(" ".join(map(str, [*range(60, 700, 7)] * 3 + [1022])))
 
     def recommended(words):
-        words += " --global-batch-size 8 --batches 1 --gpus 8 --tp 4 --pp 1 --jobs 1 --json -"
+        words += " --global-batch-size 8 --batches 1 --gpus 8 --tp 4 --pp 1 --jobs 1 --policy dynamic --json -"
         assert cli.main(["sweep", *words.split()]) == 0
         data = json.loads(capsys.readouterr().out)
         return data, re.search(r"--seq-length (\d+)", " ".join(data["recommended"]["command"]))[1]

@@ -242,7 +242,7 @@ def test_a_peer_without_plans_has_a_row_and_no_picture():
     one = comparison()
     peer = replace(
         one.policy("static"),
-        policy="flexsp",
+        setting=replace(one.policy("static").setting, policy="flexsp"),
         batches=tuple(
             replace(
                 batch, planned=None, timeline=None, parts=None, num_microbatches=None, padding_fraction=None,

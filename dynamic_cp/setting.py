@@ -1,0 +1,75 @@
+"""One way to lay out and plan a job: what a sweep tries, what a comparison judges, what a launch line says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology
+
+STATIC_POLICIES = ("static", "balanced")
+"""Policies with one CP size for all samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Policy, layout and limits of a job.
+
+    Attributes:
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        cp_comm_types: exchanges that a bucket may use.
+        static_cp_size: CP size of a static policy; of another one that of the static plans it contains, None = the
+            smallest that holds the longest sample.
+        max_cp_size: largest CP size of the other policies; None = the largest of the topology.
+    """
+
+    policy: str
+    topology: Topology
+    recompute: Recompute
+    max_tokens_per_rank: int
+    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    static_cp_size: int | None = None
+    max_cp_size: int | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all samples have one CP size."""
+        return self.policy in STATIC_POLICIES
+
+    @property
+    def cp_comm_type(self) -> str:
+        """--cp-comm-type: the exchange, or auto where there are several."""
+        return "auto" if len(self.cp_comm_types) > 1 else self.cp_comm_types[0]
+
+    @property
+    def name(self) -> str:
+        """The policy, with its CP size if that is static: what tables and pictures call it."""
+        return f"{self.policy} CP {self.static_cp_size}" if self.is_static and self.static_cp_size else self.policy
+
+    @property
+    def layout(self) -> str:
+        """Layout in words, such as `TP 2, PP 4, VPP 2, 8 lanes, full recomputation`."""
+        topology = self.topology
+        words = [f"TP {topology.tp_size}", f"PP {topology.pp_size}"]
+        words += [f"VPP {topology.vp_size}"] * (topology.vp_size > 1)
+        words.append(f"{topology.num_lanes} lane{'' if topology.num_lanes == 1 else 's'}")
+        words += [f"{self.recompute} recomputation"] * (self.recompute != "none")
+        return ", ".join(words)
+
+    @property
+    def words(self) -> str:
+        """All of it but the policy, such as `TP 2, 8 lanes, limit 16384, exchange auto, CP up to 4`."""
+        largest = f", CP up to {self.max_cp_size}" if self.max_cp_size else ""
+        return f"{self.layout}, limit {self.max_tokens_per_rank}, exchange {self.cp_comm_type}{largest}"
+
+    def options(self, search: SearchEffort = "fast") -> PlanOptions:
+        """Return the planner's options; a static policy has groups of its one size only."""
+        fixed = self.static_cp_size if self.is_static else None
+        return PlanOptions(
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            min_cp_size=fixed or 1,
+            max_cp_size=fixed or self.max_cp_size,
+            static_cp_size=self.static_cp_size,
+            cp_comm_types=self.cp_comm_types,
+            recompute=self.recompute,
+            search=search,
+        )

@@ -1,0 +1,12 @@
+"""What a sweep tries where nobody says: its search and its --help read it here."""
+
+from dynamic_cp.types import CP_COMM_TYPES, CpCommType
+
+MAX_VP_SIZE = 5
+"""Model chunks per pipeline stage: 1 to this where they are whole layers; more gain little and take longer to plan."""
+
+LIMIT_DIVISORS = (1, 2, 4)
+"""Limits of tokens per rank: as much as memory holds, and these parts of it, which leave memory free."""
+
+EXCHANGES: tuple[tuple[CpCommType, ...], ...] = (CP_COMM_TYPES, ("p2p",))
+"""Sets of exchanges: all, and the ring alone, whose fewer communicators leave memory for tokens."""
