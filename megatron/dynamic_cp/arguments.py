@@ -12,12 +12,12 @@ from typing import Any
 
 from dynamic_cp import catalog
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, SEARCH_EFFORTS, CpCommType
 
 VERIFY_MODES = ("digest", "full", "off")
 # The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
 EXCHANGES: tuple[CpCommType, ...] = CP_COMM_TYPES
-STATIC_POLICIES = {"first-fit": "static", "balanced": "balanced"}  # --static-cp-policy -> planner policy
 
 
 def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -41,10 +41,10 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     )
     group.add_argument(
         "--static-cp-policy",
-        choices=tuple(STATIC_POLICIES),
-        default="first-fit",
-        help="packing without --dynamic-cp: as Megatron's dp_balanced, which fills packs in the order of the samples "
-        "and never returns to a full one (so it is next-fit, whatever its name says), or balanced by the cost model",
+        choices=STATIC_POLICIES,
+        default=STATIC_POLICIES[0],
+        help="packing without --dynamic-cp: static fills packs in the order of the samples and never returns to a full "
+        "one, as Megatron's dp_balanced does (next-fit); balanced spreads the work by the cost model",
     )
     group.add_argument(
         "--max-seqlen-per-dp-cp-rank",

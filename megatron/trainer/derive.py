@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamic_cp.padding import padded_seqlens, round_up
 from dynamic_cp.types import ModelShape, PlanOptions, Recompute, Topology
-from megatron.dynamic_cp.arguments import STATIC_POLICIES, cp_comm_types
+from megatron.dynamic_cp.arguments import cp_comm_types
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
@@ -67,7 +67,7 @@ def used_options(args: argparse.Namespace, max_tokens_per_rank: int | None = Non
 
 def policy(args: argparse.Namespace) -> str:
     """Return the planner's policy: dynamic, or the static one of --static-cp-policy."""
-    return "dynamic" if args.dynamic_cp else STATIC_POLICIES[args.static_cp_policy]
+    return "dynamic" if args.dynamic_cp else str(args.static_cp_policy)
 
 
 def model_shape(args: argparse.Namespace, vocab_rows: int) -> ModelShape:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.catalog import load_hardware, load_model
-from megatron.dynamic_cp.arguments import STATIC_POLICIES
 from megatron.trainer import derive, memory
 from megatron.trainer.arguments import parse_args
 from tests.cluster.conftest import ROOT, Cluster
@@ -42,7 +41,7 @@ def test_the_job_launches_both_arms_as_published(cluster: Cluster, monkeypatch: 
         if args not in arms:
             arms.append(args)
     assert [args.dynamic_cp for args in arms] == [False, True]
-    assert derive.policy(arms[0]) == STATIC_POLICIES["first-fit"]
+    assert derive.policy(arms[0]) == "static"
     model = load_model("llama-2-13b")
     for args in arms:
         assert replace(derive.model_shape(args, model.vocab_size), source=model.source) == model
