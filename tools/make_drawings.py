@@ -100,14 +100,11 @@ class Canvas:
         self.box(x, y, width, height, self.theme.cp_sizes[index], text, self.theme.cp_inks[index], size)
 
     def svg(self) -> str:
-        """Return the file."""
+        """Return the file; it has no ground, so that of the page shows."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self._height}" width="{WIDTH}" '
             f'height="{self._height}" role="img" font-family="{escape(FONT)}">\n'
-            f"<title>{escape(self._title)}</title>\n"
-            f'<rect width="100%" height="100%" fill="{self.theme.background}"/>\n'
-            + "\n".join(self._shapes)
-            + "\n</svg>\n"
+            f"<title>{escape(self._title)}</title>\n" + "\n".join(self._shapes) + "\n</svg>\n"
         )
 
 

@@ -32,19 +32,21 @@ def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float =
     """Return the picture of (policy, plan) pairs, one above the other.
 
     With more lanes or micro-batches than a picture can show, a tile stands for several and takes the largest CP size
-    among them; the picture says so.
+    among them; micro-batches that are padding on every lane are left out. The picture says so.
     """
-    grids = [_reduced(_cp_sizes(plan)) for _, plan in plans]
+    sizes_of = [_cp_sizes(plan) for _, plan in plans]
+    used = [np.flatnonzero(one.any(axis=0)) for one in sizes_of]
+    grids = [_reduced(one[:, columns]) for one, columns in zip(sizes_of, used, strict=True)]
     heights = [min(1.9, max(0.5, 0.07 * len(grid))) for grid in grids]
     figure = new_figure(width_in, sum(heights) + 0.62 * len(plans) + 0.75 + (0.3 if title else 0.0))
     panels = figure.subplots(len(plans), 1, squeeze=False, height_ratios=heights)[:, 0]
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
     sizes: set[int] = set()
-    for panel, grid, (name, plan) in zip(panels, grids, plans, strict=True):
+    for panel, grid, columns, (name, plan) in zip(panels, grids, used, plans, strict=True):
         _draw(panel, grid, -(-plan.topology.num_lanes // _MAX_LANES), theme)
         sizes |= set(np.unique(grid).tolist())
-        _describe(panel, name, plan, grid)
+        _describe(panel, name, plan, grid, columns.tolist())
     entries = cp_legend(sizes - {0}, theme) + [("only padding", theme.empty)] * (0 in sizes)
     add_legend(figure, entries, width_in=width_in, title="CP size")
     return figure
@@ -88,15 +90,19 @@ def _draw(panel: Axes, grid: Ints, lanes_per_row: int, theme: Theme) -> None:
     panel.tick_params(length=2)
 
 
-def _describe(panel: Axes, name: str, plan: Plan, grid: Ints) -> None:
+def _describe(panel: Axes, name: str, plan: Plan, grid: Ints, used: Sequence[int]) -> None:
+    """Name the axes; `used`: the micro-batches that are drawn."""
     num_lanes = plan.topology.num_lanes
-    lanes, columns = -(-num_lanes // _MAX_LANES), -(-plan.num_microbatches // _MAX_MICRO_BATCHES)
+    lanes, columns = -(-num_lanes // _MAX_LANES), -(-len(used) // _MAX_MICRO_BATCHES)
     panel.set_title(name, fontweight="bold", pad=4)
-    panel.set_xlabel(f"micro-batch (each column the largest of {columns})" if columns > 1 else "micro-batch")
+    notes = [f"each column the largest of {columns}"] * (columns > 1)
+    if len(used) < plan.num_microbatches:
+        notes.append(f"without {plan.num_microbatches - len(used)} of padding")
+    panel.set_xlabel("micro-batch" + (f" ({', '.join(notes)})" if notes else ""))
     panel.set_ylabel(f"lane (rows of {lanes})" if lanes > 1 else "lane")
-    for axis, count, scale in ((panel.xaxis, grid.shape[1], columns), (panel.yaxis, len(grid), lanes)):
-        step = max(1, -(-count // (12 if axis is panel.xaxis else 4)))
+    named = (list(used[::columns]), list(range(0, num_lanes, lanes)))
+    for axis, names in zip((panel.xaxis, panel.yaxis), named, strict=True):
+        step = max(1, -(-len(names) // (12 if axis is panel.xaxis else 4)))
         step = 1 << (step - 1).bit_length()
-        axis.set_ticks(
-            [place + 0.5 for place in range(0, count, step)], [str(place * scale) for place in range(0, count, step)]
-        )
+        places = range(0, len(names), step)
+        axis.set_ticks([place + 0.5 for place in places], [str(names[place]) for place in places])

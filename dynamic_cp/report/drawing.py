@@ -38,8 +38,11 @@ class Rectangle(NamedTuple):
 
 
 @contextmanager
-def look(theme: Theme) -> Iterator[None]:
+def look(theme: Theme, *, transparent: bool = False) -> Iterator[None]:
     """Set colours and sizes for the figures made and saved inside; before and after, settings are the caller's.
+
+    Args:
+        transparent: show the page behind the picture, not the ground of `theme`.
 
     Raises:
         UnsupportedFeatureError: matplotlib is not installed.
@@ -50,13 +53,14 @@ def look(theme: Theme) -> Iterator[None]:
         raise UnsupportedFeatureError(
             f"pictures need matplotlib ({error}): install the extra, pip install 'megatron-dynamic-cp[report]'"
         ) from error
+    ground = "none" if transparent else theme.background
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
             {
-                "figure.facecolor": theme.background,
+                "figure.facecolor": ground,
                 "figure.constrained_layout.h_pad": 0.06,
-                "axes.facecolor": theme.background,
+                "axes.facecolor": ground,
                 "axes.edgecolor": theme.grid,
                 "axes.labelcolor": theme.ink,
                 "axes.titlecolor": theme.ink,
@@ -78,7 +82,7 @@ def look(theme: Theme) -> Iterator[None]:
                 "font.size": FONT_PT,
                 "legend.fontsize": SMALL_PT,
                 "legend.frameon": False,
-                "savefig.facecolor": theme.background,
+                "savefig.facecolor": ground,
                 "savefig.edgecolor": "none",
                 "svg.fonttype": "none",
                 "text.parse_math": False,
@@ -98,13 +102,14 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     return figure
 
 
-def save(path: str | Path, draw: Callable[[Theme], Figure], theme: Theme) -> None:
+def save(path: str | Path, draw: Callable[[Theme], Figure], theme: Theme, *, transparent: bool = False) -> None:
     """Write `draw(theme)` to `path`, whole or not at all.
 
     Args:
         path: ends in .png or .svg.
         draw: draws a picture, such as `functools.partial(gantt, timelines)`.
         theme: `theme.LIGHT` or `theme.DARK`.
+        transparent: show the page behind the picture: for pages that are as light or dark as the theme.
 
     Raises:
         InvalidInputError: another ending, or a place that cannot be written.
@@ -115,21 +120,24 @@ def save(path: str | Path, draw: Callable[[Theme], Figure], theme: Theme) -> Non
         raise InvalidInputError(
             f"{path} ends in {kind or 'nothing'}, pictures end in {' or '.join(_FORMATS)}: rename it"
         )
-    write_whole(path, png_bytes(draw, theme) if kind == ".png" else svg_text(draw, theme).encode())
+    if kind == ".png":
+        write_whole(path, png_bytes(draw, theme, transparent=transparent))
+    else:
+        write_whole(path, svg_text(draw, theme, transparent=transparent).encode())
 
 
-def png_bytes(draw: Callable[[Theme], Figure], theme: Theme) -> bytes:
+def png_bytes(draw: Callable[[Theme], Figure], theme: Theme, *, transparent: bool = False) -> bytes:
     """Return `draw(theme)` as PNG, 160 pixels an inch."""
     buffer = io.BytesIO()
-    with look(theme):
+    with look(theme, transparent=transparent):
         draw(theme).savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def svg_text(draw: Callable[[Theme], Figure], theme: Theme) -> str:
+def svg_text(draw: Callable[[Theme], Figure], theme: Theme, *, transparent: bool = False) -> str:
     """Return `draw(theme)` as SVG with its text as text."""
     buffer = io.StringIO()
-    with look(theme):
+    with look(theme, transparent=transparent):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         draw(theme).savefig(buffer, format="svg", metadata=nothing)
     return _compact(buffer.getvalue())

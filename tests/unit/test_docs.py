@@ -24,7 +24,7 @@ from dynamic_cp import cli, load_hardware
 from megatron.dynamic_cp.calibration.command import command as profile
 from megatron.trainer import derive, memory
 from megatron.trainer.arguments import build_parser, parse_args
-from tools import flags_page, make_drawings
+from tools import flags_page, make_drawings, quoted_figures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -339,3 +339,21 @@ def test_messages_of_the_faq_are_the_programs() -> None:
     assert len(fragments) >= 15
     missing = sorted(fragment for fragment in fragments if fragment not in sources)
     assert not missing, missing
+
+
+def test_quoted_figures_are_those_of_the_tool() -> None:
+    """Every comparison has its row on the pages, and its command stands below the table, to be run by anyone."""
+    readme, decide, peers = (
+        page.read_text(encoding="utf-8").partition(quoted_figures.BEGIN)[2].partition(quoted_figures.END)[0]
+        for page in (ROOT / "README.md", DOCS / "how-to" / "decide.md", DOCS / "peers.md")
+    )
+    factor, policy = r"\*?\*?\d\.\d\dx \(\d\.\d\d\.\.\d\.\d\d\)\*?\*?", "(static|balanced)"
+    for job in quoted_figures.TUNED:
+        row = rf"\| {re.escape(job.name)} \|"
+        if job.in_readme:
+            assert re.search(rf"{row} {factor} over {policy} CP \d+ \| {factor} \| modelled, no GPU \|", readme)
+        assert re.search(rf"{row} [\d.]+ s \(TP .*\) \| [\d.]+ s \({policy}, TP .*\) (\| {factor} ){{2}}\|", decide)
+        assert re.search(rf"{row} {factor} \| {factor} \| {factor} \|", peers)
+        assert f"\ndynamic-cp sweep {job.words}\n" in decide
+    for job in quoted_figures.GIVEN:
+        assert f"\ndynamic-cp simulate {job.words}\n" in decide

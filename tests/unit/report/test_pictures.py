@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from xml.etree import ElementTree
@@ -215,6 +216,34 @@ def test_cp_map_reduces_large_plans_and_says_so():
     said = texts(svg_text(of_timelines("many-micro-batches")["cp-map"], LIGHT))
     assert any(re.fullmatch(r"micro-batch \(each column the largest of \d+\)", text) for text in said)
     assert "lane" in said
+
+
+def test_cp_map_leaves_out_micro_batches_of_padding_and_says_so():
+    (_, timeline) = timelines("usual")[1]
+    plan = timeline.plan
+    buckets = [[replace(one, samples=()) for one in row.buckets] for row in plan.micro_batches]
+    padding = replace(plan.micro_batches[0], buckets=tuple(buckets[0]))
+    rows = (*plan.micro_batches[:1], padding, *plan.micro_batches[1:])
+    with_padding = replace(plan, micro_batches=rows)
+    assert with_padding.num_microbatches == plan.num_microbatches + 1 >= 3
+    with look(LIGHT):
+        figures = [cp_map([("dynamic", one)], LIGHT) for one in (plan, with_padding)]
+    before, after = (figure.axes[0] for figure in figures)
+    assert before.get_xlim() == after.get_xlim() == (0, plan.num_microbatches)
+    assert before.get_xlabel() == "micro-batch"
+    assert after.get_xlabel() == "micro-batch (without 1 of padding)"
+    shown = [int(label.get_text()) for label in after.get_xticklabels()]
+    assert 1 not in shown
+    assert shown[-1] == int(before.get_xticklabels()[-1].get_text()) + 1  # the numbers are those of the plan
+
+
+def test_a_picture_can_show_the_page_behind_it():
+    draw = of_timelines("usual")["cp-map"]
+    for theme in (LIGHT, DARK):
+        filled = f"fill: {theme.background}"
+        assert filled in svg_text(draw, theme)
+        assert filled not in svg_text(draw, theme, transparent=True)
+    assert png_bytes(draw, DARK, transparent=True) != png_bytes(draw, DARK)
 
 
 def test_length_histogram_has_units_and_shares():
