@@ -38,7 +38,7 @@ COMMANDS = {
     "simulate_pipeline": f"simulate {_BATCHES} --lanes 4 --tp 2 --pp 4 --vpp 2 {_FILES} --recompute full",
     "simulate_equal": "simulate --lengths lognormal:mean=2000,sigma=0 --global-batch-size 16 --batches 2 --lanes 4 "
     + _FILES,
-    "sweep": f"sweep --lengths ./lengths.txt --gpus 8 --tp 1,2 --pp 1 {_FILES} --jobs 1",
+    "sweep": f"sweep --lengths ./lengths.txt --gpus 8 --tp 1,2 --pp 1 --recompute none {_FILES} --jobs 1",
 }
 """Name of the golden files -> words of the command."""
 
