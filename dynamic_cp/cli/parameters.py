@@ -303,7 +303,7 @@ def job_options() -> Callable[[_Command], _Command]:
     )
 
 
-CP_COMM_TYPE = "p2p"
+CP_COMM_TYPE = "auto"
 """Exchange of a given layout where nobody says."""
 
 

@@ -121,9 +121,10 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     group.add_argument(
         "--cp-comm-type",
         choices=("auto", *EXCHANGES),
-        default="p2p",
+        default="auto",
         help="exchange inside a CP group: a ring, one all-gather of keys and values, all-to-all of heads, or that "
-        "inside a node and a ring across nodes; auto: the planner chooses for every bucket",
+        "inside a node and a ring across nodes; auto: the planner chooses for every bucket among those that the "
+        "attention of this run has; p2p alone needs the fewest communicators",
     )
     group.add_argument(
         "--dynamic-cp-inner-sizes",

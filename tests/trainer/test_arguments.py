@@ -133,7 +133,7 @@ def test_auto_lets_the_planner_choose_among_all_exchanges():
     }
     assert chosen == {"auto": EXCHANGES} | {exchange: (exchange,) for exchange in EXCHANGES}
     assert len(EXCHANGES) >= 2
-    assert derive.plan_options(parse_args(command_line(""), 4)).cp_comm_types == ("p2p",)
+    assert derive.plan_options(parse_args(command_line(""), 4)).cp_comm_types == EXCHANGES  # the default
 
 
 def test_search_effort_reaches_the_planner():

@@ -44,7 +44,7 @@ WRONG = [
     ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 3", 8, 8, ("3", "2, 4, 8")),
     ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 1", 8, 8, ("1", "2, 4, 8")),
     ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 4", 4, 4, ("4", "below the largest CP size, 4")),
-    ("--dynamic-cp-inner-sizes 2", 8, 4, ("2", "allows p2p", "drop the flag")),
+    ("--cp-comm-type p2p --dynamic-cp-inner-sizes 2", 8, 4, ("2", "allows p2p", "drop the flag")),
     (
         "--cp-comm-type a2a+p2p --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 4",
         16,
@@ -66,7 +66,8 @@ def test_wrong_sizes(flags, num_lanes, lanes_per_node, parts, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "num_lanes", "lanes_per_node", "inner", "largest"),
     [
-        ("", 8, 8, (), None),
+        ("", 8, 8, (2, 4), None),
+        ("--cp-comm-type p2p", 8, 8, (), None),
         ("--cp-comm-type all_gather", 8, 8, (), None),
         ("--cp-comm-type auto", 8, 8, (2, 4), None),
         ("--cp-comm-type auto", 16, 2, (2,), None),

@@ -194,7 +194,7 @@ def test_bound(capsys):
         load_model("llama-3-8b"),
         load_hardware("h100"),
         plan.topology,
-        PlanOptions(max_tokens_per_rank=8192, recompute="full"),
+        PlanOptions(max_tokens_per_rank=8192, recompute="full", cp_comm_types=CP_COMM_TYPES),
     )
     assert report["makespan_s"] == simulate(plan, cost_model).makespan_s
     assert report["makespan_s"] + cost_model.gradient_reduction_s == pytest.approx(report["predicted_s"])
