@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+from dynamic_cp.planner_process import die_with_parent
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
 
@@ -42,7 +43,7 @@ def workers(job: SweepJob, num_processes: int) -> Iterator[Run]:
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads that draw the progress
     with _nothing_from_the_working_folder():
-        pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_start, initargs=(job,))
+        pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_start, initargs=(job, os.getpid()))
 
         def run(function: _Function[_Result], settings: Sequence[Setting], count: Callable[[], None]) -> list[_Result]:
             futures = [pool.submit(_call, function, setting) for setting in settings]
@@ -78,8 +79,9 @@ _job: SweepJob | None = None
 """In a worker process: what it evaluates."""
 
 
-def _start(job: SweepJob) -> None:
+def _start(job: SweepJob, parent: int) -> None:
     global _job
+    die_with_parent(parent)  # killed, it would leave processes that wait for ever
     _job = job
 
 

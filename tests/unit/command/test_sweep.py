@@ -6,10 +6,15 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from itertools import product
+from pathlib import Path
 
+import psutil
 import pytest
 
 from dynamic_cp import cli
@@ -26,6 +31,7 @@ from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.types import CP_COMM_TYPES, Topology
 from tests.unit.planner.support import samples_of
 
+ROOT = str(Path(__file__).parents[3])
 MODEL = load_model("llama-3-8b")
 HARDWARE = load_hardware("h100")
 SPACE = Space(num_gpus=8, tp_sizes=(2, 4), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("none", "full"))
@@ -130,6 +136,36 @@ def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp
     policies = ("dynamic", "static")
     assert sweep(few, JOB, policies=policies, num_processes=2) == sweep(few, JOB, policies=policies)
     assert not (tmp_path / "ran").exists()
+
+
+KILLED = """
+import os, signal
+from multiprocessing import active_children
+from dynamic_cp.sweep import workers
+
+if __name__ == "__main__":
+    with workers.workers(None, 2) as run:
+        def tell():
+            print(*(one.pid for one in active_children()), flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        run(print, [None, None], tell)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
+def test_processes_end_with_a_command_that_is_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    pids = [int(word) for line in ended.stdout.splitlines() if line[:1].isdecimal() for word in line.split()]
+    assert len(pids) == 2, ended.stdout
+    deadline_s = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, pids
+        time.sleep(0.1)
 
 
 def test_refusals_are_counted_with_their_reasons():
