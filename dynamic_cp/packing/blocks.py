@@ -76,7 +76,8 @@ _SLOWER_IN_NARROW = 2.5
 """Widths of blocks are tried in which the longest sample lasts at most so many times its least."""
 _STAGE_MULTIPLES = (2, 3, 5)
 """Numbers of rows to try besides, in units of pp_size."""
-_HEAVY_BLOCKS = (1, 2, 3, 4)
+_FEW_BLOCKS, _PARTS_OF_BLOCKS = 4, 8
+"""The longest samples are dealt to 1, 2, ... _FEW_BLOCKS blocks, and to 1, 2, ... eighths of all blocks."""
 _LONG_FACTOR = 1.5
 """A sample is long if it lasts more than this times the even share of a row."""
 
@@ -225,7 +226,7 @@ class _BlockPacker:
             share_ns = self.total_ns / topology.num_lanes / num_rows
             num_long = int(np.count_nonzero(self.best_ns > _LONG_FACTOR * share_ns + sum(self.empty_ns)))
             found = False
-            for num_heavy, position in product(_HEAVY_BLOCKS, self.effort.positions):
+            for num_heavy, position in product(_heavy_counts(len(widths)), self.effort.positions):
                 key = (num_rows, min(num_heavy, num_long), position if num_long else 0.0)
                 if key in seen:
                     continue
@@ -385,6 +386,12 @@ def _cut(num_lanes: int, width: int) -> _Blocks:
         first_lanes.append(first)
         first += widths[-1]
     return _Blocks(np.array(first_lanes), np.array(widths))
+
+
+def _heavy_counts(num_blocks: int) -> list[int]:
+    """Return to how many of `num_blocks` the longest samples may be dealt."""
+    parts = {num_blocks * part // _PARTS_OF_BLOCKS for part in range(1, _PARTS_OF_BLOCKS + 1)}
+    return sorted((parts | set(range(1, _FEW_BLOCKS + 1))) - {0})
 
 
 def _middle_out(start: int, count: int) -> Sequence[int]:

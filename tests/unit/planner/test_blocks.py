@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.blocks import EFFORTS, _cut, _middle_out, pack_blocks
+from dynamic_cp.packing.blocks import EFFORTS, _cut, _heavy_counts, _middle_out, pack_blocks
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import build_plan, makespan_ns
 from dynamic_cp.packing.static import fewest_rows
@@ -56,6 +56,13 @@ def test_long_samples_stand_in_neighbouring_rows_the_longest_in_the_middle():
     assert _middle_out(3, 5) == [5, 4, 6, 3, 7]
     assert _middle_out(0, 4) == [1, 0, 2, 3]
     assert _middle_out(2, 0) == []
+
+
+def test_long_samples_are_dealt_to_few_blocks_or_to_any_eighth_of_many():
+    assert _heavy_counts(1) == _heavy_counts(4) == [1, 2, 3, 4]
+    assert _heavy_counts(8) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert _heavy_counts(13) == [1, 2, 3, 4, 6, 8, 9, 11, 13]
+    assert _heavy_counts(64) == [1, 2, 3, 4, 8, 16, 24, 32, 40, 48, 56, 64]
 
 
 @pytest.mark.parametrize(

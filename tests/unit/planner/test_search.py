@@ -203,6 +203,18 @@ def test_without_a_given_size_the_static_policies_take_the_smallest_that_holds_t
     assert set(plan(samples_of([9]), Topology(num_lanes=6), policy, min_cp_size=2).plan.cp_histogram) == {2}
 
 
+def test_with_many_lanes_and_a_pipeline_it_stays_well_ahead_of_greedy():
+    """Eight blocks of eight lanes: the longest samples are dealt to more than four of them."""
+    job = {"topology": Topology(num_lanes=64, pp_size=4), "model": load_model("llama-2-13b")}
+    job |= {"hardware": load_hardware("h100"), "options": PlanOptions(max_tokens_per_rank=16384, recompute="full")}
+    for count, seed, gain in ((1024, 0, 1.2), (768, 1, 1.1)):
+        samples = samples_of(draw_lengths("lognormal-github", count, seed, 131072).tolist())
+        dynamic, greedy = (
+            plan_global_batch(samples, policy=policy, **job).predicted_s for policy in ("dynamic", "megatron-dev")
+        )
+        assert greedy / dynamic > gain
+
+
 def test_a_given_static_size_changes_only_what_is_compared_with():
     samples, topology = heavy_tailed(60, 500), Topology(num_lanes=8)
     free = plan(samples, topology).predicted_s
