@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.longest_path import FORWARD, common_operations
+from dynamic_cp.longest_path import BACKWARD, FORWARD, common_operations
 from dynamic_cp.prices import Floats, Ints
 
 SMALLEST_SHARE = 3e-4
@@ -100,11 +100,10 @@ def best_profile(
     work = np.empty((num_classes, num_rows))
     for row in range(num_rows):
         work[:, row] = np.exp(-(((row - middle) / width) ** 2))
-    forward, backward = np.empty(num_rows), np.empty(num_rows)
-    crossings = np.zeros((num_classes, num_rows))
+    durations = np.empty((2, num_rows, num_classes))
+    ends = np.zeros((len(graph.kind) + 1, num_classes))
     makespan = np.zeros(num_classes)
-    ends = np.zeros(len(graph.kind))
-    crossed_forward, crossed_backward = np.zeros(num_rows), np.zeros(num_rows)
+    crossed = np.zeros((2, num_rows))
     share = backward_over_forward / (1.0 + backward_over_forward)
     smallest_ns = SMALLEST_SHARE * total_ns / lanes.num_lanes.sum() / num_rows
     best, best_work = np.inf, work.copy()
@@ -121,14 +120,13 @@ def best_profile(
         for one in range(num_classes):
             for row in range(num_rows):
                 if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
-                    forward[row] = (empty_forward_ns + lanes.long_forward_ns[one, row]) / vp_size
-                    backward[row] = (empty_backward_ns + lanes.long_backward_ns[one, row]) / vp_size
+                    forward_ns, backward_ns = lanes.long_forward_ns[one, row], lanes.long_backward_ns[one, row]
                 else:
                     work[one, row] = max(smallest_ns, work[one, row] * scale)
-                    forward[row] = (empty_forward_ns + work[one, row] * (1.0 - share)) / vp_size
-                    backward[row] = (empty_backward_ns + work[one, row] * share) / vp_size
-            makespan[one] = _cross(graph, forward, backward, ends, crossed_forward, crossed_backward)
-            crossings[one] = (1.0 - share) * crossed_forward + share * crossed_backward
+                    forward_ns, backward_ns = work[one, row] * (1.0 - share), work[one, row] * share
+                durations[FORWARD, row, one] = (empty_forward_ns + forward_ns) / vp_size
+                durations[BACKWARD, row, one] = (empty_backward_ns + backward_ns) / vp_size
+        _run(graph, durations, ends, makespan)
         worst = makespan.max()
         if worst < best:
             best = worst
@@ -139,45 +137,51 @@ def best_profile(
             pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
             if pull <= 0.0:
                 continue
-            moved = crossed = 0.0
+            _cross(graph, ends, one, crossed)
+            moved = counted = 0.0
             for row in range(num_rows):
+                crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
                 if not (long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]):
                     moved += work[one, row]
-                    crossed += work[one, row] * crossings[one, row]
-            mean = max(crossed, 1e-9) / max(moved, 1e-9)
+                    counted += work[one, row] * crossed[FORWARD, row]
+            mean = max(counted, 1e-9) / max(moved, 1e-9)
             for row in range(num_rows):
-                work[one, row] = max(smallest_ns, work[one, row] * np.exp(-rate * pull * crossings[one, row] / mean))
+                work[one, row] = max(smallest_ns, work[one, row] * np.exp(-rate * pull * crossed[FORWARD, row] / mean))
     return best, best_work
 
 
 @compiled
-def _cross(
-    graph: LaneGraph, forward: Floats, backward: Floats, ends: Floats, crossed_forward: Floats, crossed_backward: Floats
-) -> float:
-    """Return the makespan of one lane; count how often its longest path crosses each row, forward and backward."""
+def _run(graph: LaneGraph, durations: Floats, ends: Floats, makespan: Floats) -> None:
+    """Write when each operation ends, [operation, class], and the makespan of each class of lanes.
+
+    Args:
+        durations: [FORWARD or BACKWARD, row, class] nanoseconds of a chunk.
+        ends: one row longer; the last one, of what comes before the first operation, is 0.
+    """
+    num_classes = ends.shape[1]
     for index in range(len(graph.kind)):
-        start = 0.0
-        if graph.before[index] >= 0:
-            start = ends[graph.before[index]]
-        if graph.source[index] >= 0:
-            start = max(start, ends[graph.source[index]])
-        row = graph.micro_batch[index]
-        ends[index] = start + (forward[row] if graph.kind[index] == FORWARD else backward[row])
+        before, source = ends[graph.before[index]], ends[graph.source[index]]  # -1: the last row
+        lasts, ended = durations[graph.kind[index], graph.micro_batch[index]], ends[index]
+        for one in range(num_classes):
+            ended[one] = max(before[one], source[one]) + lasts[one]
+    makespan[:] = 0.0
+    for end in graph.ends:
+        for one in range(num_classes):
+            makespan[one] = max(makespan[one], ends[end, one])
+
+
+@compiled
+def _cross(graph: LaneGraph, ends: Floats, one: int, crossed: Floats) -> None:
+    """Count how often the longest path of a class crosses each row, [FORWARD or BACKWARD, row]."""
     at = graph.ends[0]
     for end in graph.ends:
-        if ends[end] > ends[at]:
+        if ends[end, one] > ends[at, one]:
             at = end
-    makespan = ends[at]
-    crossed_forward[:] = 0.0
-    crossed_backward[:] = 0.0
+    crossed[:] = 0.0
     while at >= 0:
-        if graph.kind[at] == FORWARD:
-            crossed_forward[graph.micro_batch[at]] += 1.0
-        else:
-            crossed_backward[graph.micro_batch[at]] += 1.0
+        crossed[graph.kind[at], graph.micro_batch[at]] += 1.0
         before, source = graph.before[at], graph.source[at]
-        if before < 0 or (source >= 0 and ends[source] > ends[before]):
+        if before < 0 or (source >= 0 and ends[source, one] > ends[before, one]):
             at = source
         else:
             at = before
-    return makespan  # type: ignore[no-any-return]

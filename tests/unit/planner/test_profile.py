@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.longest_path import Grid, common_operations, end_times
-from dynamic_cp.packing.profile import Lanes, _cross, best_profile, lane_graph
+from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profile, lane_graph
 
 SHAPES = [(2, 1, 1), (2, 5, 1), (4, 3, 1), (4, 9, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3)]
 
@@ -23,9 +23,11 @@ def one_lane(forward, backward):
 
 def path(graph, forward, backward):
     """Return (makespan, crossings forward, crossings backward)."""
-    crossed = np.zeros(len(forward)), np.zeros(len(forward))
-    makespan = _cross(graph, np.array(forward, float), np.array(backward, float), np.zeros(len(graph.kind)), *crossed)
-    return makespan, *crossed
+    durations = np.array([forward, backward], float)[:, :, None]
+    ends, makespan, crossed = np.zeros((len(graph.kind) + 1, 1)), np.zeros(1), np.zeros((2, len(forward)))
+    _run(graph, durations, ends, makespan)
+    _cross(graph, ends, 0, crossed)
+    return makespan[0], *crossed
 
 
 @pytest.mark.parametrize(("pp_size", "num_rows", "vp_size"), SHAPES)
