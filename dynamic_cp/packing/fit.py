@@ -53,28 +53,50 @@ def longest_that_fits(
     """
     num_samples = len(seqlens)
     room = durations.capacities[k] - tokens
-    terms = durations.terms[k, 0]
+    most = min(_most_tokens(durations, k, tokens, squares, limit_ns), room)
     low, high = start, num_samples
-    if durations.num_exchanges[k] == 1 and terms[3] == 0.0 and terms[2] > 0.0 and durations.multiples[k] == 1:
-        # Without kinks and padding the longest length that fits is the root of a quadratic.
-        slack_ns = limit_ns - (terms[0] + terms[1] * tokens + terms[2] * squares)
-        if slack_ns < 0.0:
-            return num_samples
-        most = (np.sqrt(terms[1] * terms[1] + 4.0 * terms[2] * slack_ns) - terms[1]) / (2.0 * terms[2])
-        most = min(most, room)
-        while low < high:
-            middle = (low + high) >> 1
-            if seqlens[middle] <= most:
-                high = middle
-            else:
-                low = middle + 1
-        return first_unused(unused, low)
-    middle = num_samples - 1  # most buckets end because not even the shortest sample fits
     while low < high:
-        padded = float(padded_seqlen(durations, k, seqlens[middle]))
-        if padded <= room and bucket_ns(durations, k, tokens + padded, squares + padded * padded) <= limit_ns:
+        middle = (low + high) >> 1
+        if seqlens[middle] <= most:
             high = middle
         else:
             low = middle + 1
-        middle = (low + high) >> 1
+    if durations.num_exchanges[k] == 1 and durations.terms[k, 0, 3] == 0.0 and durations.multiples[k] == 1:
+        return first_unused(unused, low)  # without kinks and padding the root is exact
+    # Close to the first that fits: walk from there, in growing steps.
+    guess, step = low, 1
+    low, high = start, num_samples
+    while low < high:
+        middle = min(guess, high - 1)
+        padded = float(padded_seqlen(durations, k, seqlens[middle]))
+        if padded <= room and bucket_ns(durations, k, tokens + padded, squares + padded * padded) <= limit_ns:
+            high = middle
+            guess = max((low + high) >> 1, high - step)
+        else:
+            low = middle + 1
+            guess = min((low + high) >> 1, middle + step)
+        step *= 4
     return first_unused(unused, low)
+
+
+@compiled
+def _most_tokens(durations: Durations, k: int, tokens: float, squares: float, limit_ns: float) -> float:
+    """Return about how many tokens one more sample of a bucket may have: what hides now is taken to go on hiding."""
+    terms = durations.terms[k, 0]
+    constant, linear, quadratic = terms[0] + terms[1] * tokens + terms[2] * squares, terms[1], terms[2]
+    at = 3
+    while at < len(terms) and terms[at] != 0.0:
+        exposed = terms[at + 1] + terms[at + 2] * tokens - terms[at + 3] * squares
+        if exposed > 0.0:
+            constant += terms[at] * exposed
+            linear += terms[at] * terms[at + 2]
+            quadratic -= terms[at] * terms[at + 3]
+        at += 4
+    slack_ns = limit_ns - constant
+    if slack_ns < 0.0:
+        return -1.0
+    if quadratic <= 0.0:
+        return slack_ns / linear if linear > 0.0 else np.inf
+    if slack_ns == np.inf:
+        return np.inf
+    return (np.sqrt(linear * linear + 4.0 * quadratic * slack_ns) - linear) / (2.0 * quadratic)

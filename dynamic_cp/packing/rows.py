@@ -81,11 +81,14 @@ def _fill(
     bucket_of_sample = np.full(num_samples, -1, np.int64)
     rows, first_lanes, sizes = np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64)
     bucket = 0
+    meets = np.zeros(num_sizes, np.int64)
     for row in order:
         limit_ns = wanted_ns[row]
+        for k in range(num_sizes):
+            meets[k] = _first_that_meets(alone[k], limit_ns)
         lane = 0
         while lane < row_lanes[row] and num_left:
-            sample, k = _opener(alone, unused, limit_ns, lane, row_lanes[row], num_sizes)
+            sample, k = _opener(meets, unused, lane, row_lanes[row])
             if sample == num_samples:
                 lane += 1
                 continue
@@ -107,22 +110,32 @@ def _fill(
 
 
 @compiled
-def _opener(alone: Floats, unused: Ints, limit_ns: float, lane: int, num_lanes: int, num_sizes: int) -> tuple[int, int]:
-    """Return (longest unused sample that meets the limit at some aligned CP size, the smallest such log2 CP size)."""
-    num_samples = alone.shape[1]
-    chosen, chosen_k = num_samples, 0
-    for k in range(num_sizes):
+def _first_that_meets(alone_ns: Floats, limit_ns: float) -> int:
+    """Return the longest sample that alone lasts at most `limit_ns`; the number of samples when none does."""
+    low, high = 0, len(alone_ns)
+    while low < high:
+        middle = (low + high) >> 1
+        if alone_ns[middle] <= limit_ns:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compiled
+def _opener(meets: Ints, unused: Ints, lane: int, num_lanes: int) -> tuple[int, int]:
+    """Return (longest unused sample that meets the limit at some aligned CP size, the smallest such log2 CP size).
+
+    Args:
+        meets: [log2 of CP size] -> `_first_that_meets`.
+    """
+    chosen, chosen_k = len(unused) - 1, 0
+    for k in range(len(meets)):
         lanes = 1 << k
         if lane % lanes or lane + lanes > num_lanes:
             break
-        low, high = 0, chosen
-        while low < high:
-            middle = (low + high) >> 1
-            if alone[k, middle] <= limit_ns:
-                high = middle
-            else:
-                low = middle + 1
-        sample = first_unused(unused, low)
-        if sample < chosen:
-            chosen, chosen_k = sample, k
+        if meets[k] < chosen:
+            sample = first_unused(unused, meets[k])
+            if sample < chosen:
+                chosen, chosen_k = sample, k
     return chosen, chosen_k
