@@ -85,7 +85,6 @@ class CostModel:
                 if token_capacity(cp_size, topology, options):
                     self._check_possible(options.cp_comm_types, cp_size)
         # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
-        self._terms = [(both[0], both[1]) for both in self.table.terms]
         self._edges = tuple(self.table.edges_s_per_token.tolist())
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
@@ -124,13 +123,13 @@ class CostModel:
         Raises:
             UnsupportedFeatureError: an exchange or inner size that this CP size cannot use.
         """
-        forward, backward = self._both_terms(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size)
+        terms, row = self._price(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size)
         tokens, tokens_squared = float(tokens), float(tokens_squared)
         rank_tokens = tokens / cp_size
         embedding_forward, embedding_backward, head_forward, head_backward = self._edges
         return BucketCost(
-            prices.seconds(forward, tokens, tokens_squared),
-            prices.seconds(backward, tokens, tokens_squared),
+            prices.seconds(terms, row, 0, tokens, tokens_squared),
+            prices.seconds(terms, row, 1, tokens, tokens_squared),
             rank_tokens * self.table.hop_s_per_token,
             rank_tokens * embedding_forward,
             rank_tokens * embedding_backward,
@@ -140,9 +139,9 @@ class CostModel:
 
     def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         """Return forward + backward on the slowest stage in whole nanoseconds, as `prices.duration_ns`."""
-        forward, backward = self._terms[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
+        terms, row = self.table.terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
         tokens, tokens_squared = float(tokens), float(tokens_squared)
-        both_s = prices.seconds(forward, tokens, tokens_squared) + prices.seconds(backward, tokens, tokens_squared)
+        both_s = sum(prices.seconds(terms, row, direction, tokens, tokens_squared) for direction in range(2))
         return nanoseconds(both_s + self.table.slowest_s_per_token * tokens / cp_size)
 
     def best_cp_comm_type(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> CpCommType:
@@ -183,7 +182,7 @@ class CostModel:
                 return row
         return None
 
-    def _both_terms(
+    def _price(
         self,
         cp_size: int,
         first_lane: int,
@@ -191,17 +190,16 @@ class CostModel:
         tokens_squared: float,
         cp_comm_type: str | None,
         inner_cp_size: int | None,
-    ) -> tuple[prices.Floats, prices.Floats]:
-        """Return the [NUM_TERMS] of forward and backward."""
+    ) -> tuple[prices.Floats, int]:
+        """Return terms and the row of them that the bucket pays."""
         if cp_comm_type is None or cp_size == 1:
-            return self._terms[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
+            return self.table.terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
         row = self.row_of(cp_size, first_lane, cp_comm_type, inner_cp_size)
         if row is not None:
-            return self._terms[row]
+            return self.table.terms, row
         self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
         inner = inner_cp_size or self._attention.inner_sizes(cp_comm_type, cp_size)[0]
-        both = np.array(self._stage.terms(cp_comm_type, cp_size, inner, self._place(cp_size, first_lane)[1]))
-        return both[0], both[1]
+        return np.array([self._stage.terms(cp_comm_type, cp_size, inner, self._place(cp_size, first_lane)[1])]), 0
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         k, link = self._place(cp_size, first_lane)

@@ -80,32 +80,63 @@ def end_times(operations: Ints, pp_size: int, vp_size: int, grid: Grid, ends: In
         grid: what runs.
         ends: [operation, lane], filled with the end of each operation; shape [0, lane] when nobody needs it.
     """
-    num_microbatches, num_lanes = grid.sizes.shape
+    # An array is taken out of its tuple once: compiled code counts references.
+    sizes, chunk_ns, edge_ns, hop_ns = grid.sizes, grid.chunk_ns, grid.edge_ns, grid.hop_ns
+    num_microbatches, num_lanes = sizes.shape
     last = pp_size * vp_size - 1
     output = np.zeros((2, last + 1, num_microbatches, num_lanes), np.int64)
     free = np.zeros((pp_size, num_lanes), np.int64)
     keep = ends.shape[0] > 0
+    groups, first_groups = _groups(sizes)
+    start = np.zeros(num_lanes, np.int64)
     for index in range(operations.shape[0]):
-        stage, row, chunk, kind = operations[index]
+        stage, row, chunk, kind = operations[index, 0], operations[index, 1], operations[index, 2], operations[index, 3]
         virtual = chunk * pp_size + stage
         source = virtual - 1 if kind == FORWARD else virtual + 1
+        # Every lane for itself, then the lanes of a group wait for each other.
+        for lane in range(num_lanes):
+            start[lane] = free[stage, lane]
+        if 0 <= source <= last:
+            for lane in range(num_lanes):
+                start[lane] = max(start[lane], output[kind, source, row, lane] + hop_ns[row, lane])
+        for group in range(first_groups[row], first_groups[row + 1]):
+            first, after = groups[group, 0], groups[group, 1]
+            latest = start[first]
+            for lane in range(first + 1, after):
+                latest = max(latest, start[lane])
+            for lane in range(first, after):
+                start[lane] = latest
+        for lane in range(num_lanes):
+            start[lane] += chunk_ns[kind, row, lane]
+        if virtual == 0:
+            for lane in range(num_lanes):
+                start[lane] += edge_ns[EMBEDDING, kind, row, lane]
+        if virtual == last:
+            for lane in range(num_lanes):
+                start[lane] += edge_ns[HEAD, kind, row, lane]
+        for lane in range(num_lanes):
+            output[kind, virtual, row, lane] = start[lane]
+            free[stage, lane] = start[lane]
+        if keep:
+            for lane in range(num_lanes):
+                ends[index, lane] = start[lane]
+    return int(free.max())
+
+
+@compiled
+def _groups(sizes: Ints) -> tuple[Ints, Ints]:
+    """Return [group of several lanes] -> (first lane, lane after the last), and [micro-batch] -> its first group."""
+    num_microbatches, num_lanes = sizes.shape
+    groups = np.empty((num_microbatches * num_lanes // 2, 2), np.int64)
+    first_groups = np.zeros(num_microbatches + 1, np.int64)
+    count = 0
+    for row in range(num_microbatches):
         lane = 0
         while lane < num_lanes:
-            after = lane + grid.sizes[row, lane]
-            start = free[stage, lane]
-            for member in range(lane + 1, after):
-                start = max(start, free[stage, member])
-            if 0 <= source <= last:
-                start = max(start, output[kind, source, row, lane] + grid.hop_ns[row, lane])
-            end = start + grid.chunk_ns[kind, row, lane]
-            if virtual == 0:
-                end += grid.edge_ns[EMBEDDING, kind, row, lane]
-            if virtual == last:
-                end += grid.edge_ns[HEAD, kind, row, lane]
-            output[kind, virtual, row, lane] = end
-            for member in range(lane, after):
-                free[stage, member] = end
-                if keep:
-                    ends[index, member] = end
+            after = lane + sizes[row, lane]
+            if after > lane + 1:
+                groups[count, 0], groups[count, 1] = lane, after
+                count += 1
             lane = after
-    return int(free.max())
+        first_groups[row + 1] = count
+    return groups, first_groups

@@ -57,28 +57,34 @@ class PriceTable(NamedTuple):
 
 
 @compiled
-def seconds(terms: Floats, tokens: float, squares: float) -> float:
-    """Return the seconds of one direction of a bucket; `terms`: [NUM_TERMS]."""
-    total = terms[0] + terms[1] * tokens + terms[2] * squares
+def seconds(terms: Floats, option: int, direction: int, tokens: float, squares: float) -> float:
+    """Return the seconds of one direction of a bucket; `terms`: [option, forward or backward, NUM_TERMS].
+
+    A view of the terms would be easier to read, but in compiled code its references are counted: that costs more than
+    the price.
+    """
+    total = terms[option, direction, 0] + terms[option, direction, 1] * tokens + terms[option, direction, 2] * squares
     for kink in range(NUM_KINKS):
         at = 3 + 4 * kink
-        if terms[at] == 0.0:
+        weight = terms[option, direction, at]
+        if weight == 0.0:
             break
-        exposed = terms[at + 1] + terms[at + 2] * tokens - terms[at + 3] * squares
+        exposed = terms[option, direction, at + 1] + terms[option, direction, at + 2] * tokens
+        exposed -= terms[option, direction, at + 3] * squares
         if exposed > 0.0:
-            total += terms[at] * exposed
+            total += weight * exposed
     return total  # type: ignore[no-any-return]
 
 
 @compiled
 def best_option(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
     """Return the row of `table.terms` with the least forward + backward seconds; the first of equals."""
-    best = table.first_option[k, link]
-    if table.end_option[k, link] - best == 1:
+    terms, best, end = table.terms, table.first_option[k, link], table.end_option[k, link]
+    if end - best == 1:
         return best  # type: ignore[no-any-return]
     least = np.inf
-    for option in range(table.first_option[k, link], table.end_option[k, link]):
-        both = seconds(table.terms[option, 0], tokens, squares) + seconds(table.terms[option, 1], tokens, squares)
+    for option in range(best, end):
+        both = seconds(terms, option, 0, tokens, squares) + seconds(terms, option, 1, tokens, squares)
         if both < least:
             best, least = option, both
     return best  # type: ignore[no-any-return]
@@ -88,6 +94,6 @@ def best_option(table: PriceTable, k: int, link: int, tokens: float, squares: fl
 def duration_ns(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
     """Return forward + backward of a bucket on the slowest stage, in whole nanoseconds."""
     option = best_option(table, k, link, tokens, squares)
-    both = seconds(table.terms[option, 0], tokens, squares) + seconds(table.terms[option, 1], tokens, squares)
+    both = seconds(table.terms, option, 0, tokens, squares) + seconds(table.terms, option, 1, tokens, squares)
     both += table.slowest_s_per_token * tokens / (1 << k)
     return int(np.rint(both * 1e9))

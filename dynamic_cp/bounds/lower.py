@@ -243,8 +243,9 @@ def _longest_s(batch: _Batch, ways: Ways) -> float:
 def _lone_s(batch: _Batch, ways: Ways) -> Floats:
     """Return [way that the longest sample may run in, direction] -> seconds of a bucket with only that sample."""
     tokens = float(batch.seqlens[0])
-    rows = ways.terms[ways.longest >= tokens]
-    return np.array([[seconds(terms, tokens, tokens * tokens) for terms in both] for both in rows]).reshape(-1, 2)
+    rows = np.flatnonzero(ways.longest >= tokens).tolist()
+    both = [[seconds(ways.terms, way, direction, tokens, tokens * tokens) for direction in range(2)] for way in rows]
+    return np.array(both).reshape(-1, 2)
 
 
 def _spread(batch: _Batch, ways: Ways) -> Spread | None:

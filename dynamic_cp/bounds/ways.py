@@ -55,8 +55,8 @@ def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: f
         low, high = 0, longest[way] + 1  # low fits, high does not
         while high - low > 1:
             tokens = (low + high) // 2
-            both = seconds(ways.terms[way, 0], tokens, float(tokens) * tokens)
-            both += seconds(ways.terms[way, 1], tokens, float(tokens) * tokens)
+            both = seconds(ways.terms, way, 0, tokens, float(tokens) * tokens)
+            both += seconds(ways.terms, way, 1, tokens, float(tokens) * tokens)
             if times * both + edge_s_per_token * tokens / ways.cp_sizes[way] <= limit_s:
                 low = tokens
             else:
@@ -104,8 +104,8 @@ def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
                     continue
                 if squares < tokens - close or squares > longest * (tokens + close):
                     continue
-                forward = seconds(ways.terms[way, 0], tokens, squares) - ways.floors_s[0]
-                backward = seconds(ways.terms[way, 1], tokens, squares) - ways.floors_s[1]
+                forward = seconds(ways.terms, way, 0, tokens, squares) - ways.floors_s[0]
+                backward = seconds(ways.terms, way, 1, tokens, squares) - ways.floors_s[1]
                 if forward > 1e-12:
                     least, largest = min(least, backward / forward), max(largest, backward / forward)
                 elif backward > 1e-12:

@@ -207,8 +207,8 @@ class _BlockPacker:
         base = int(np.flatnonzero(durations.capacities)[0])
         first = int(table.first_option[base, 0])
         totals = float(seqlens.sum()), float((seqlens.astype(np.float64) ** 2).sum())
-        self.empty_ns = [1e9 * seconds(table.terms[first, way], 0.0, 0.0) for way in (FORWARD, BACKWARD)]
-        batch_ns = [1e9 * seconds(table.terms[first, way], *totals) for way in (FORWARD, BACKWARD)]
+        self.empty_ns = [1e9 * seconds(table.terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
+        batch_ns = [1e9 * seconds(table.terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
         self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))

@@ -24,53 +24,51 @@ def simulate_blocks(
         first_lanes, num_lanes: [block] -> its lanes.
         backward_over_forward: a crossing counts by the share of its direction.
     """
-    num_blocks, num_rows = len(first_lanes), grid.sizes.shape[0]
+    num_blocks, (num_rows, all_lanes) = len(first_lanes), grid.sizes.shape
     ends_ns = np.zeros(num_blocks, np.int64)
     row_ns, crossings = np.zeros((num_blocks, num_rows)), np.zeros((num_blocks, num_rows))
     share = backward_over_forward / (1.0 + backward_over_forward)
+    chunk_ns = grid.chunk_ns
+    ends = np.zeros((len(operations), all_lanes), np.int64)
+    end_times(operations, pp_size, vp_size, grid, ends)
+    last_operations = np.sort(graph.ends)
     for block in range(num_blocks):
         start, stop = first_lanes[block], first_lanes[block] + num_lanes[block]
-        part = Grid(
-            grid.sizes[:, start:stop].copy(),
-            grid.chunk_ns[:, :, start:stop].copy(),
-            grid.edge_ns[:, :, :, start:stop].copy(),
-            grid.hop_ns[:, start:stop].copy(),
-        )
-        ends = np.zeros((len(operations), stop - start), np.int64)
-        ends_ns[block] = end_times(operations, pp_size, vp_size, part, ends)
         for row in range(num_rows):
-            for lane in range(stop - start):
-                both = part.chunk_ns[FORWARD, row, lane] + part.chunk_ns[BACKWARD, row, lane]
+            for lane in range(start, stop):
+                both = chunk_ns[FORWARD, row, lane] + chunk_ns[BACKWARD, row, lane]
                 row_ns[block, row] = max(row_ns[block, row], float(both * vp_size))
-        _follow(operations, graph, pp_size, vp_size, part, ends, share, crossings[block])
+        at, last_lane = -1, start
+        for index in last_operations:
+            for lane in range(start, stop):
+                if at < 0 or ends[index, lane] > ends[at, last_lane]:
+                    at, last_lane = index, lane
+        ends_ns[block] = ends[at, last_lane]
+        _follow(operations, graph, pp_size, vp_size, grid, ends, at, last_lane, share, crossings, block)
     return ends_ns, row_ns, crossings
 
 
 @compiled
 def _follow(
-    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, ends: Ints, share: float,
-    crossings: Floats,
+    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, ends: Ints, at: int, lane: int,
+    share: float, crossings: Floats, block: int,
 ) -> None:  # fmt: skip
-    """Follow one critical path back from the last end; count its operations by row."""
+    """Follow one critical path back from operation `at` on `lane`; count its operations by row of `block`."""
+    sizes, chunk_ns, edge_ns, befores, sources = grid.sizes, grid.chunk_ns, grid.edge_ns, graph.before, graph.source
     last_virtual = pp_size * vp_size - 1
-    at, lane = -1, 0
-    for index in range(len(operations)):
-        for one in range(ends.shape[1]):
-            if at < 0 or ends[index, one] > ends[at, lane]:
-                at, lane = index, one
     while at >= 0:
-        stage, row, chunk, kind = operations[at]
-        crossings[row] += share if kind == BACKWARD else 1.0 - share
-        start = ends[at, lane] - grid.chunk_ns[kind, row, lane]
+        stage, row, chunk, kind = operations[at, 0], operations[at, 1], operations[at, 2], operations[at, 3]
+        crossings[block, row] += share if kind == BACKWARD else 1.0 - share
+        start = ends[at, lane] - chunk_ns[kind, row, lane]
         virtual = chunk * pp_size + stage
         if virtual == 0:
-            start -= grid.edge_ns[0, kind, row, lane]
+            start -= edge_ns[0, kind, row, lane]
         if virtual == last_virtual:
-            start -= grid.edge_ns[1, kind, row, lane]
-        size = grid.sizes[row, lane]
+            start -= edge_ns[1, kind, row, lane]
+        size = sizes[row, lane]
         first = lane // size * size
-        before = graph.before[at]
-        following = graph.source[at]
+        before = befores[at]
+        following = sources[at]
         if before >= 0:
             for member in range(first, first + size):
                 if ends[before, member] == start:

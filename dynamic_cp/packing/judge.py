@@ -133,7 +133,7 @@ def sums_of_buckets(
     for sample in range(len(seqlens)):
         bucket = bucket_of_sample[sample]
         multiple = multiples[log2_cp_sizes[bucket]]
-        padded = float((seqlens[sample] + multiple - 1) // multiple * multiple)
+        padded = float((seqlens[sample] + multiple - 1) & -multiple)
         tokens[bucket] += padded
         squares[bucket] += padded * padded
         last[bucket] = padded
@@ -154,46 +154,42 @@ def fill_grid(
     tokens: Floats, squares: Floats,
 ) -> None:  # fmt: skip
     """Write the durations of all buckets into `grid`, those of an empty place everywhere else."""
+    # An array is taken out of its tuple once: compiled code counts references, and that took most of the time.
+    sizes, all_chunk_ns, all_edge_ns, all_hop_ns = grid.sizes, grid.chunk_ns, grid.edge_ns, grid.hop_ns
+    terms, links, edges_s_per_token = table.terms, table.links, table.edges_s_per_token
+    first_option, end_option = table.first_option, table.end_option
     empty = float(table.rank_token_multiple)
-    num_rows, num_lanes = grid.sizes.shape
-    for row in range(num_rows):
-        for lane in range(num_lanes):
-            if row == 0 and lane == 0:
-                _fill_bucket(grid, table, vp_size, 0, 0, 0, empty, empty * empty)
+    for bucket in range(-1, len(rows)):  # -1: an empty place
+        if bucket < 0:
+            row, first_lane, k, total, total2 = 0, 0, 0, empty, empty * empty
+        else:
+            row, first_lane, k = rows[bucket], first_lanes[bucket], log2_cp_sizes[bucket]
+            total, total2 = tokens[bucket], squares[bucket]
+            if total == 0.0:
                 continue
-            grid.sizes[row, lane] = 1
-            grid.hop_ns[row, lane] = grid.hop_ns[0, 0]
-            for direction in range(2):
-                grid.chunk_ns[direction, row, lane] = grid.chunk_ns[direction, 0, 0]
-                for edge in range(2):
-                    grid.edge_ns[edge, direction, row, lane] = grid.edge_ns[edge, direction, 0, 0]
-    for bucket in range(len(rows)):
-        if tokens[bucket] > 0.0:
-            _fill_bucket(
-                grid, table, vp_size, rows[bucket], first_lanes[bucket], log2_cp_sizes[bucket],
-                tokens[bucket], squares[bucket],
-            )  # fmt: skip
-
-
-@compiled
-def _fill_bucket(
-    grid: Grid, table: PriceTable, vp_size: int, row: int, first_lane: int, k: int, tokens: float, squares: float
-) -> None:
-    option = best_option(table, k, table.links[k, first_lane >> k], tokens, squares)
-    rank_tokens = tokens / (1 << k)
-    hop_ns = int(np.rint(rank_tokens * table.hop_s_per_token * 1e9))
-    lanes = 1 << k
-    for direction in range(2):
-        chunk_ns = int(np.rint(seconds(table.terms[option, direction], tokens, squares) / vp_size * 1e9))
+        link = links[k, first_lane >> k]
+        option = first_option[k, link]
+        if end_option[k, link] - option > 1:
+            option = best_option(table, k, link, total, total2)
+        lanes = 1 << k
+        rank_tokens = total / lanes
+        hop_ns = int(np.rint(rank_tokens * table.hop_s_per_token * 1e9))
         for lane in range(first_lane, first_lane + lanes):
-            grid.chunk_ns[direction, row, lane] = chunk_ns
-        for edge in range(2):
-            edge_ns = int(np.rint(rank_tokens * table.edges_s_per_token[2 * edge + direction] * 1e9))
+            sizes[row, lane], all_hop_ns[row, lane] = lanes, hop_ns
+        for direction in range(2):
+            chunk_ns = int(np.rint(seconds(terms, option, direction, total, total2) / vp_size * 1e9))
             for lane in range(first_lane, first_lane + lanes):
-                grid.edge_ns[edge, direction, row, lane] = edge_ns
-    for lane in range(first_lane, first_lane + lanes):
-        grid.sizes[row, lane] = lanes
-        grid.hop_ns[row, lane] = hop_ns
+                all_chunk_ns[direction, row, lane] = chunk_ns
+            for edge in range(2):
+                edge_ns = int(np.rint(rank_tokens * edges_s_per_token[2 * edge + direction] * 1e9))
+                for lane in range(first_lane, first_lane + lanes):
+                    all_edge_ns[edge, direction, row, lane] = edge_ns
+        if bucket < 0:
+            sizes[:], all_hop_ns[:] = 1, hop_ns
+            for direction in range(2):
+                all_chunk_ns[direction] = all_chunk_ns[direction, 0, 0]
+                for edge in range(2):
+                    all_edge_ns[edge, direction] = all_edge_ns[edge, direction, 0, 0]
 
 
 def _nobody(num_lanes: int) -> Ints:

@@ -17,7 +17,7 @@ EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def terms_of(*numbers: float) -> prices.Floats:
-    return np.array([*numbers, *[0.0] * (prices.NUM_TERMS - len(numbers))])
+    return np.array([[[*numbers, *[0.0] * (prices.NUM_TERMS - len(numbers))]]])
 
 
 def python_of(function):
@@ -28,12 +28,12 @@ def python_of(function):
 def test_seconds_by_hand():
     terms = terms_of(1, 2, 3, 2, 1, 1, 1, 3, 10, 0, 1)
     # 1 + 2*5 + 3*8 = 35; the first kink is max(0, 1 + 5 - 8) = 0, the second 3 * max(0, 10 - 8) = 6.
-    assert prices.seconds(terms, 5.0, 8.0) == 41
-    assert prices.seconds(terms, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
+    assert prices.seconds(terms, 0, 0, 5.0, 8.0) == 41
+    assert prices.seconds(terms, 0, 0, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
 
 
 def test_a_weight_of_zero_ends_the_kinks():
-    assert prices.seconds(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 1.0, 1.0) == 1
+    assert prices.seconds(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 0, 0, 1.0, 1.0) == 1
 
 
 @pytest.mark.parametrize("hardware", [TINY_HARDWARE, CURVED_HARDWARE], ids=lambda hardware: hardware.name)
@@ -59,9 +59,9 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
             rows = range(model.table.first_option[k, link], model.table.end_option[k, link])
             row = option if exchange is None or k == 0 else next(r for r in rows if model.exchanges[r] == exchange)
             for direction, seconds_of_model in enumerate((cost.forward_s, cost.backward_s)):
-                terms = model.table.terms[row, direction]
-                assert prices.seconds(terms, float(tokens), float(squares)) == seconds_of_model
-                assert python_of(prices.seconds)(terms, float(tokens), float(squares)) == seconds_of_model
+                arguments = (model.table.terms, row, direction, float(tokens), float(squares))
+                assert prices.seconds(*arguments) == seconds_of_model
+                assert python_of(prices.seconds)(*arguments) == seconds_of_model
             seen.add((k, link, exchange))
         best = model.cost(cp_size, first_lane, tokens, squares)
         duration_ns = model.duration_ns(cp_size, first_lane, tokens, squares)
