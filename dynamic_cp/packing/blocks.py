@@ -3,7 +3,7 @@
 1. Cut the lanes into blocks as wide as the largest CP size that pays, or narrower; groups never cross blocks, so each
    block can be simulated alone.
 2. For several numbers of rows: the samples that are long beside a row's share are dealt to 1, 2, 3, ... blocks and
-   stand there in neighbouring rows, because the bubbles that they tear then overlap. `profile.best_profile` gives all
+   stand there in neighbouring rows, because the bubbles that they tear then overlap. `profile.best_profiles` gives all
    other rows their targets; the fastest profiles survive.
 3. `rows.fill_least` packs the samples to the targets. Empty places are part of good plans.
 4. Simulate the blocks, exactly. Rows that the critical path of a slow block crosses often get smaller targets, all rows
@@ -15,7 +15,7 @@ Deterministic: counts of candidates and iterations, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice, product, zip_longest
 from math import ceil
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from dynamic_cp.longest_path import BACKWARD, FORWARD, common_operations
 from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profile, lane_graph
+from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profiles, lane_graph
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
@@ -43,7 +43,7 @@ class Effort(NamedTuple):
 
     Attributes:
         row_factors: numbers of rows to try, in units of the fewest that hold all tokens.
-        num_ranking_iterations, num_profile_iterations: of `best_profile`, for all candidates and for the best ones.
+        num_ranking_iterations, num_profile_iterations: of `best_profiles`, for all candidates and for the best ones.
         num_profiles: candidates whose profile is refined.
         num_packed: profiles that are packed, two more for every further width of blocks.
         num_other_rows: how many of these must differ from the best one in the number of rows, where there are some.
@@ -133,7 +133,7 @@ def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: 
     refined = []
     for packer in packers:
         candidates = sorted(packer.candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
-        profiles = [packer.profile(one, effort.num_profile_iterations) for one in candidates]
+        profiles = packer.profiles(candidates, effort.num_profile_iterations)
         refined.append([(one, packer) for one in sorted(profiles, key=lambda one: one.makespan_ns)])
     if durations.num_exchanges.max() > 1:
         queue = _width_by_width(refined)
@@ -213,34 +213,32 @@ class _BlockPacker:
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
         self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))
 
-    def candidates(self, fewest_rows: int) -> Iterator[_Candidate]:
-        """Yield profiles of few iterations: numbers of rows, and how the long samples are dealt to blocks."""
+    def candidates(self, fewest_rows: int) -> list[_Candidate]:
+        """Return profiles of few iterations: numbers of rows, and how the long samples are dealt to blocks."""
         topology, widths = self.cost_model.topology, self.blocks.num_lanes
         counts = {ceil(factor * fewest_rows) for factor in self.effort.row_factors}
         # A loose token limit needs few rows, a pipeline many.
         counts |= {k * topology.pp_size for k in _STAGE_MULTIPLES if k * topology.pp_size > max(counts)}
         if fewest_rows < 1.5 * topology.pp_size:
             counts.add(topology.pp_size)
-        seen = set()
+        starts: dict[tuple[int, int, float], _Candidate] = {}
         for num_rows in sorted({round_up(one, topology.num_microbatches_multiple) for one in counts}):
             share_ns = self.total_ns / topology.num_lanes / num_rows
             num_long = int(np.count_nonzero(self.best_ns > _LONG_FACTOR * share_ns + sum(self.empty_ns)))
             found = False
-            for num_heavy, position in product(_heavy_counts(len(widths)), self.effort.positions):
-                key = (num_rows, min(num_heavy, num_long), position if num_long else 0.0)
-                if key in seen:
-                    continue
-                seen.add(key)
-                lanes = self._lanes(num_rows, num_long, num_heavy, position)
+            for count, position in product(_heavy_counts(len(widths)), self.effort.positions):
+                num_heavy = min(count, num_long)
+                key = (num_rows, num_heavy, position if num_long else 0.0)
+                lanes = None if key in starts else self._lanes(num_rows, num_long, num_heavy, position)
                 if lanes is not None:
                     found = True
-                    name = f"m={num_rows} width={widths[0]} long={num_long} heavy-blocks={min(num_heavy, num_long)}"
-                    start = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
-                    yield self.profile(start, self.effort.num_ranking_iterations)
+                    name = f"m={num_rows} width={widths[0]} long={num_long} heavy-blocks={num_heavy}"
+                    starts[key] = _Candidate(0.0, num_rows, lanes, np.zeros(0), name)
             everywhere = None if found else self._lanes(num_rows, 0, 0, 0.0)
             if everywhere is not None:  # too many long samples for blocks of their own: let them go where they fit
-                start = _Candidate(0.0, num_rows, everywhere, np.zeros(0), f"m={num_rows} width={widths[0]} spread")
-                yield self.profile(start, self.effort.num_ranking_iterations)
+                name = f"m={num_rows} width={widths[0]} spread"
+                starts[num_rows, 0, -1.0] = _Candidate(0.0, num_rows, everywhere, np.zeros(0), name)
+        return self.profiles([*starts.values()], self.effort.num_ranking_iterations)
 
     def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> Lanes | None:
         """Deal the longest `num_long` samples to `num_heavy` blocks; None when they do not fit there."""
@@ -269,14 +267,25 @@ class _BlockPacker:
         cost = self.cost_model.cost(1 << k, 0, seqlen, seqlen * seqlen)
         return 1e9 * cost.forward_s, 1e9 * cost.backward_s
 
-    def profile(self, one: _Candidate, num_iterations: int) -> _Candidate:
-        """Return `one` with the best profile that so many iterations find."""
+    def profiles(self, candidates: Sequence[_Candidate], num_iterations: int) -> list[_Candidate]:
+        """Return `candidates`, in some order, with the best profiles that so many iterations find."""
         topology = self.cost_model.topology
-        makespan_ns, work_ns = best_profile(
-            lane_graph(topology.pp_size, one.num_rows, topology.vp_size), one.lanes, topology.vp_size, self.total_ns,
-            self.backward_over_forward, self.empty_ns[FORWARD], self.empty_ns[BACKWARD], num_iterations,
-        )  # fmt: skip
-        return one._replace(makespan_ns=float(makespan_ns), work_ns=work_ns)
+        found = []
+        for num_rows in sorted({one.num_rows for one in candidates}):
+            alike = [one for one in candidates if one.num_rows == num_rows]
+            first_classes = np.cumsum([0, *(len(one.lanes.num_lanes) for one in alike)])
+            lanes = Lanes(*(np.concatenate(parts) for parts in zip(*(one.lanes for one in alike), strict=True)))
+            makespans_ns, work_ns = best_profiles(
+                lane_graph(topology.pp_size, num_rows, topology.vp_size), lanes, first_classes, topology.vp_size,
+                self.total_ns, self.backward_over_forward, self.empty_ns[FORWARD], self.empty_ns[BACKWARD],
+                num_iterations,
+            )  # fmt: skip
+            works_ns = np.split(work_ns, first_classes[1:-1])
+            found += [
+                one._replace(makespan_ns=makespan_ns, work_ns=own_ns)
+                for one, makespan_ns, own_ns in zip(alike, makespans_ns.tolist(), works_ns, strict=True)
+            ]
+        return found
 
     def pack(self, one: _Candidate) -> _Start | None:
         """Pack to the targets of a profile; then shift work between blocks until they end together."""

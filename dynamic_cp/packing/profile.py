@@ -79,109 +79,131 @@ class Lanes(NamedTuple):
 
 
 @compiled
-def best_profile(
-    graph: LaneGraph, lanes: Lanes, vp_size: int, total_ns: float, backward_over_forward: float,
+def best_profiles(
+    graph: LaneGraph, lanes: Lanes, first_classes: Ints, vp_size: int, total_ns: float, backward_over_forward: float,
     empty_forward_ns: float, empty_backward_ns: float, num_iterations: int,
-) -> tuple[float, Floats]:  # fmt: skip
-    """Return (makespan in nanoseconds, [class, row] -> work of the row in nanoseconds, without its overhead).
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Return ([candidate] makespan, [class, row] work of the row without its overhead), in nanoseconds.
+
+    Candidates do not influence each other; together they are faster than one after the other.
 
     Args:
         graph: schedule of a lane.
-        lanes: classes of lanes; their long rows are lower bounds.
+        lanes: classes of lanes of all candidates; their long rows are lower bounds.
+        first_classes: [candidate] -> its first class, and at the end the number of classes.
         vp_size: model chunks of a stage.
-        total_ns: work of all lanes together, without overheads of rows.
+        total_ns: work of all lanes of a candidate together, without overheads of rows.
         backward_over_forward: ratio by which a row's work splits.
         empty_forward_ns, empty_backward_ns: overhead that each row pays.
-        num_iterations: 60 rank candidates, 250 come within about 1 % of the best profile.
+        num_iterations: 40 rank candidates, 250 come within about 1 % of the best profile.
     """
-    num_classes, num_rows = lanes.long_forward_ns.shape
-    long_ns = lanes.long_forward_ns + lanes.long_backward_ns
+    num_lanes, long_forward_ns, long_backward_ns = lanes
+    micro_batch, kind, before, source, last = graph
+    num_classes, num_rows = long_forward_ns.shape
+    num_candidates = len(first_classes) - 1
+    long_ns = long_forward_ns + long_backward_ns
     middle, width = num_rows / 2, num_rows / 3
     work = np.empty((num_classes, num_rows))
     for row in range(num_rows):
         work[:, row] = np.exp(-(((row - middle) / width) ** 2))
     durations = np.empty((2, num_rows, num_classes))
-    ends = np.zeros((len(graph.kind) + 1, num_classes))
+    ends = np.zeros((len(kind) + 1, num_classes))
     makespan = np.zeros(num_classes)
     crossed = np.zeros((2, num_rows))
     share = backward_over_forward / (1.0 + backward_over_forward)
-    smallest_ns = SMALLEST_SHARE * total_ns / lanes.num_lanes.sum() / num_rows
-    best, best_work = np.inf, work.copy()
+    best, best_work = np.full(num_candidates, np.inf), work.copy()
+    smallest_ns = np.empty(num_candidates)
+    for candidate in range(num_candidates):
+        all_lanes = num_lanes[first_classes[candidate] : first_classes[candidate + 1]].sum()
+        smallest_ns[candidate] = SMALLEST_SHARE * total_ns / all_lanes / num_rows
     for iteration in range(num_iterations):
-        fixed = free = 0.0
-        for one in range(num_classes):
-            for row in range(num_rows):
-                if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
-                    work[one, row] = long_ns[one, row]
-                    fixed += lanes.num_lanes[one] * work[one, row]
-                else:
-                    free += lanes.num_lanes[one] * work[one, row]
-        scale = max(0.0, total_ns - fixed) / max(free, 1e-9)
-        for one in range(num_classes):
-            for row in range(num_rows):
-                if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
-                    forward_ns, backward_ns = lanes.long_forward_ns[one, row], lanes.long_backward_ns[one, row]
-                else:
-                    work[one, row] = max(smallest_ns, work[one, row] * scale)
-                    forward_ns, backward_ns = work[one, row] * (1.0 - share), work[one, row] * share
-                durations[FORWARD, row, one] = (empty_forward_ns + forward_ns) / vp_size
-                durations[BACKWARD, row, one] = (empty_backward_ns + backward_ns) / vp_size
-        _run(graph, durations, ends, makespan)
-        worst = makespan.max()
-        if worst < best:
-            best = worst
-            best_work[:] = work
+        for candidate in range(num_candidates):
+            first, end = first_classes[candidate], first_classes[candidate + 1]
+            fixed = free = 0.0
+            for one in range(first, end):
+                for row in range(num_rows):
+                    if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
+                        work[one, row] = long_ns[one, row]
+                        fixed += num_lanes[one] * work[one, row]
+                    else:
+                        free += num_lanes[one] * work[one, row]
+            scale = max(0.0, total_ns - fixed) / max(free, 1e-9)
+            for one in range(first, end):
+                for row in range(num_rows):
+                    if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
+                        forward_ns, backward_ns = long_forward_ns[one, row], long_backward_ns[one, row]
+                    else:
+                        work[one, row] = max(smallest_ns[candidate], work[one, row] * scale)
+                        forward_ns, backward_ns = work[one, row] * (1.0 - share), work[one, row] * share
+                    durations[FORWARD, row, one] = (empty_forward_ns + forward_ns) / vp_size
+                    durations[BACKWARD, row, one] = (empty_backward_ns + backward_ns) / vp_size
+        _run(micro_batch, kind, before, source, last, durations, ends, makespan)
         rate = 0.1 / (1.0 + 3.0 * iteration / num_iterations)
-        for one in range(num_classes):
-            # Classes within 1 % of the slowest learn, the slowest most.
-            pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
-            if pull <= 0.0:
-                continue
-            _cross(graph, ends, one, crossed)
-            moved = counted = 0.0
-            for row in range(num_rows):
-                crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
-                if not (long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]):
-                    moved += work[one, row]
-                    counted += work[one, row] * crossed[FORWARD, row]
-            mean = max(counted, 1e-9) / max(moved, 1e-9)
-            for row in range(num_rows):
-                work[one, row] = max(smallest_ns, work[one, row] * np.exp(-rate * pull * crossed[FORWARD, row] / mean))
+        for candidate in range(num_candidates):
+            first, end = first_classes[candidate], first_classes[candidate + 1]
+            worst = makespan[first:end].max()
+            if worst < best[candidate]:
+                best[candidate] = worst
+                best_work[first:end] = work[first:end]
+            for one in range(first, end):
+                # Classes within 1 % of the slowest learn, the slowest most.
+                pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
+                if pull <= 0.0:
+                    continue
+                _cross(micro_batch, kind, before, source, last, ends, one, crossed)
+                moved = counted = 0.0
+                for row in range(num_rows):
+                    crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
+                    if not (long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]):
+                        moved += work[one, row]
+                        counted += work[one, row] * crossed[FORWARD, row]
+                mean = max(counted, 1e-9) / max(moved, 1e-9)
+                for row in range(num_rows):
+                    learned = work[one, row] * np.exp(-rate * pull * crossed[FORWARD, row] / mean)
+                    work[one, row] = max(smallest_ns[candidate], learned)
     return best, best_work
 
 
 @compiled
-def _run(graph: LaneGraph, durations: Floats, ends: Floats, makespan: Floats) -> None:
+def _run(
+    micro_batch: Ints, kind: Ints, before: Ints, source: Ints, last: Ints, durations: Floats, ends: Floats,
+    makespan: Floats,
+) -> None:  # fmt: skip
     """Write when each operation ends, [operation, class], and the makespan of each class of lanes.
 
     Args:
+        micro_batch, kind, before, source, last: the attributes of `LaneGraph`.
         durations: [FORWARD or BACKWARD, row, class] nanoseconds of a chunk.
         ends: one row longer; the last one, of what comes before the first operation, is 0.
     """
     num_classes = ends.shape[1]
-    for index in range(len(graph.kind)):
-        before, source = ends[graph.before[index]], ends[graph.source[index]]  # -1: the last row
-        lasts, ended = durations[graph.kind[index], graph.micro_batch[index]], ends[index]
+    for index in range(len(kind)):
+        at, needed, way, row = before[index], source[index], kind[index], micro_batch[index]
+        if at < 0:
+            at = len(kind)
+        if needed < 0:
+            needed = len(kind)
         for one in range(num_classes):
-            ended[one] = max(before[one], source[one]) + lasts[one]
+            ends[index, one] = max(ends[at, one], ends[needed, one]) + durations[way, row, one]
     makespan[:] = 0.0
-    for end in graph.ends:
+    for index in last:
         for one in range(num_classes):
-            makespan[one] = max(makespan[one], ends[end, one])
+            makespan[one] = max(makespan[one], ends[index, one])
 
 
 @compiled
-def _cross(graph: LaneGraph, ends: Floats, one: int, crossed: Floats) -> None:
+def _cross(
+    micro_batch: Ints, kind: Ints, before: Ints, source: Ints, last: Ints, ends: Floats, one: int, crossed: Floats
+) -> None:
     """Count how often the longest path of a class crosses each row, [FORWARD or BACKWARD, row]."""
-    at = graph.ends[0]
-    for end in graph.ends:
+    at = last[0]
+    for end in last:
         if ends[end, one] > ends[at, one]:
             at = end
     crossed[:] = 0.0
     while at >= 0:
-        crossed[graph.kind[at], graph.micro_batch[at]] += 1.0
-        before, source = graph.before[at], graph.source[at]
-        if before < 0 or (source >= 0 and ends[source, one] > ends[before, one]):
-            at = source
+        crossed[kind[at], micro_batch[at]] += 1.0
+        if before[at] < 0 or (source[at] >= 0 and ends[source[at], one] > ends[before[at], one]):
+            at = source[at]
         else:
-            at = before
+            at = before[at]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.longest_path import Grid, common_operations, end_times
-from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profile, lane_graph
+from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profiles, lane_graph
 
 SHAPES = [(2, 1, 1), (2, 5, 1), (4, 3, 1), (4, 9, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3)]
 
@@ -25,8 +25,8 @@ def path(graph, forward, backward):
     """Return (makespan, crossings forward, crossings backward)."""
     durations = np.array([forward, backward], float)[:, :, None]
     ends, makespan, crossed = np.zeros((len(graph.kind) + 1, 1)), np.zeros(1), np.zeros((2, len(forward)))
-    _run(graph, durations, ends, makespan)
-    _cross(graph, ends, 0, crossed)
+    _run(*graph, durations, ends, makespan)
+    _cross(*graph, ends, 0, crossed)
     return makespan[0], *crossed
 
 
@@ -45,8 +45,21 @@ def test_the_longest_path_of_the_graph_is_the_end_of_one_simulated_lane(pp_size,
 
 
 def profile(pp_size, num_rows, vp_size, lanes, total_ns, empty_ns=0.0, ratio=2.0, num_iterations=250):
-    return best_profile(
-        lane_graph(pp_size, num_rows, vp_size), lanes, vp_size, total_ns, ratio, empty_ns, 2 * empty_ns, num_iterations
+    makespans, work = profiles(pp_size, num_rows, vp_size, [lanes], total_ns, empty_ns, ratio, num_iterations)
+    return makespans[0], work
+
+
+def profiles(pp_size, num_rows, vp_size, candidates, total_ns, empty_ns=0.0, ratio=2.0, num_iterations=250):
+    return best_profiles(
+        lane_graph(pp_size, num_rows, vp_size),
+        Lanes(*(np.concatenate(parts) for parts in zip(*candidates, strict=True))),
+        np.cumsum([0, *(len(one.num_lanes) for one in candidates)]),
+        vp_size,
+        total_ns,
+        ratio,
+        empty_ns,
+        2 * empty_ns,
+        num_iterations,
     )
 
 
@@ -101,6 +114,16 @@ def test_more_iterations_are_never_worse():
     rows = [[0.0, 0.0, 2e8, 0.0, 0.0, 0.0], [0.0] * 6]
     times = [profile(3, 6, 1, lanes_of([2.0, 2.0], rows), 8e8, 1e5, num_iterations=count)[0] for count in (1, 5, 30)]
     assert times[0] > times[2]
+
+
+def test_candidates_do_not_influence_each_other():
+    rows = [[0.0, 0.0, 2e8, 0.0, 0.0, 0.0], [0.0] * 6]
+    candidates = [lanes_of([2.0, 2.0], rows), lanes_of([4.0], rows[1:]), lanes_of([1.0, 3.0], rows[::-1])]
+    makespans, work = profiles(3, 6, 2, candidates, 8e8, 1e5)
+    alone = [profile(3, 6, 2, one, 8e8, 1e5) for one in candidates]
+    assert makespans.tolist() == [makespan for makespan, _ in alone]
+    assert np.array_equal(work, np.concatenate([own for _, own in alone]))
+    assert len(set(makespans.tolist())) == 3
 
 
 def test_the_work_of_the_long_rows_may_be_all_there_is():
