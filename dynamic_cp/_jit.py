@@ -102,6 +102,14 @@ def _is_announced(folder: Path) -> bool:
     return False
 
 
+def inlined(function: AnyFunction) -> AnyFunction:
+    """Return `function`, compiled into each compiled function that calls it.
+
+    For the innermost loops: a call hands over every array in seven words or more, which can take longer than the work.
+    """
+    return function if numba is None else cast(AnyFunction, numba.njit(inline="always")(function))
+
+
 @lru_cache(maxsize=1)
 def _cache_folder() -> Path | None:
     """Return a writable folder for compiled code of just these sources; None when there is none."""
@@ -109,7 +117,7 @@ def _cache_folder() -> Path | None:
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(package.rglob("*.py")):
         source = file.read_bytes()
-        if b"@compiled" in source:
+        if b"@compiled" in source or b"@inlined" in source:
             digest.update(source)
     name = f"kernels-{digest.hexdigest()}"
     try:

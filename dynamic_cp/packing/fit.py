@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
-from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen
-from dynamic_cp.prices import Ints
+from dynamic_cp._jit import compiled, inlined
+from dynamic_cp.packing.durations import Durations, fastest_ns
+from dynamic_cp.prices import Floats, Ints
 
 
 @compiled
@@ -51,52 +51,61 @@ def longest_that_fits(
     Returns:
         A sample, or len(seqlens) when none fits.
     """
+    return longest_within(
+        seqlens, durations.terms, durations.num_exchanges, durations.multiples, durations.capacities,
+        unused, start, k, tokens, squares, limit_ns,
+    )  # fmt: skip
+
+
+@inlined
+def longest_within(
+    seqlens: Ints, terms: Floats, num_exchanges: Ints, multiples: Ints, capacities: Ints, unused: Ints, start: int,
+    k: int, tokens: float, squares: float, limit_ns: float,
+) -> int:  # fmt: skip
+    """Return `longest_that_fits`; for inner loops, which take the arrays out of `Durations` once."""
     num_samples = len(seqlens)
-    room = durations.capacities[k] - tokens
-    most = min(_most_tokens(durations, k, tokens, squares, limit_ns), room)
+    room = capacities[k] - tokens
+    # The root of the price of the first exchange, as if what hides now went on hiding.
+    linear, quadratic = terms[k, 0, 1], terms[k, 0, 2]
+    constant = terms[k, 0, 0] + linear * tokens + quadratic * squares
+    at = 3
+    while at < terms.shape[2] and terms[k, 0, at] != 0.0:
+        exposed = terms[k, 0, at + 1] + terms[k, 0, at + 2] * tokens - terms[k, 0, at + 3] * squares
+        if exposed > 0.0:
+            constant += terms[k, 0, at] * exposed
+            linear += terms[k, 0, at] * terms[k, 0, at + 2]
+            quadratic -= terms[k, 0, at] * terms[k, 0, at + 3]
+        at += 4
+    slack_ns = limit_ns - constant
+    most = room
+    if slack_ns < 0.0:
+        most = -1.0
+    elif slack_ns < np.inf and quadratic > 0.0:
+        most = min(room, (np.sqrt(linear * linear + 4.0 * quadratic * slack_ns) - linear) / (2.0 * quadratic))
+    elif slack_ns < np.inf and linear > 0.0:
+        most = min(room, slack_ns / linear)
     low, high = start, num_samples
+    if most < seqlens[num_samples - 1]:
+        low = num_samples
     while low < high:
         middle = (low + high) >> 1
         if seqlens[middle] <= most:
             high = middle
         else:
             low = middle + 1
-    if durations.num_exchanges[k] == 1 and durations.terms[k, 0, 3] == 0.0 and durations.multiples[k] == 1:
-        return first_unused(unused, low)  # without kinks and padding the root is exact
-    # Close to the first that fits: walk from there, in growing steps.
-    guess, step = low, 1
-    low, high = start, num_samples
-    while low < high:
-        middle = min(guess, high - 1)
-        padded = float(padded_seqlen(durations, k, seqlens[middle]))
-        if padded <= room and bucket_ns(durations, k, tokens + padded, squares + padded * padded) <= limit_ns:
-            high = middle
-            guess = max((low + high) >> 1, high - step)
-        else:
-            low = middle + 1
-            guess = min((low + high) >> 1, middle + step)
-        step *= 4
+    # Without kinks and padding the root is exact. Else it is close: walk from there, in growing steps.
+    if num_exchanges[k] > 1 or at > 3 or multiples[k] > 1:
+        guess, step = low, 1
+        low, high = start, num_samples
+        while low < high:
+            middle = min(guess, high - 1)
+            padded = float((seqlens[middle] + multiples[k] - 1) & -multiples[k])
+            total, total2 = tokens + padded, squares + padded * padded
+            if padded <= room and fastest_ns(terms, num_exchanges, k, total, total2) <= limit_ns:
+                high = middle
+                guess = max((low + high) >> 1, high - step)
+            else:
+                low = middle + 1
+                guess = min((low + high) >> 1, middle + step)
+            step *= 4
     return first_unused(unused, low)
-
-
-@compiled
-def _most_tokens(durations: Durations, k: int, tokens: float, squares: float, limit_ns: float) -> float:
-    """Return about how many tokens one more sample of a bucket may have: what hides now is taken to go on hiding."""
-    terms = durations.terms[k, 0]
-    constant, linear, quadratic = terms[0] + terms[1] * tokens + terms[2] * squares, terms[1], terms[2]
-    at = 3
-    while at < len(terms) and terms[at] != 0.0:
-        exposed = terms[at + 1] + terms[at + 2] * tokens - terms[at + 3] * squares
-        if exposed > 0.0:
-            constant += terms[at] * exposed
-            linear += terms[at] * terms[at + 2]
-            quadratic -= terms[at] * terms[at + 3]
-        at += 4
-    slack_ns = limit_ns - constant
-    if slack_ns < 0.0:
-        return -1.0
-    if quadratic <= 0.0:
-        return slack_ns / linear if linear > 0.0 else np.inf
-    if slack_ns == np.inf:
-        return np.inf
-    return (np.sqrt(linear * linear + 4.0 * quadratic * slack_ns) - linear) / (2.0 * quadratic)

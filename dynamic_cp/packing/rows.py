@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.packing.durations import Durations, padded_seqlen, sample_ns
-from dynamic_cp.packing.fit import first_unused, longest_that_fits, next_unused, skip
+from dynamic_cp.packing.durations import Durations, sample_ns
+from dynamic_cp.packing.fit import first_unused, longest_within, next_unused, skip
 from dynamic_cp.prices import Floats, Ints
 
 
@@ -72,6 +72,7 @@ def _fill(
     seqlens: Ints, durations: Durations, alone: Floats, row_lanes: Ints, wanted_ns: Floats, order: Ints
 ) -> tuple[int, Ints, Ints, Ints, Ints]:
     """Return samples without a place; bucket of each sample; row, first lane in the row, log2 CP size of buckets."""
+    terms, num_exchanges, multiples, capacities = durations
     num_samples, num_sizes = len(seqlens), len(alone)
     unused = next_unused(num_samples, 0)
     num_left = num_samples
@@ -95,13 +96,15 @@ def _fill(
             rows[bucket], first_lanes[bucket], sizes[bucket] = row, lane, k
             tokens = squares = 0.0
             while sample < num_samples:
-                padded = float(padded_seqlen(durations, k, seqlens[sample]))
+                padded = float((seqlens[sample] + multiples[k] - 1) & -multiples[k])
                 tokens += padded
                 squares += padded * padded
                 bucket_of_sample[sample] = bucket
                 num_left -= 1
                 skip(unused, sample)
-                sample = longest_that_fits(seqlens, durations, unused, sample, k, tokens, squares, limit_ns)
+                sample = longest_within(
+                    seqlens, terms, num_exchanges, multiples, capacities, unused, sample, k, tokens, squares, limit_ns
+                )
             bucket += 1
             lane += 1 << k
         if num_left == 0:
