@@ -22,9 +22,11 @@ from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
+from dynamic_cp.packing.orders import ORDERS, in_orders
 from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
-from dynamic_cp.packing.table import Packing, pyramid, reordered
+from dynamic_cp.packing.table import Packing
+from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.padding import round_up
 from dynamic_cp.prices import Ints
 from dynamic_cp.simulator import simulate
@@ -65,9 +67,8 @@ def plan_global_batch(
         samples: one global batch; their order does not matter, sample_id is the input order of the static policy.
         topology, model, hardware: what runs it.
         options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
-        policy: one of `POLICIES`. "dynamic" has the others among its candidates and is never slower. That is the static
-            ones at every allowed CP size that holds the longest sample; with a pipeline, "fast" search has two of these
-            sizes, the smallest one and static_cp_size.
+        policy: one of `POLICIES`. "dynamic" has the others among its candidates and is never slower: the static ones
+            at every allowed CP size that holds the longest sample.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
@@ -128,8 +129,8 @@ class _Search:
         """Yield at least one candidate."""
         if policy == "dynamic":
             found = [*self._dynamic(), *self._megatron_dev()]
+            found += self._better_static(min(one.makespan_ns for one in found))
             yield from found
-            yield from self._better_static(min((one.makespan_ns for one in found), default=None))
         elif policy == "megatron-dev":
             yield from self._megatron_dev()
         else:
@@ -145,24 +146,19 @@ class _Search:
         self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
         return cp_size
 
-    def _better_static(self, best_ns: int | None) -> Iterator[Candidate]:
-        """Yield the static packings that could be faster than `best_ns`, for the dynamic policy to contain.
+    def _better_static(self, best_ns: int) -> Iterator[Candidate]:
+        """Yield the static packings of every CP size that could be faster than `best_ns`."""
+        for cp_size in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
+            if self._may_be_static(cp_size) and best_ns > self._least_static_ns(cp_size.bit_length() - 1):
+                for one in self._static(cp_size, "dynamic", best_ns):
+                    yield one
+                    best_ns = min(best_ns, one.makespan_ns)
 
-        Of all CP sizes; with a pipeline, where a bound on compute excludes few, `fast` tries the smallest one and the
-        one that was asked for.
+    def _static(self, cp_size: int, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
+        """Yield the packings of one CP size: first-fit, balanced, or for the dynamic policy both, and one like WLB-LLM.
+
+        Those that cannot be faster than `best_ns` are left out.
         """
-        topology, options = self.cost_model.topology, self.cost_model.options
-        sizes = [cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp)]
-        if topology.pp_size > 1 and options.search == "fast":
-            sizes = [cp for cp in sizes if cp in (sizes[0], options.static_cp_size)]
-        for cp_size in sizes:
-            if best_ns is None or best_ns > self._least_static_ns(cp_size.bit_length() - 1):
-                found = [*self._static(cp_size, "dynamic")]
-                yield from found
-                best_ns = min([one.makespan_ns for one in found] + ([] if best_ns is None else [best_ns]))
-
-    def _static(self, cp_size: int, policy: str) -> Iterator[Candidate]:
-        """Yield the packings of one CP size: first-fit, balanced, or for the dynamic policy both."""
         topology = self.cost_model.topology
         k = cp_size.bit_length() - 1
         durations = self._static_durations(k)
@@ -170,9 +166,12 @@ class _Search:
             self.seqlens, self.input_order, durations, k, topology.num_lanes, topology.num_microbatches_multiple
         )
         if policy != "balanced":
-            yield self._judged(f"static cp={cp_size} m={next_fit.num_rows}", next_fit)
+            yield from self._ordered(f"static cp={cp_size} m={next_fit.num_rows}", next_fit, ("as packed",), best_ns)
         if policy != "static":
-            yield from self._balanced(durations, k, next_fit)
+            yield from self._balanced(durations, k, next_fit, best_ns)
+        if policy == "dynamic":
+            for packing in packings_like_wlb(self.seqlens, self.cost_model, k):
+                yield from self._ordered(f"balanced as WLB cp={cp_size} m={packing.num_rows}", packing, best_ns=best_ns)
 
     def polished(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield improved packings of a small batch, from the best candidates with different numbers of rows."""
@@ -214,7 +213,7 @@ class _Search:
         if topology.pp_size == 1:
             found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
         for _, packing in found:
-            yield from self._orders(f"nested m={packing.num_rows}", packing, only_pyramid=True)
+            yield from self._ordered(f"nested m={packing.num_rows}", packing, ("pyramid",))
 
     def _by_the_ring(self, fewest: int) -> Iterator[Candidate]:
         """Yield what a thorough search with other exchanges has of a fast one with the ring, so it is never slower."""
@@ -232,9 +231,11 @@ class _Search:
                 self.seqlens, self.cost_model.table, topology.num_lanes, max(1, limit // divisor),
                 topology.num_microbatches_multiple,
             )  # fmt: skip
-            yield from self._orders(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
+            yield from self._ordered(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
 
-    def _balanced(self, durations: Durations, k: int, next_fit: Packing) -> Iterator[Candidate]:
+    def _balanced(
+        self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None
+    ) -> Iterator[Candidate]:
         topology = self.cost_model.topology
         fewest = fewest_rows(self.seqlens, durations, k, topology.num_lanes)
         counts = {round_up(ceil(factor * fewest), topology.num_microbatches_multiple) for factor in _BALANCED_SWEEP}
@@ -243,22 +244,18 @@ class _Search:
             packing = pack_balanced(self.seqlens, durations, k, topology.num_lanes, num_rows)
             if packing is not None:
                 none_fits = False
-                yield from self._orders(f"balanced cp={1 << k} m={num_rows}", packing)
+                yield from self._ordered(f"balanced cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
         if none_fits:
             yield self._judged(f"balanced cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
 
-    def _orders(self, name: str, packing: Packing, *, only_pyramid: bool = False) -> Iterator[Candidate]:
-        """Yield `packing` with its rows as they are, reversed and as a pyramid: the order matters to a pipeline."""
-        topology = self.cost_model.topology
-        if topology.pp_size == 1:
-            yield self._judged(name, packing)
-            return
-        chunk_ns = grid_of_packing(self.seqlens, packing, self.cost_model).chunk_ns[:, : packing.num_rows]
-        orders = {"pyramid": pyramid(chunk_ns.sum(axis=0).max(axis=1))}
-        if not only_pyramid:
-            orders |= {"descending": np.arange(packing.num_rows), "ascending": np.arange(packing.num_rows)[::-1]}
-        for order_name, order in orders.items():
-            yield self._judged(f"{name} {order_name}", reordered(packing, order))
+    def _ordered(
+        self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: int | None = None
+    ) -> Iterator[Candidate]:
+        """Yield `packing` with its rows in each of `orders`; nothing, where none could be faster than `best_ns`."""
+        if is_small(self.seqlens, packing, self.cost_model):
+            best_ns = None  # what is slow now may be the best one to polish
+        for found_ns, order, one in in_orders(self.seqlens, packing, self.cost_model, orders, best_ns):
+            yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one)
 
     def _judged(self, name: str, packing: Packing) -> Candidate:
         return Candidate(makespan_ns(self.seqlens, packing, self.cost_model), name, packing)

@@ -47,9 +47,13 @@ def grid_of_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> G
 
 def makespan_ns(seqlens: Ints, packing: Packing, cost_model: CostModel) -> int:
     """Return the exact makespan of `packing` in nanoseconds."""
+    return makespan_of_grid_ns(grid_of_packing(seqlens, packing, cost_model), cost_model)
+
+
+def makespan_of_grid_ns(grid: Grid, cost_model: CostModel) -> int:
+    """Return the exact makespan of the packing whose durations are `grid`, in nanoseconds."""
     topology = cost_model.topology
-    operations = common_operations(topology.pp_size, num_microbatches_of(packing, cost_model), topology.vp_size)
-    grid = grid_of_packing(seqlens, packing, cost_model)
+    operations = common_operations(topology.pp_size, len(grid.sizes), topology.vp_size)
     return int(end_times(operations, topology.pp_size, topology.vp_size, grid, _nobody(topology.num_lanes)))
 
 

@@ -70,26 +70,33 @@ def pack_next_fit(
         rows_multiple: wanted divisor of the number of rows.
     """
     multiple, capacity = int(durations.multiples[k]), int(durations.capacities[k])
-    bins: list[list[int]] = []
-    tokens = capacity
-    padded = (-(-seqlens // multiple) * multiple).tolist()
-    for sample in input_order.tolist():
-        if tokens + padded[sample] > capacity:
-            bins.append([])
-            tokens = 0
-        bins[-1].append(sample)
-        tokens += padded[sample]
+    padded = (seqlens + multiple - 1) & -multiple
+    num_bins, bucket_of_sample = _next_fit(padded, input_order, capacity)
     blocks = num_lanes >> k
-    wanted = round_up(len(bins), blocks * rows_multiple)
-    divisible = [index for index, inside in enumerate(bins) if len(inside) > 1]
-    while len(bins) < wanted and divisible:
-        bins.append([bins[divisible[-1]].pop()])
-        if len(bins[divisible[-1]]) == 1:
-            divisible.pop()
-    bucket_of_sample = np.zeros(len(seqlens), np.int64)
-    for index, inside in enumerate(bins):
-        bucket_of_sample[inside] = index
-    return _in_rows(bucket_of_sample, np.arange(len(bins)), k, blocks)
+    wanted = round_up(num_bins, blocks * rows_multiple)
+    inside = np.bincount(bucket_of_sample)
+    # The last sample of the last bin that has two goes into a bin of its own, until there are enough.
+    for sample in input_order[::-1].tolist():
+        if num_bins == wanted:
+            break
+        if inside[bucket_of_sample[sample]] > 1:
+            inside[bucket_of_sample[sample]] -= 1
+            bucket_of_sample[sample] = num_bins
+            num_bins += 1
+    return in_rows(bucket_of_sample, np.arange(num_bins), k, blocks)
+
+
+@compiled
+def _next_fit(padded: Ints, input_order: Ints, capacity: int) -> tuple[int, Ints]:
+    """Return (number of bins, bin of each sample): a sample that does not fit into the open bin opens the next one."""
+    bin_of_sample = np.zeros(len(padded), np.int64)
+    num_bins, tokens = 0, capacity
+    for sample in input_order:
+        if tokens + padded[sample] > capacity:
+            num_bins, tokens = num_bins + 1, 0
+        bin_of_sample[sample] = num_bins - 1
+        tokens += padded[sample]
+    return num_bins, bin_of_sample
 
 
 def pack_balanced(seqlens: Ints, durations: Durations, k: int, num_lanes: int, num_rows: int) -> Packing | None:
@@ -103,10 +110,11 @@ def pack_balanced(seqlens: Ints, durations: Durations, k: int, num_lanes: int, n
         return None
     place = np.empty(blocks * num_rows, np.int64)
     place[np.argsort(-squares, kind="stable")] = np.arange(blocks * num_rows)
-    return _in_rows(place[bucket_of_sample], np.arange(blocks * num_rows), k, blocks)
+    return in_rows(place[bucket_of_sample], np.arange(blocks * num_rows), k, blocks)
 
 
-def _in_rows(bucket_of_sample: Ints, places: Ints, k: int, blocks: int) -> Packing:
+def in_rows(bucket_of_sample: Ints, places: Ints, k: int, blocks: int) -> Packing:
+    """Return buckets of CP size 2^k in rows of `blocks`; `places`: [bucket] -> row * blocks + block."""
     rows = places // blocks
     return Packing(int(rows[-1]) + 1, bucket_of_sample, rows, places % blocks << k, np.full(len(places), k, np.int64))
 

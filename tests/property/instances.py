@@ -16,6 +16,7 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.padding import padding_fraction
+from dynamic_cp.peers import wlb
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.serialize import digest
 from dynamic_cp.simulator import simulate
@@ -190,8 +191,9 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
     if comparable(case):
         for policy in ("static", "balanced"):
             assert dynamic.predicted_s <= planned[policy].predicted_s, f"slower than {policy}"
+    num_sizes = _check_static_sizes(dynamic, case)
     if is_light:
-        return _covered(case, dynamic)
+        return _covered(case, dynamic) + Counter({"several static sizes": num_sizes > 1})
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
     for policy in ("dynamic", *(one for one in POLICIES[1:] if one in planned and seed % 4 == 0)):
         again = case.plan(policy, shuffled)
@@ -207,7 +209,23 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
         if bound.seconds > makespan_s and not bound.is_proven:
             bound = lower_bound(samples, cost_model, "report")  # "quick" tries few places of the longest sample
         assert bound.seconds <= makespan_s * (1 + 1e-9) + 1e-8, f"{policy} is below the bound {bound.seconds}"
-    return _covered(case, dynamic)
+    return _covered(case, dynamic) + Counter({"several static sizes": num_sizes > 1})
+
+
+def _check_static_sizes(dynamic: PlannedBatch, case: Case) -> int:
+    """No static CP size is faster, however its buckets are filled; return how many sizes hold the longest sample."""
+    cost_model = case.cost_model
+    peer_s = wlb.peer(case.samples, cost_model).seconds
+    if peer_s is not None:
+        assert dynamic.predicted_s - cost_model.gradient_reduction_s <= peer_s * (1 + 1e-9), "slower than WLB-like"
+    num_sizes = 0
+    for cp_size in allowed_cp_sizes(case.topology, case.options):
+        if max(case.seqlens) <= cost_model.table.capacities[cp_size.bit_length() - 1]:
+            num_sizes += 1
+            static = replace(case, options=replace(case.options, static_cp_size=cp_size))
+            for policy in ("static", "balanced"):
+                assert dynamic.predicted_s <= static.plan(policy).predicted_s, f"slower than {policy} CP {cp_size}"
+    return num_sizes
 
 
 def _check_prediction(planned: PlannedBatch, cost_model: CostModel) -> None:

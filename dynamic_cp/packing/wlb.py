@@ -1,0 +1,82 @@
+"""A packer in the manner of WLB-LLM (OSDI '25, Algorithm 1), written from its description: static CP, variable lengths.
+
+Every bucket has one CP size. Samples, longest first, go to the bucket with the least workload Wa(d^2) + Wl(d) if it
+has room there, else to the one with the fewest tokens. `dynamic_cp.peers.wlb` says what differs from the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.cost_model import CostModel
+from dynamic_cp.packing.heap import sift_down
+from dynamic_cp.packing.static import in_rows
+from dynamic_cp.packing.table import Packing
+from dynamic_cp.padding import round_up
+from dynamic_cp.prices import Floats, Ints
+
+SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)
+"""Numbers of micro-batches, as multiples of the least that holds all tokens."""
+
+
+def packings_like_wlb(seqlens: Ints, cost_model: CostModel, k: int) -> Iterator[Packing]:
+    """Yield packings of CP size 2^k for a sweep of numbers of rows; rows descend by workload.
+
+    Args:
+        seqlens: [sample] tokens, descending; the size holds the longest.
+        cost_model: prices, limits and lanes.
+        k: log2 of the CP size.
+    """
+    topology, table = cost_model.topology, cost_model.table
+    blocks, capacity, multiple = topology.num_lanes >> k, int(table.capacities[k]), int(table.multiples[k])
+    padded = (seqlens + multiple - 1) & -multiple
+    fewest = -(-int(padded.sum()) // (blocks * capacity))
+    # Workload of a sample: the slopes of forward and backward. Exchange that attention hides has no price here.
+    per_token, per_token2 = table.terms[table.first_option[k, table.links[k, 0]]].sum(axis=0)[1:3].tolist()
+    tried = set()
+    for factor in SWEEP:
+        num_rows = round_up(ceil(factor * fewest), topology.num_microbatches_multiple)
+        while num_rows not in tried:
+            fits, bucket_of_sample, work = _deal(padded, capacity, per_token, per_token2, num_rows * blocks)
+            if fits:
+                tried.add(num_rows)
+                places = np.empty(num_rows * blocks, np.int64)
+                places[np.argsort(-work, kind="stable")] = np.arange(num_rows * blocks)
+                yield in_rows(places[bucket_of_sample], np.arange(num_rows * blocks), k, blocks)
+            else:
+                num_rows += topology.num_microbatches_multiple
+
+
+@compiled
+def _deal(
+    padded: Ints, capacity: int, per_token: float, per_token2: float, num_buckets: int
+) -> tuple[bool, Ints, Floats]:
+    """Return whether all samples have room, the bucket of each sample, the workload of each bucket."""
+    tokens, work = np.zeros(num_buckets), np.zeros(num_buckets)
+    known_tokens, known_work = np.zeros(num_buckets), np.zeros(num_buckets)
+    by_tokens, by_work = np.arange(num_buckets), np.arange(num_buckets)
+    bucket_of_sample = np.zeros(len(padded), np.int64)
+    for sample in range(len(padded)):
+        length = float(padded[sample])
+        bucket = _least(work, known_work, by_work)
+        if tokens[bucket] + length > capacity:
+            bucket = _least(tokens, known_tokens, by_tokens)
+            if tokens[bucket] + length > capacity:
+                return False, bucket_of_sample, work
+        bucket_of_sample[sample] = bucket
+        tokens[bucket] += length
+        work[bucket] += per_token * length + per_token2 * length * length
+    return True, bucket_of_sample, work
+
+
+@compiled
+def _least(keys: Floats, known: Floats, items: Ints) -> int:
+    """Return the item with the least key. The heap `items` is by `known`: keys when it last looked; they only grow."""
+    while known[items[0]] < keys[items[0]]:
+        known[items[0]] = keys[items[0]]
+        sift_down(known, items, len(items))
+    return items[0]  # type: ignore[no-any-return]
