@@ -18,14 +18,14 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
-from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns
+from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns, num_microbatches_of
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.orders import ORDERS, in_orders
 from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
-from dynamic_cp.packing.table import Packing
+from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.padding import round_up
 from dynamic_cp.prices import Ints
@@ -131,10 +131,21 @@ class _Search:
             found = [*self._dynamic(), *self._megatron_dev()]
             found += self._better_static(min(one.makespan_ns for one in found))
             yield from found
+            yield from self._shortened(found)
         elif policy == "megatron-dev":
             yield from self._megatron_dev()
         else:
             yield from self._static(self._static_cp_size(), policy)
+
+    def _shortened(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield candidates without their micro-batches that are padding on every lane, if interleaving needs fewer."""
+        multiple = self.cost_model.topology.num_microbatches_multiple
+        for one in found:
+            filled = np.bincount(one.packing.rows[one.packing.bucket_of_sample])
+            dropped = num_microbatches_of(one.packing, self.cost_model)
+            dropped -= round_up(int(np.count_nonzero(filled)), multiple)
+            if dropped:
+                yield self._judged(f"{one.name} without {dropped} empty", without_empty_rows(one.packing))
 
     def _static_cp_size(self) -> int:
         """Return the CP size of the static policies: the one asked for, else the smallest that may be."""

@@ -36,9 +36,10 @@ def reordered(packing: Packing, order: Ints) -> Packing:
 
 
 def without_empty_rows(packing: Packing) -> Packing:
-    """Return `packing` without the rows that hold no bucket."""
-    rows, position = np.unique(packing.rows, return_inverse=True)
-    return packing._replace(num_rows=len(rows), rows=position)
+    """Return `packing` without the buckets and the rows that hold no sample."""
+    used, bucket_of_sample = np.unique(packing.bucket_of_sample, return_inverse=True)
+    rows, position = np.unique(packing.rows[used], return_inverse=True)
+    return Packing(len(rows), bucket_of_sample, position, packing.first_lanes[used], packing.log2_cp_sizes[used])
 
 
 def pyramid(row_ns: Floats) -> Ints:

@@ -19,8 +19,18 @@ from dynamic_cp.padding import padding_fraction
 from dynamic_cp.peers import wlb
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.serialize import digest
-from dynamic_cp.simulator import simulate
-from dynamic_cp.types import CP_COMM_TYPES, Hardware, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.simulator import makespan_ns, simulate
+from dynamic_cp.types import (
+    CP_COMM_TYPES,
+    Bucket,
+    Hardware,
+    MicroBatch,
+    Plan,
+    PlannedBatch,
+    PlanOptions,
+    Sample,
+    Topology,
+)
 from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import DEEP_MODEL
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE
@@ -192,6 +202,7 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
         for policy in ("static", "balanced"):
             assert dynamic.predicted_s <= planned[policy].predicted_s, f"slower than {policy}"
     num_sizes = _check_static_sizes(dynamic, case)
+    _check_padding_micro_batches(dynamic.plan, cost_model)
     if is_light:
         return _covered(case, dynamic) + Counter({"several static sizes": num_sizes > 1})
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
@@ -226,6 +237,16 @@ def _check_static_sizes(dynamic: PlannedBatch, case: Case) -> int:
             for policy in ("static", "balanced"):
                 assert dynamic.predicted_s <= static.plan(policy).predicted_s, f"slower than {policy} CP {cp_size}"
     return num_sizes
+
+
+def _check_padding_micro_batches(plan: Plan, cost_model: CostModel) -> None:
+    """A micro-batch without samples is there because the schedule needs it, or is faster with it."""
+    kept = [one for one in plan.micro_batches if any(bucket.samples for bucket in one.buckets)]
+    empty = MicroBatch(buckets=tuple(Bucket(first_lane=lane) for lane in range(plan.topology.num_lanes)))
+    kept += [empty] * (-len(kept) % plan.topology.num_microbatches_multiple)
+    if len(kept) < plan.num_microbatches:
+        shorter = replace(plan, micro_batches=tuple(kept))
+        assert makespan_ns(shorter, cost_model) >= makespan_ns(plan, cost_model), "pads without need"
 
 
 def _check_prediction(planned: PlannedBatch, cost_model: CostModel) -> None:

@@ -215,6 +215,22 @@ def test_with_many_lanes_and_a_pipeline_it_stays_well_ahead_of_greedy():
         assert greedy / dynamic > gain
 
 
+@pytest.mark.parametrize("vp_size", [1, 2])
+def test_no_micro_batch_is_padding_on_every_lane(vp_size):
+    """Few samples, many rows: targets leave rows empty that cost time all the same."""
+    topology = Topology(num_lanes=8, pp_size=4, vp_size=vp_size)
+    job = {"topology": topology, "model": load_model("llama-3-8b"), "hardware": load_hardware("h100")}
+    options, dropped = PlanOptions(max_tokens_per_rank=8192, recompute="full"), 0
+    for seed in range(3):
+        samples = samples_of(draw_lengths("lognormal-github", 64, seed, 32768).tolist())
+        planned = plan_global_batch(samples, options=options, **job)
+        rows = [any(bucket.samples for bucket in one.buckets) for one in planned.plan.micro_batches]
+        assert rows.count(False) < topology.num_microbatches_multiple
+        assert len(rows) % topology.num_microbatches_multiple == 0
+        dropped += "empty" in planned.reason
+    assert dropped or vp_size > 1
+
+
 def test_a_given_static_size_changes_only_what_is_compared_with():
     samples, topology = heavy_tailed(60, 500), Topology(num_lanes=8)
     free = plan(samples, topology).predicted_s
