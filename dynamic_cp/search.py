@@ -9,6 +9,7 @@ candidates, so equal input gives an equal plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -45,11 +46,12 @@ _POLISH_STEPS = 2000
 
 
 class Candidate(NamedTuple):
-    """A packing, its makespan in nanoseconds and its name for the user."""
+    """A packing, its makespan in nanoseconds, its name for the user, and what chooses its exchanges."""
 
     makespan_ns: int
     name: str
     packing: Packing
+    cost_model: CostModel
 
 
 def plan_global_batch(
@@ -68,7 +70,8 @@ def plan_global_batch(
         topology, model, hardware: what runs it.
         options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
         policy: one of `POLICIES`. "dynamic" has the others among its candidates and is never slower: the static ones
-            at every allowed CP size that holds the longest sample.
+            at every allowed CP size that holds the longest sample. Nor is it slower than a fast search that may use the
+            ring only, where options.cp_comm_types allow the ring.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
@@ -84,14 +87,15 @@ def plan_global_batch(
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_exchanges(batch.samples[0], cost_model)
     search = _Search(batch, cost_model)
-    ranking = sorted(search.candidates(policy), key=lambda one: one.makespan_ns)
-    if policy == "dynamic":
-        ranking = sorted([*ranking, *search.polished(ranking)], key=lambda one: one.makespan_ns)
-    best = ranking[0].packing
-    plan = build_plan(batch.samples, batch.seqlens, best, search.cost_model, policy)
+    ranking = search.ranking(policy)
+    if policy == "dynamic" and len(options.cp_comm_types) > 1 and "p2p" in options.cp_comm_types:
+        ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
+    best = ranking[0]
+    plan = build_plan(batch.samples, batch.seqlens, best.packing, best.cost_model, policy)
     check_plan(plan, batch.samples)
     # The grid of the packing is the grid of the plan, and much faster to make.
-    timeline = simulate(plan, search.cost_model, grid=grid_of_packing(batch.seqlens, best, search.cost_model))
+    grid = grid_of_packing(batch.seqlens, best.packing, best.cost_model)
+    timeline = simulate(plan, cost_model, grid=grid)
     return PlannedBatch(
         plan=plan,
         predicted_s=timeline.iteration_s,
@@ -121,9 +125,29 @@ class _Search:
     """The candidates of one global batch."""
 
     def __init__(self, batch: _Batch, cost_model: CostModel) -> None:
+        self.batch = batch
         self.longest, self.seqlens, self.input_order = batch.samples[0], batch.seqlens, batch.input_order
         self.cost_model = cost_model
         self.durations: Durations = durations_of(cost_model.table, cost_model.topology.num_lanes)
+
+    def ranking(self, policy: str) -> list[Candidate]:
+        """Return all candidates, the fastest first."""
+        found = sorted(self.candidates(policy), key=lambda one: one.makespan_ns)
+        if policy == "dynamic":
+            found = sorted([*found, *self.polished(found)], key=lambda one: one.makespan_ns)
+        return found
+
+    def by_the_ring(self) -> Iterator[Candidate]:
+        """Yield what a fast search for the ring alone finds, with the fastest exchange of each bucket and as it is.
+
+        Prices of all exchanges lead a search elsewhere, at times to slower plans; so they never are.
+        """
+        ring = self.cost_model.with_only("p2p")
+        ring.options = replace(ring.options, search="fast")
+        best = _Search(self.batch, ring).ranking("dynamic")[0]
+        name = f"{best.name} as ring"
+        yield self._judged(name, best.packing)
+        yield best._replace(name=name)
 
     def candidates(self, policy: str) -> Iterator[Candidate]:
         """Yield at least one candidate."""
@@ -193,7 +217,8 @@ class _Search:
             if not is_small(self.seqlens, start.packing, self.cost_model):
                 continue
             found_ns, packing = polish(self.seqlens, start.packing, self.cost_model, _POLISH_STEPS, walk)
-            found = Candidate(found_ns, f"{start.name.removesuffix(' polished')} polished", packing)
+            name = f"{start.name.removesuffix(' polished')} polished"
+            found = Candidate(found_ns, name, packing, self.cost_model)
             if found.makespan_ns < start.makespan_ns:
                 yield found
             if found.makespan_ns < best_of_rows.get(packing.num_rows, start).makespan_ns:
@@ -213,8 +238,7 @@ class _Search:
             counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
             for effort in EFFORTS[self.cost_model.options.search]:
                 for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
-                    yield Candidate(packed.makespan_ns, packed.name, packed.packing)
-            yield from self._by_the_ring(fewest)
+                    yield Candidate(packed.makespan_ns, packed.name, packed.packing, self.cost_model)
         found = []
         for num_rows in counts:
             quota_ns = share_ns + num_rows * empty_ns
@@ -225,15 +249,6 @@ class _Search:
             found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
         for _, packing in found:
             yield from self._ordered(f"nested m={packing.num_rows}", packing, ("pyramid",))
-
-    def _by_the_ring(self, fewest: int) -> Iterator[Candidate]:
-        """Yield what a thorough search with other exchanges has of a fast one with the ring, so it is never slower."""
-        options = self.cost_model.options
-        if options.search == "fast" or len(options.cp_comm_types) == 1 or "p2p" not in options.cp_comm_types:
-            return
-        for effort in EFFORTS["fast"]:
-            for packed in pack_blocks(self.seqlens, self.cost_model.with_only("p2p"), fewest, effort):
-                yield self._judged(f"{packed.name} as ring", packed.packing)
 
     def _megatron_dev(self) -> Iterator[Candidate]:
         topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
@@ -266,10 +281,10 @@ class _Search:
         if is_small(self.seqlens, packing, self.cost_model):
             best_ns = None  # what is slow now may be the best one to polish
         for found_ns, order, one in in_orders(self.seqlens, packing, self.cost_model, orders, best_ns):
-            yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one)
+            yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one, self.cost_model)
 
     def _judged(self, name: str, packing: Packing) -> Candidate:
-        return Candidate(makespan_ns(self.seqlens, packing, self.cost_model), name, packing)
+        return Candidate(makespan_ns(self.seqlens, packing, self.cost_model), name, packing, self.cost_model)
 
     def _may_be_static(self, cp_size: int) -> bool:
         """Return whether a static policy at `cp_size` is one that the dynamic policy could also choose."""

@@ -203,6 +203,9 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
             assert dynamic.predicted_s <= planned[policy].predicted_s, f"slower than {policy}"
     num_sizes = _check_static_sizes(dynamic, case)
     _check_padding_micro_batches(dynamic.plan, cost_model)
+    if len(case.options.cp_comm_types) > 1 and "p2p" in case.options.cp_comm_types:
+        ring = replace(case, options=replace(case.options, cp_comm_types=("p2p",), search="fast"))
+        assert dynamic.predicted_s <= ring.plan().predicted_s, "slower than with the ring alone"
     if is_light:
         return _covered(case, dynamic) + Counter({"several static sizes": num_sizes > 1})
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
