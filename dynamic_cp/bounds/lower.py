@@ -1,7 +1,7 @@
 """Seconds that every legal plan of a global batch takes at least: how far from optimal a plan can be.
 
     work      the least lane-seconds of all samples, evenly on all lanes, and the floors of the fewest micro-batches
-    longest   the longest sample through all stages
+    longest   the longest sample through all stages, or as many long ones as some lane must hold (`giants`)
     schedule  both together on the operations of a pipeline, least over numbers of micro-batches (pp_size > 1)
 
 `work` and `longest` are proofs. `schedule` is a proof for every number of micro-batches and every place of the longest
@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from dynamic_cp.bounds.giants import giants_s
 from dynamic_cp.bounds.paths import NUM_DIRECTIONS, Spread, path_bound_s
 from dynamic_cp.bounds.ways import Ways, longest_within, ratio_range, ways_of
 from dynamic_cp.bounds.work import Work, least_work, sum_of_least
@@ -172,6 +173,7 @@ class _Batch(NamedTuple):
     tokens: float
     row_floor_s: float
     min_microbatches: int
+    giants_s: float
 
 
 def _batch_of(seqlens: Floats, table: PriceTable, topology: Topology, ways: Ways) -> _Batch:
@@ -188,6 +190,7 @@ def _batch_of(seqlens: Floats, table: PriceTable, topology: Topology, ways: Ways
         tokens=num_tokens / topology.num_lanes,
         row_floor_s=max(0.0, float(ways.floors_s.sum()) - rounding_s),
         min_microbatches=round_up(fewest, topology.num_microbatches_multiple),
+        giants_s=giants_s(seqlens, ways, topology),
     )
 
 
@@ -232,12 +235,13 @@ def _work_s(batch: _Batch, ways: Ways, num_microbatches: int) -> float:
 
 
 def _longest_s(batch: _Batch, ways: Ways) -> float:
-    """Return the least seconds of a bucket with only the longest sample through all stages, there and back."""
+    """Return the least seconds of the longest sample through all stages, there and back, or of several long ones."""
     both_s = _lone_s(batch, ways).sum(axis=1) * batch.topology.pp_size
     both_s += batch.edges_s_per_token.sum() * batch.seqlens[0] / ways.cp_sizes[ways.longest >= batch.seqlens[0]]
     if batch.topology.pp_size == 1:
         both_s += (batch.min_microbatches - 1) * batch.row_floor_s
-    return float(both_s.min(initial=np.inf)) - 1e-9 * (batch.topology.pp_size * batch.topology.vp_size + 2)
+    alone_s = float(both_s.min(initial=np.inf)) - 1e-9 * (batch.topology.pp_size * batch.topology.vp_size + 2)
+    return max(alone_s, batch.giants_s)
 
 
 def _lone_s(batch: _Batch, ways: Ways) -> Floats:

@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.bounds import lower, lower_bound
 from dynamic_cp.bounds.ways import ratio_range, ways_of
 from dynamic_cp.bounds.work import least_work
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
+from dynamic_cp.search import plan_global_batch
 from dynamic_cp.simulator import makespan_ns
 from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Topology
 from tests.unit.planner.brute_force import best_plan, exchanges_of, tiny_case
+from tests.unit.planner.packings import DEEP_MODEL, deep_cost_model
 from tests.unit.planner.support import (
     CASES,
+    TINY_HARDWARE,
     UnpaddedCostModel,
     frozen_hardware,
     frozen_model,
@@ -138,7 +141,7 @@ def test_one_sample_on_one_lane_is_bounded_by_its_own_time():
 
 @pytest.mark.parametrize(("pp_size", "vp_size"), [(2, 1), (4, 1), (2, 2), (4, 3)])
 def test_equal_samples_on_one_lane_come_close_to_the_closed_form(pp_size, vp_size):
-    """m equal micro-batches take (m + (p - 1) / V) * (f + b); only unequal ones could be a little faster."""
+    """m equal micro-batches take (m + (p - 1) / V) * (f + b), and so do m samples that need one each."""
     num_microbatches = 12
     model = tiny_cost_model(Topology(num_lanes=1, pp_size=pp_size, vp_size=vp_size), max_tokens_per_rank=200)
     samples = samples_of([200] * num_microbatches)
@@ -146,8 +149,31 @@ def test_equal_samples_on_one_lane_come_close_to_the_closed_form(pp_size, vp_siz
     closed_s = (num_microbatches + (pp_size - 1) / vp_size) * (cost.forward_s + cost.backward_s)
     bound = lower_bound(samples, model, "report")
     assert bound.num_microbatches >= num_microbatches
-    assert 0.8 * closed_s < bound.seconds
-    assert bound.work_s <= bound.seconds
+    assert bound.seconds == pytest.approx(closed_s, rel=1e-4)
+    assert bound.seconds <= closed_s
+    assert (bound.binds, bound.is_proven) == ("longest", True)
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size"), [(4, 1), (4, 2)])
+def test_some_lane_must_hold_several_of_many_long_samples(pp_size, vp_size, monkeypatch):
+    """Five samples of four lanes each on eight lanes: three of them share lanes, and pass all stages one by one."""
+    topology = Topology(num_lanes=8, pp_size=pp_size, vp_size=vp_size)
+    model = deep_cost_model(topology, max_tokens_per_rank=512)
+    job = {"topology": topology, "model": DEEP_MODEL, "hardware": TINY_HARDWARE, "options": model.options}
+    samples = samples_of([2048] * 5 + [40] * 20)
+    costs = [model.bucket_cost(Bucket(first_lane=0, cp_size=cp, samples=samples[:1])) for cp in (4, 8)]
+    makespan_s = [
+        makespan_ns(plan_global_batch(samples, policy=policy, **job).plan, model) / 1e9
+        for policy in ("dynamic", "static", "balanced")
+    ]
+    bound = lower_bound(samples, model)
+    assert bound.proven_s <= bound.seconds <= min(makespan_s)
+    # On eight lanes they would be five in a row, but shorter.
+    together_s = [cost.forward_s + cost.backward_s for cost in costs]
+    ramps = (pp_size - 1) / vp_size
+    assert bound.longest_s >= 0.98 * min((3 + ramps) * together_s[0], (5 + ramps) * together_s[1])
+    monkeypatch.setattr(lower, "giants_s", lambda *_: 0.0)
+    assert bound.seconds > 1.1 * lower_bound(samples, model).seconds
 
 
 def test_longer_samples_and_smaller_limits_raise_the_bound():
