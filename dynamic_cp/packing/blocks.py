@@ -78,6 +78,8 @@ _STAGE_MULTIPLES = (2, 3, 5)
 """Numbers of rows to try besides, in units of pp_size."""
 _FEW_BLOCKS, _PARTS_OF_BLOCKS = 4, 8
 """The longest samples are dealt to 1, 2, ... _FEW_BLOCKS blocks, and to 1, 2, ... eighths of all blocks."""
+_MOST_BLOCKS = 128
+"""But not to more than these: each has a profile of its own to learn, which takes seconds with thousands of lanes."""
 _LONG_FACTOR = 1.5
 """A sample is long if it lasts more than this times the even share of a row."""
 
@@ -400,7 +402,7 @@ def _cut(num_lanes: int, width: int) -> _Blocks:
 def _heavy_counts(num_blocks: int) -> list[int]:
     """Return to how many of `num_blocks` the longest samples may be dealt."""
     parts = {num_blocks * part // _PARTS_OF_BLOCKS for part in range(1, _PARTS_OF_BLOCKS + 1)}
-    return sorted((parts | set(range(1, _FEW_BLOCKS + 1))) - {0})
+    return sorted(one for one in parts | set(range(1, _FEW_BLOCKS + 1)) if 0 < one <= _MOST_BLOCKS)
 
 
 def _middle_out(start: int, count: int) -> Sequence[int]:

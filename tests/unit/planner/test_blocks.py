@@ -63,6 +63,7 @@ def test_long_samples_are_dealt_to_few_blocks_or_to_any_eighth_of_many():
     assert _heavy_counts(8) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert _heavy_counts(13) == [1, 2, 3, 4, 6, 8, 9, 11, 13]
     assert _heavy_counts(64) == [1, 2, 3, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert _heavy_counts(512) == [1, 2, 3, 4, 64, 128]
 
 
 @pytest.mark.parametrize(
