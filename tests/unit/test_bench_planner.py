@@ -1,14 +1,15 @@
-"""`make bench-planner` in its quick form: it runs, its JSON has the shape that docs/planner.md describes."""
+"""`make bench-planner`: it runs, its JSON has the shape that docs/planner.md describes, its tables are up to date."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from benchmarks.planner import h100
-from benchmarks.planner.__main__ import SECTIONS, main
-from benchmarks.planner.frozen import frozen_cases, lengths_of
+from benchmarks.planner.__main__ import DOCS, SECTIONS, main
+from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
 from benchmarks.planner.report import inserted
 
 
@@ -72,6 +73,30 @@ def test_lengths_of_all_frozen_cases():
 def test_settings_fit_into_the_memory_of_the_device():
     names = [h100.problem_of(setting).name for setting in h100.SETTINGS]  # refuses a limit that does not fit
     assert len(names) == len(set(names)) >= 30
+
+
+def test_the_tables_are_those_of_todays_planner():
+    """Plans depend on nothing but their inputs: a planner that plans otherwise than the tables say shows in seconds.
+
+    Refactorings that plan the same need no new tables. Milliseconds are not compared.
+    """
+    recorded = json.loads((DOCS / "planner.json").read_text(encoding="utf-8"))
+    fast_s = {f"{row['case']} seed {row['seed']}": row["fast_s"] for row in recorded["frozen"]["cases"]}
+    fast_s |= {row["name"]: row["fast_s"] for row in recorded["h100"]["cases"]}
+    problems = {
+        f"{case['case']} seed 0": frozen_problem(case["case"], case, lengths_of(case))
+        for case in frozen_cases()
+        if case["seed"] == 0
+    }
+    problems |= {setting.name: h100.problem_of(setting) for setting in h100.SETTINGS}
+    stale = []
+    for name, problem in problems.items():
+        if len(problem.seqlens) <= 2048:
+            now_s = problem.seconds(problem.planned().plan)
+            if not math.isclose(now_s, fast_s.get(name, math.inf), rel_tol=1e-6):
+                stale.append(f"{name}: {fast_s.get(name)} -> {now_s} s")
+    assert len(problems) > 50
+    assert not stale, "docs/planner.md is older than the planner, run `make bench-planner`: " + "; ".join(stale)
 
 
 def test_a_table_needs_its_place():
