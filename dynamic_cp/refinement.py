@@ -3,7 +3,7 @@
 A robust least-squares fit of seven factors (`Multipliers`). The model that is fitted is the cost model itself, with
 refined coefficients: there is no second formula. Residuals are logarithms of measured / predicted, so a microsecond and
 a second weigh the same relative to themselves; Huber weights bound what an outlier can do (a garbage collection, a
-neighbour on the machine). Each factor is pulled towards its present value as if that were known to some 40 %: what the
+neighbour on the machine). Each factor is pulled towards its present value as if that were known to some 40%: what the
 observations cannot tell apart does not move. A change is at most a factor of 2, all changes together one of 4.
 
 Coefficients change only when `refine` is called, at iterations that are stated in advance, so plans stay a function of
@@ -38,7 +38,7 @@ _MOST_INDEPENDENT = 64
 """Observations count as no more than this many: those of one hour on one machine have errors in common."""
 _SMALLEST_NOISE = 0.01
 _HUBER = 1.345
-"""Of the residuals' robust standard deviation; 95 % efficient on normal noise (Huber 1964)."""
+"""Of the residuals' robust standard deviation; 95% efficient on normal noise (Huber 1964)."""
 _MAD_TO_SIGMA = 1.4826
 _MAX_ITERATIONS = 30
 _STEP = 1e-4

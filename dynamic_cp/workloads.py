@@ -63,7 +63,7 @@ def workload_source(name: str) -> str:
         shape = LOGNORMALS[name]
         return f"synthetic: lognormal, median {math.exp(shape.log_median):.0f} tokens, sigma {shape.sigma}"
     if name == "sftmix":
-        return "synthetic: 95 % lognormal (median 700 tokens, sigma 0.9), 5 % uniform between 8192 and max_seqlen"
+        return "synthetic: 95% lognormal (median 700 tokens, sigma 0.9), 5% uniform between 8192 and max_seqlen"
     if name not in _entries():
         raise _unknown(name)
     entry = _entries()[name]

@@ -161,7 +161,7 @@ def _peers(tuned: Results, date: str) -> list[str]:
         + " |"
         for job, one in tuned
     ]
-    return [*lines, "", f"Modelled {date}, no GPU yet; every policy at its own fastest layout, 95 % intervals."]
+    return [*lines, "", f"Modelled {date}, no GPU yet; every policy at its own fastest layout, 95% intervals."]
 
 
 def _result(command: str, words: str) -> dict[str, Any]:

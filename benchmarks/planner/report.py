@@ -20,7 +20,7 @@ def table(header: str, rows: Iterable[Sequence[Any]], left: int = 1) -> str:
 
 def percent(share: float, digits: int = 0) -> str:
     """Return `share` in percent."""
-    return f"{100 * share:.{digits}f} %"
+    return f"{100 * share:.{digits}f}%"
 
 
 def inserted(document: str, tables: Mapping[str, str]) -> str:

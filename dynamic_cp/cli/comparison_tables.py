@@ -125,7 +125,7 @@ def _settings(comparison: Comparison) -> Table:
 
 def gain_columns(several: bool) -> list[str]:
     """Return the names of the columns of a speed-up; `several`: whether there are several batches."""
-    return ["gain", "95 %"] if several else ["gain"]
+    return ["gain", "95%"] if several else ["gain"]
 
 
 def gain_cells(speedup: Speedup | None, several: bool) -> list[str]:
@@ -215,7 +215,7 @@ def _show_notes(comparison: Comparison, out: Console) -> None:
         for one in comparison.policies
         if one.setting.max_cp_size is not None
     ]
-    interval = ", with a paired 95 % t interval over batches" if len(comparison.batches) > 1 else ""
+    interval = ", with a paired 95% t interval over batches" if len(comparison.batches) > 1 else ""
     notes.append(f"gain: by dynamic CP{interval}; all modelled")
     out.print()
     for note in notes:

@@ -156,7 +156,7 @@ def _headline(pays: Pays, speedup: Speedup, baseline: PolicyOutcome, others: lis
 
 
 def _judgement(pays: Pays, speedup: Speedup, over: str = "") -> str:
-    """Return a clause such as `dynamic CP gains 1.31x (95 % 1.27..1.35)`; `over`: what follows the factor."""
+    """Return a clause such as `dynamic CP gains 1.31x (95% 1.27..1.35)`; `over`: what follows the factor."""
     start = {
         "yes": "dynamic CP gains",
         "no": "dynamic CP does not pay here: it gains" if speedup.ratio > 0.995 else "dynamic CP loses here:",
@@ -167,10 +167,10 @@ def _judgement(pays: Pays, speedup: Speedup, over: str = "") -> str:
 
 
 def factor(speedup: Speedup) -> str:
-    """Return a speed-up with its interval, such as `1.31x (95 % 1.27..1.35)`."""
+    """Return a speed-up with its interval, such as `1.31x (95% 1.27..1.35)`."""
     if speedup.low is None or speedup.high is None:
         return f"{speedup.ratio:.2f}x (one batch, no interval)"
-    return f"{speedup.ratio:.2f}x (95 % {speedup.low:.2f}..{speedup.high:.2f})"
+    return f"{speedup.ratio:.2f}x (95% {speedup.low:.2f}..{speedup.high:.2f})"
 
 
 def _why_it_pays(ours: PolicyOutcome, baseline: PolicyOutcome, saved_s: tuple[tuple[str, float], ...]) -> str:

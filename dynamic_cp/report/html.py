@@ -149,7 +149,7 @@ def _row(one: PolicyOutcome, comparison: Comparison) -> _Row:
 def _notes(comparison: Comparison) -> list[str]:
     notes = []
     if any(one.low is not None for one in comparison.speedups):
-        notes.append("± one standard deviation over batches; a speed-up stands with its 95 % interval over batches.")
+        notes.append("± one standard deviation over batches; a speed-up stands with its 95% interval over batches.")
     elif comparison.speedups:
         notes.append("One batch says nothing of others: compare several for an interval.")
     limits = {one.policy: one.max_tokens_per_rank for one in comparison.policies}

@@ -338,7 +338,7 @@ def test_a_verdict_where_it_pays():
     speedup = next(one for one in comparison.speedups if one.baseline == verdict.baseline)
     assert verdict.pays == "yes"
     assert speedup.low >= MIN_GAIN
-    assert f"{speedup.ratio:.2f}x (95 % {speedup.low:.2f}..{speedup.high:.2f})" in verdict.headline
+    assert f"{speedup.ratio:.2f}x (95% {speedup.low:.2f}..{speedup.high:.2f})" in verdict.headline
     # The first part it names is the largest that was saved.
     theirs, ours = comparison.policy(verdict.baseline).parts, comparison.policy("dynamic").parts
     saved = {name: seconds - dict(ours)[name] for name, seconds in theirs}
