@@ -19,6 +19,7 @@ from tests.trainer.test_training import DYNAMIC
 from tests.trainer.training_ranks import losses, run_command, train
 
 NUM_LAYERS = 4
+RING = f"{DYNAMIC} --cp-comm-type p2p"
 PROFILE = "--train-iters 4 --lr-decay-iters 8 --profile --use-pytorch-profiler"
 
 
@@ -46,8 +47,8 @@ def _buckets_of_lane(folder: Path, iteration: int, lane: int) -> list[Bucket]:
 @pytest.mark.slow
 def test_the_trace_names_what_ran(tmp_path, uninterrupted):
     words = f"{PROFILE} --profile-dir {tmp_path}/traces --profile-step-start 1 --profile-step-end 3 --profile-ranks 0 3"
-    found = losses(train(4, DYNAMIC, words, f"--dynamic-cp-dump {tmp_path}/dump"))
-    assert found == uninterrupted(DYNAMIC)[:4]
+    found = losses(train(4, RING, words, f"--dynamic-cp-dump {tmp_path}/dump"))
+    assert found == uninterrupted(RING)[:4]
     paths = sorted((tmp_path / "traces").iterdir())
     assert paths == [trace_path(f"{tmp_path}/traces", rank, 2, 3) for rank in (0, 3)]
     cp_sizes = set()

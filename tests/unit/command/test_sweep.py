@@ -255,7 +255,7 @@ def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept
     gain = speedup_of("dynamic", best["dynamic"]["batches_s"], static, best[static]["batches_s"])
     says = re.fullmatch(
         rf"Best static ([\d.]+) s \({static} CP (\d+) at TP (\d), .*?\), dynamic ([\d.]+) s \(TP (\d), .*?\): "
-        r"(.*) ([\d.]+)x \(95 % ([\d.]+)\.\.([\d.]+)\)(, too small to recommend it)?\.",
+        r"(.*) ([\d.]+)x \(95% ([\d.]+)\.\.([\d.]+)\)(, too small to recommend it)?\.",
         text[text.index("Best static") :],
     )
     assert says, text[-400:]
