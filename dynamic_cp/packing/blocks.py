@@ -16,6 +16,7 @@ Deterministic: counts of candidates and iterations, no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import islice, product, zip_longest
 from math import ceil
 from typing import NamedTuple
@@ -214,6 +215,7 @@ class _BlockPacker:
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
         self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))
+        self._alone_parts_ns: list[list[float]] = []
 
     def candidates(self, fewest_rows: int) -> list[_Candidate]:
         """Return profiles of few iterations: numbers of rows, and how the long samples are dealt to blocks."""
@@ -251,23 +253,26 @@ class _BlockPacker:
             return None
         num_classes = num_heavy + (num_heavy < len(widths))
         num_lanes = np.array([float(widths[0])] * num_heavy + [float(widths[num_heavy:].sum())])[:num_classes]
+        alone_ns = self._alone_ns(num_long)
         long_ns = np.zeros((2, num_classes, num_rows))
         for block in range(num_heavy):
             samples = range(block, num_long, num_heavy)
             spare = num_rows - len(samples)
-            start = min(spare, round(position * spare))
-            for sample, row in zip(samples, _middle_out(start, len(samples)), strict=True):
-                seqlen = self.seqlens[sample]
-                k = int(np.argmin(self.alone[:, sample]))
-                for way, part_ns in enumerate(self._split_ns(int(seqlen), k)):
-                    long_ns[way, block, row] = max(0.0, part_ns - self.empty_ns[way])
+            rows = _middle_out(min(spare, round(position * spare)), len(samples))
+            long_ns[:, block, rows] = alone_ns[:, samples]
         if (num_lanes[:, None] * long_ns.sum(axis=0)).sum() > 0.98 * self.total_ns and num_long > 1:
             return None
         return Lanes(num_lanes, long_ns[FORWARD], long_ns[BACKWARD])
 
-    def _split_ns(self, seqlen: int, k: int) -> tuple[float, float]:
-        cost = self.cost_model.cost(1 << k, 0, seqlen, seqlen * seqlen)
-        return 1e9 * cost.forward_s, 1e9 * cost.backward_s
+    def _alone_ns(self, num_samples: int) -> Floats:
+        """Return [FORWARD or BACKWARD, sample] nanoseconds of the longest samples, each alone, without its overhead."""
+        for sample in range(len(self._alone_parts_ns), num_samples):
+            seqlen = int(self.seqlens[sample])
+            cost = self.cost_model.cost(1 << int(np.argmin(self.alone[:, sample])), 0, seqlen, seqlen * seqlen)
+            both_ns = 1e9 * cost.forward_s, 1e9 * cost.backward_s
+            self._alone_parts_ns.append([max(0.0, ns - self.empty_ns[way]) for way, ns in enumerate(both_ns)])
+        parts_ns: Floats = np.array(self._alone_parts_ns[:num_samples]).reshape(-1, 2).T
+        return parts_ns
 
     def profiles(self, candidates: Sequence[_Candidate], num_iterations: int) -> list[_Candidate]:
         """Return `candidates`, in some order, with the best profiles that so many iterations find."""
@@ -405,6 +410,7 @@ def _heavy_counts(num_blocks: int) -> list[int]:
     return sorted(one for one in parts | set(range(1, _FEW_BLOCKS + 1)) if 0 < one <= _MOST_BLOCKS)
 
 
+@lru_cache(maxsize=4096)
 def _middle_out(start: int, count: int) -> Sequence[int]:
     """Return the rows start .. start + count - 1, the middle one first, then outwards."""
     middle = start + (count - 1) // 2
