@@ -2,7 +2,7 @@
 
 Compiled code is kept on disk. Numba by itself notices an edit only in the file of the function, not in the files of
 what it calls, and would go on planning with old prices; so the folder is named by a digest of all sources that hold
-compiled functions. A constant that such a function reads must stand in one of these files.
+compiled functions, and of those from which these import constants (written in capitals).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -32,6 +33,9 @@ _ANNOUNCED_S = 120.0
 """So long nobody else announces that it compiles: other processes of this machine do it at the same time."""
 _kernels: set[int] = set()
 """Ids of what numba made of our functions, which live as long as the process."""
+
+_IMPORTS = re.compile(r"^from dynamic_cp\.([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
+_CONSTANT = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -115,10 +119,8 @@ def _cache_folder() -> Path | None:
     """Return a writable folder for compiled code of just these sources; None when there is none."""
     package = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(package.rglob("*.py")):
-        source = file.read_bytes()
-        if b"@compiled" in source or b"@inlined" in source:
-            digest.update(source)
+    for file in sources_of_kernels(package):
+        digest.update(file.read_bytes())
     name = f"kernels-{digest.hexdigest()}"
     try:
         return _writable(package / "__pycache__", name)
@@ -128,6 +130,19 @@ def _cache_folder() -> Path | None:
         return _writable(Path.home() / ".cache" / "dynamic-cp", name)
     except (OSError, RuntimeError):  # no home
         return None
+
+
+def sources_of_kernels(package: Path) -> list[Path]:
+    """Return the files of `package` that hold compiled functions or constants that these import."""
+    sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+    kernels = {file: text for file, text in sources.items() if "@compiled" in text or "@inlined" in text}
+    constants = {
+        package.joinpath(*module.split(".")).with_suffix(".py")
+        for text in kernels.values()
+        for module, names in _IMPORTS.findall(text)
+        if _CONSTANT.search(names)
+    }
+    return sorted({*kernels, *constants} & sources.keys())
 
 
 def _writable(parent: Path, name: str) -> Path:

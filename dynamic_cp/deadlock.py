@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.pipeline.graph import needed_operation
 from dynamic_cp.schedule import KINDS, Operation
 
 LaneOperations = Mapping[tuple[int, int], Sequence[Operation]]
@@ -23,18 +24,6 @@ class Step(NamedTuple):
     stage: int
     operation: Operation
     bucket_index: int
-
-
-def needed_operation(stage: int, operation: Operation, pp_size: int, vp_size: int) -> tuple[int, Operation] | None:
-    """Return (stage, operation) whose output `operation` needs on `stage`; None for the first forward.
-
-    Virtual stage g = chunk * pp_size + stage: F needs F at g - 1, B needs B at g + 1, B at the last g needs its own F.
-    """
-    virtual_stage = operation.chunk * pp_size + stage
-    if operation.kind == "B" and virtual_stage == pp_size * vp_size - 1:
-        return stage, operation._replace(kind="F")
-    source = virtual_stage + (1 if operation.kind == "B" else -1)
-    return (source % pp_size, operation._replace(chunk=source // pp_size)) if source >= 0 else None
 
 
 def resolve(
@@ -63,9 +52,9 @@ def resolve(
     def obstacle(stage: int, lane: int, operation: Operation) -> str | None:
         """Return what keeps `operation` from starting; None when it can."""
         index = bucket_of_lane[operation.micro_batch][lane]
-        needed = needed_operation(stage, operation, pp_size, vp_size)
-        if needed is not None and (*needed, index) not in done:
-            return f"{needed[1]} on stage {needed[0]}"
+        need = needed_operation(stage, operation, pp_size, vp_size)
+        if need is not None and (need.stage, need.operation, index) not in done:
+            return f"{need.operation} on stage {need.stage}"
         for member in groups[operation.micro_batch][index]:
             if next_operation((stage, member)) != operation:
                 return f"lane {member}, which is at {next_operation((stage, member))}"

@@ -31,8 +31,8 @@ import numpy as np
 from dynamic_cp.bounds import bound_at
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.longest_path import FORWARD, common_operations
 from dynamic_cp.padding import round_up
+from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.prices import NUM_KINKS, Floats
 from dynamic_cp.simulator import makespan_ns
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
@@ -208,7 +208,7 @@ class _Program:
             status = self.problem.solve(solver)
             text = log.read_text()
         # Chunks, edges and hops are rounded to nanoseconds, each by half of one at most.
-        slack_s = 1.5e-9 * len(self.operations)
+        slack_s = 1.5e-9 * self.num_operations
         if status == pulp.LpStatusInfeasible:
             return None, below_s * (1 - TOLERANCE), False
         was_cut = "Stopped on" in text or self.problem.sol_status != pulp.LpSolutionOptimal
@@ -336,20 +336,18 @@ class _Program:
     def _schedule(self) -> None:
         """Ends of all operations of all lanes, as in `longest_path.end_times`."""
         topology, table = self.cost_model.topology, self.cost_model.table
-        pp_size, vp_size, num_lanes = topology.pp_size, topology.vp_size, topology.num_lanes
-        self.operations = common_operations(pp_size, len(self.rows), vp_size).tolist()
-        last = pp_size * vp_size - 1
+        graph = pipeline_graph(topology.pp_size, len(self.rows), topology.vp_size)
+        self.num_operations = len(graph.kind)
         latest = self._latest_s() / self.unit_s
         sum_of = self.pulp.lpSum
         edges = (table.edges_s_per_token / self.unit_s).tolist()
-        before: dict[tuple[int, int], Any] = {}
-        outputs: dict[tuple[int, int, int, int], Any] = {}
-        for stage, row, chunk, kind in self.operations:
-            virtual = chunk * pp_size + stage
-            source = virtual - 1 if kind == FORWARD else virtual + 1
-            edge = (edges[kind] if virtual == 0 else 0.0) + (edges[2 + kind] if virtual == last else 0.0)
+        ends: list[dict[int, Any]] = []  # [operation][lane]
+        operations = zip(*(column.tolist() for column in graph[:-1]), strict=True)
+        for stage, row, chunk, kind, before, sender, pays in operations:
+            earlier = ends[before] if before >= 0 else {}
+            edge = sum((edges[2 * which + kind] for which in (EMBEDDING, HEAD) if pays[which]), start=0.0)
             done = {}
-            for lane in range(num_lanes):
+            for lane in range(topology.num_lanes):
                 here = [
                     prices
                     for group, prices in zip(self.groups, self.durations[row], strict=True)
@@ -358,20 +356,20 @@ class _Program:
                 duration = sum_of(prices[kind] + edge * prices[2] for prices in here)
                 hop = table.hop_s_per_token / self.unit_s * sum_of(prices[2] for prices in here)
                 end = done[lane] = self._number(f"end_{stage}_{row}_{chunk}_{kind}_{lane}")
-                self.problem += end >= duration + before.get((stage, lane), 0)
-                if 0 <= source <= last:
-                    self.problem += end >= duration + hop + outputs[kind, source, row, lane]
-                for other in range(num_lanes):
+                self.problem += end >= duration + earlier.get(lane, 0)
+                if sender >= 0:
+                    self.problem += end >= duration + hop + ends[sender][lane]
+                for other, earlier_end in earlier.items():
                     together = [
                         self.runs[row, i] for i, g in enumerate(self.groups) if lane in g.lanes and other in g.lanes
                     ]
-                    if other != lane and together and (stage, other) in before:
+                    if other != lane and together:
                         wait = latest * (1 - sum_of(together))
-                        self.problem += end >= duration + before[stage, other] - wait
-            for lane, end in done.items():
-                before[stage, lane] = outputs[kind, virtual, row, lane] = end
-        for end in before.values():
-            self.problem += self.makespan >= end
+                        self.problem += end >= duration + earlier_end - wait
+            ends.append(done)
+        for index in graph.last:
+            for end in ends[index].values():
+                self.problem += self.makespan >= end
 
     def _plan(self) -> Plan:
         micro_batches = []

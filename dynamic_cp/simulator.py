@@ -18,9 +18,10 @@ import numpy as np
 from dynamic_cp.cost_model import CostModel, nanoseconds
 from dynamic_cp.deadlock import LaneOperations, resolve
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, common_operations, end_times
+from dynamic_cp.longest_path import Grid, end_times, longest_path_ns
+from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
 from dynamic_cp.prices import Ints
-from dynamic_cp.timeline import Span, Timeline, TimelineEvent, TimeSplit, durations_ns, source_indices
+from dynamic_cp.timeline import Span, Timeline, TimelineEvent, TimeSplit, durations_ns
 from dynamic_cp.types import Plan
 
 __all__ = [
@@ -52,16 +53,16 @@ def simulate(
     """
     topology = plan.topology
     grid = grid_of(plan, cost_model) if grid is None else grid
-    common = common_operations(topology.pp_size, plan.num_microbatches, topology.vp_size)
-    ends_ns = np.zeros((len(common), topology.num_lanes), np.int64)
+    graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
+    ends_ns = np.empty((len(graph.kind), topology.num_lanes), np.int64)
     if operations is None:
-        end_times(common, topology.pp_size, topology.vp_size, grid, ends_ns)
+        end_times(graph, grid, ends_ns)
     else:
-        _end_times_of_lists(plan, grid, common, operations, ends_ns)
+        _end_times_of_lists(plan, grid, graph, operations, ends_ns)
     return Timeline(
         plan=plan,
         grid=grid,
-        operations=common,
+        graph=graph,
         ends_ns=ends_ns,
         gradient_reduction_s=cost_model.gradient_reduction_s,
         lane_operations=operations,
@@ -71,9 +72,8 @@ def simulate(
 def makespan_ns(plan: Plan, cost_model: CostModel) -> int:
     """Return only the makespan of `plan` in nanoseconds."""
     topology = plan.topology
-    common = common_operations(topology.pp_size, plan.num_microbatches, topology.vp_size)
-    nothing = np.zeros((0, topology.num_lanes), np.int64)
-    return int(end_times(common, topology.pp_size, topology.vp_size, grid_of(plan, cost_model), nothing))
+    graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
+    return longest_path_ns(graph, grid_of(plan, cost_model))
 
 
 def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
@@ -122,20 +122,20 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
     )
 
 
-def _end_times_of_lists(plan: Plan, grid: Grid, common: Ints, operations: LaneOperations, ends_ns: Ints) -> None:
-    """Fill `ends_ns` ([operation of `common`, lane]) for lanes that run the lists `operations`."""
-    pp_size, vp_size = plan.topology.pp_size, plan.topology.vp_size
+def _end_times_of_lists(plan: Plan, grid: Grid, graph: Graph, operations: LaneOperations, ends_ns: Ints) -> None:
+    """Fill `ends_ns` ([operation of `graph`, lane]) for lanes that run the lists `operations`."""
+    topology = plan.topology
     groups = [[bucket.lanes for bucket in micro_batch.buckets] for micro_batch in plan.micro_batches]
-    steps = resolve(operations, groups, pp_size, vp_size)
-    durations = durations_ns(grid, common, plan.topology)
-    sources = source_indices(common, plan.topology)
-    index_of = {key: index for index, key in enumerate(map(tuple, common.tolist()))}
-    free_ns = np.zeros((pp_size, plan.topology.num_lanes), np.int64)
-    for stage, (kind, micro_batch, chunk), bucket_index in steps:
-        group = groups[micro_batch][bucket_index]
+    steps = resolve(operations, groups, topology.pp_size, topology.vp_size)
+    durations = durations_ns(grid, graph)
+    index_of = {place: index for index, place in enumerate(places_of(graph))}
+    free_ns = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
+    for stage, operation, bucket_index in steps:
+        group = groups[operation.micro_batch][bucket_index]
         lanes, first = slice(group.start, group.stop), group.start
-        at = index_of[stage, micro_batch, chunk, FORWARD if kind == "F" else BACKWARD]
+        at = index_of[stage, operation]
+        sender = graph.sender[at]
         start_ns = free_ns[stage, lanes].max()
-        if sources[at] >= 0:
-            start_ns = max(start_ns, ends_ns[sources[at], first] + grid.hop_ns[micro_batch, first])
+        if sender >= 0:
+            start_ns = max(start_ns, ends_ns[sender, first] + grid.hop_ns[operation.micro_batch, first])
         ends_ns[at, lanes] = free_ns[stage, lanes] = start_ns + durations[at, first]

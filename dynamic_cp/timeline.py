@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamic_cp.deadlock import LaneOperations
-from dynamic_cp.longest_path import EMBEDDING, FORWARD, HEAD, Grid
+from dynamic_cp.longest_path import Grid
 from dynamic_cp.padding import rank_tokens
+from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, places_of
 from dynamic_cp.prices import Ints
-from dynamic_cp.schedule import KINDS, Operation, most_alive_tokens, peak_in_flight_tokens
-from dynamic_cp.types import Bucket, Plan, Topology
+from dynamic_cp.schedule import Operation, most_alive_tokens, peak_in_flight_tokens
+from dynamic_cp.types import Bucket, Plan
 
 
 class Span(NamedTuple):
@@ -106,7 +107,7 @@ class Timeline:
 
     Attributes:
         grid: durations of the plan's buckets.
-        operations: [operation] -> (stage, micro-batch, chunk, FORWARD or BACKWARD), every one of every stage.
+        graph: the operations of all stages and what each waits for.
         ends_ns: [operation, lane] -> its end; the iteration starts at 0.
         gradient_reduction_s: what the end-of-step reduction adds at most.
         lane_operations: the lists that each (stage, lane) ran; None = Megatron-Core's.
@@ -114,7 +115,7 @@ class Timeline:
 
     plan: Plan
     grid: Grid
-    operations: Ints
+    graph: Graph
     ends_ns: Ints
     gradient_reduction_s: float
     lane_operations: LaneOperations | None = None
@@ -140,7 +141,7 @@ class Timeline:
     @property
     def lane_busy_s(self) -> tuple[float, ...]:
         """Seconds of compute and exposed exchange of each lane on one stage, the mean of its stages."""
-        busy_ns = durations_ns(self.grid, self.operations, self.plan.topology).sum(axis=0)
+        busy_ns = durations_ns(self.grid, self.graph).sum(axis=0)
         return tuple((busy_ns / self.plan.topology.pp_size / 1e9).tolist())
 
     @property
@@ -152,11 +153,11 @@ class Timeline:
     def split(self) -> TimeSplit:
         """Where the time of every (stage, lane) went."""
         pp_size, num_lanes = self.plan.topology.pp_size, self.plan.topology.num_lanes
-        durations = durations_ns(self.grid, self.operations, self.plan.topology)
+        durations = durations_ns(self.grid, self.graph)
         arrivals = self._arrivals_ns()
         busy, pipeline, group, last_end = np.zeros((4, pp_size, num_lanes), np.int64)
         for stage in range(pp_size):
-            here = self.operations[:, 0] == stage
+            here = self.graph.stage == stage
             starts, ends = self.ends_ns[here] - durations[here], self.ends_ns[here]
             in_time = np.lexsort((starts, ends), axis=0)  # per lane; lists may differ from lane to lane
             starts, ends = np.take_along_axis(starts, in_time, axis=0), np.take_along_axis(ends, in_time, axis=0)
@@ -191,11 +192,10 @@ class Timeline:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Start and end of every operation of every bucket, by start, then end."""
-        durations = durations_ns(self.grid, self.operations, self.plan.topology)
+        durations = durations_ns(self.grid, self.graph)
         spans = []
-        for index, (stage, micro_batch, chunk, kind) in enumerate(self.operations.tolist()):
-            operation = Operation(KINDS[kind], micro_batch, chunk)
-            for bucket in self.plan.micro_batches[micro_batch].buckets:
+        for index, (stage, operation) in enumerate(places_of(self.graph)):
+            for bucket in self.plan.micro_batches[operation.micro_batch].buckets:
                 end_ns = int(self.ends_ns[index, bucket.first_lane])
                 start_ns = end_ns - int(durations[index, bucket.first_lane])
                 spans.append(Span(stage, operation, bucket, start_ns, end_ns))
@@ -225,31 +225,18 @@ class Timeline:
 
     def _arrivals_ns(self) -> Ints:
         """Return [operation, lane] -> when its input arrives; 0 where it needs none from another stage."""
-        sources = source_indices(self.operations, self.plan.topology)
-        arrivals = self.ends_ns[sources] + self.grid.hop_ns[self.operations[:, 1]]
-        arrivals[sources < 0] = 0
+        arrivals: Ints = self.ends_ns[self.graph.sender] + self.grid.hop_ns[self.graph.micro_batch]
+        arrivals[self.graph.sender < 0] = 0
         return arrivals
 
 
-def durations_ns(grid: Grid, operations: Ints, topology: Topology) -> Ints:
+def durations_ns(grid: Grid, graph: Graph) -> Ints:
     """Return [operation, lane] -> nanoseconds from start to end, with embedding and head where they belong."""
-    stage, row, chunk, kind = operations.T
-    virtual = chunk * topology.pp_size + stage
-    durations: Ints = grid.chunk_ns[kind, row]
-    for edge, at_edge in ((EMBEDDING, virtual == 0), (HEAD, virtual == topology.pp_size * topology.vp_size - 1)):
-        durations[at_edge] += grid.edge_ns[edge, kind[at_edge], row[at_edge]]
+    durations: Ints = grid.chunk_ns[graph.kind, graph.micro_batch]
+    for edge in (EMBEDDING, HEAD):
+        pays = graph.pays[:, edge]
+        durations[pays] += grid.edge_ns[edge, graph.kind[pays], graph.micro_batch[pays]]
     return durations
-
-
-def source_indices(operations: Ints, topology: Topology) -> Ints:
-    """Return [operation] -> index of the operation of another stage whose output it needs; -1 where there is none."""
-    stage, row, chunk, kind = operations.T
-    virtual = chunk * topology.pp_size + stage
-    # -1 on either side: F on the first virtual stage and B on the last need no other stage.
-    index_of = np.full((2, topology.pp_size * topology.vp_size + 2, int(row.max()) + 1), -1, np.int64)
-    index_of[kind, virtual + 1, row] = np.arange(len(operations))
-    sources: Ints = index_of[kind, virtual + 1 + np.where(kind == FORWARD, -1, 1), row]
-    return sources
 
 
 def rank_tokens_of(plan: Plan) -> Ints:

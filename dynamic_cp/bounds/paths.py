@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.longest_path import FORWARD, common_operations
+from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.prices import Floats, Ints
 
 NUM_DIRECTIONS = 5
@@ -34,21 +34,6 @@ NUM_DIRECTIONS = 5
 NUM_SLOTS = 6
 """Durations of a micro-batch: forward and backward in the middle, on the first, on the last virtual stage."""
 _PROVE_EVERY = 4
-
-
-class Dag(NamedTuple):
-    """Operations of one lane; every array is [operation].
-
-    Attributes:
-        slot: NUM_SLOTS * micro-batch + which of its durations.
-        in_list, in_data: the operation before it on its stage, and the one that makes its input; -1 = none.
-        ends: [stage] last operations.
-    """
-
-    slot: Ints
-    in_list: Ints
-    in_data: Ints
-    ends: Ints
 
 
 class Spread(NamedTuple):
@@ -73,13 +58,6 @@ class Spread(NamedTuple):
     token_s: Floats
 
 
-@lru_cache(maxsize=256)
-def dag_of(pp_size: int, num_microbatches: int, vp_size: int) -> Dag:
-    """Return the operations of a lane and what each one waits for."""
-    operations = common_operations(pp_size, num_microbatches, vp_size)
-    return Dag(*_link(operations, pp_size, num_microbatches, vp_size))
-
-
 def path_bound_s(
     spread: Spread, pp_size: int, vp_size: int, num_microbatches: int, position: int, steps: int, enough_s: float
 ) -> float:
@@ -92,43 +70,28 @@ def path_bound_s(
         steps: rounds of the game; more prove more.
         enough_s: stop when this much is proven.
     """
-    dag = dag_of(pp_size, num_microbatches, vp_size)
-    proven_s = _play(*dag, *spread, num_microbatches, vp_size, position, steps, enough_s)  # type: ignore[arg-type]
-    # Every operation and every edge is rounded to whole nanoseconds.
-    return float(proven_s) - 1e-9 * len(dag.slot)
-
-
-@compiled
-def _link(operations: Ints, pp_size: int, num_microbatches: int, vp_size: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the arrays of `Dag`."""
-    num_operations, last = operations.shape[0], pp_size * vp_size - 1
-    slot, in_list, in_data = (
-        np.zeros(num_operations, np.int64),
-        np.zeros(num_operations, np.int64),
-        np.zeros(num_operations, np.int64),
+    graph = pipeline_graph(pp_size, num_microbatches, vp_size)
+    slot = _slots(pp_size, num_microbatches, vp_size)
+    proven_s = _play(
+        slot, graph.before, graph.sender, graph.last, *spread, num_microbatches, vp_size, position, steps, enough_s
     )
-    ends = np.full(pp_size, -1)
-    at = np.full((2, last + 1, num_microbatches), -1)
-    for index in range(num_operations):
-        stage, micro_batch, chunk, kind = operations[index]
-        virtual = chunk * pp_size + stage
-        slot[index] = NUM_SLOTS * micro_batch + kind
-        if virtual == 0:
-            slot[index] += 2
-        elif virtual == last:
-            slot[index] += 4
-        in_list[index], ends[stage] = ends[stage], index
-        source = virtual - 1 if kind == FORWARD else virtual + 1
-        in_data[index] = at[kind, source, micro_batch] if 0 <= source <= last else -1
-        at[kind, virtual, micro_batch] = index
-    return slot, in_list, in_data, ends
+    # Every operation and every edge is rounded to whole nanoseconds.
+    return float(proven_s) - 1e-9 * len(slot)
+
+
+@lru_cache(maxsize=256)
+def _slots(pp_size: int, num_microbatches: int, vp_size: int) -> Ints:
+    """Return [operation] -> NUM_SLOTS * micro-batch + which of its durations; a pipeline has at least two stages."""
+    graph = pipeline_graph(pp_size, num_microbatches, vp_size)
+    slots: Ints = NUM_SLOTS * graph.micro_batch + graph.kind + 2 * graph.pays[:, EMBEDDING] + 4 * graph.pays[:, HEAD]
+    return slots
 
 
 @compiled
 def _play(
     slot: Ints,
-    in_list: Ints,
-    in_data: Ints,
+    befores: Ints,
+    senders: Ints,
     ends: Ints,
     shares: Floats,
     floors_s: Floats,
@@ -143,8 +106,15 @@ def _play(
     steps: int,
     enough_s: float,
 ) -> float:
-    """Return what the average of the path player proves; see `Dag` and `Spread` for the arguments."""
-    num_classes, num_operations, last = shares.shape[0], slot.shape[0], in_list.shape[0] - 1
+    """Return what the average of the path player proves.
+
+    Args:
+        slot: of `_slots`.
+        befores, senders, ends: `before`, `sender` and `last` of the graph; hops take no time.
+        shares .. token_s: of `Spread`.
+        num_rows .. enough_s: as in `path_bound_s`.
+    """
+    num_classes, num_operations, last = shares.shape[0], slot.shape[0], befores.shape[0] - 1
     # Work of either kind (least and largest backward / forward) and tokens: how much, where it lies, what it paid.
     forward_s, backward_s = work_s[0], 2.0 * work_s[NUM_DIRECTIONS // 2] - work_s[0]
     second_s = max(0.0, (backward_s - least_ratio * forward_s) / (1.0 - least_ratio * inverse_ratio))
@@ -188,7 +158,7 @@ def _play(
                     durations[at + 2] = duration + token_s[kind] * tokens
                     durations[at + 4] = duration + token_s[2 + kind] * tokens
             for index in range(num_operations):
-                before, source = in_list[index], in_data[index]
+                before, source = befores[index], senders[index]
                 value = 0.0
                 if before < 0:
                     if source >= 0:
@@ -219,7 +189,7 @@ def _play(
                 if here == 0.0:
                     continue
                 crossed[slot[index]] += here
-                before, source = in_list[index], in_data[index]
+                before, source = befores[index], senders[index]
                 if before < 0:
                     if source >= 0:
                         flow[source] += here

@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.longest_path import BACKWARD, FORWARD, common_operations
 from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profiles, lane_graph
+from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profiles
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
+from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
 from dynamic_cp.prices import Floats, Ints, seconds
 from dynamic_cp.types import largest_power_of_two
 
@@ -283,7 +283,7 @@ class _BlockPacker:
             first_classes = np.cumsum([0, *(len(one.lanes.num_lanes) for one in alike)])
             lanes = Lanes(*(np.concatenate(parts) for parts in zip(*(one.lanes for one in alike), strict=True)))
             makespans_ns, work_ns = best_profiles(
-                lane_graph(topology.pp_size, num_rows, topology.vp_size), lanes, first_classes, topology.vp_size,
+                pipeline_graph(topology.pp_size, num_rows, topology.vp_size), lanes, first_classes, topology.vp_size,
                 self.total_ns, self.backward_over_forward, self.empty_ns[FORWARD], self.empty_ns[BACKWARD],
                 num_iterations,
             )  # fmt: skip
@@ -385,13 +385,11 @@ class _BlockPacker:
     def _simulate(self, packing: Packing) -> tuple[Ints, Floats, Floats]:
         """Return [block] -> makespan, [block, row] -> longest lane, [block, row] -> crossings by the critical path."""
         topology = self.cost_model.topology
-        graph = lane_graph(topology.pp_size, packing.num_rows, topology.vp_size)
-        operations = common_operations(topology.pp_size, packing.num_rows, topology.vp_size)
+        graph = pipeline_graph(topology.pp_size, packing.num_rows, topology.vp_size)
         grid = grid_of_packing(self.seqlens, packing, self.cost_model)
         return simulate_blocks(
-            operations, graph, topology.pp_size, topology.vp_size, grid, self.blocks.first_lanes,
-            self.blocks.num_lanes, self.backward_over_forward,
-        )  # fmt: skip
+            graph, topology.vp_size, grid, self.blocks.first_lanes, self.blocks.num_lanes, self.backward_over_forward
+        )
 
 
 def _cut(num_lanes: int, width: int) -> _Blocks:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, end_times
-from dynamic_cp.packing.profile import LaneGraph
+from dynamic_cp.longest_path import Grid, end_times
+from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph
 from dynamic_cp.prices import Floats, Ints
 
 
 @compiled
 def simulate_blocks(
-    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, first_lanes: Ints, num_lanes: Ints,
-    backward_over_forward: float,
-) -> tuple[Ints, Floats, Floats]:  # fmt: skip
+    graph: Graph, vp_size: int, grid: Grid, first_lanes: Ints, num_lanes: Ints, backward_over_forward: float
+) -> tuple[Ints, Floats, Floats]:
     """Return [block] -> makespan, [block, row] -> longest lane, [block, row] -> crossings by the critical path.
 
     Args:
-        operations, graph: the schedule of a lane.
-        pp_size, vp_size: pipeline stages and model chunks of a stage.
+        graph: the operations and what each waits for.
+        vp_size: model chunks of a stage.
         grid: durations of all lanes.
         first_lanes, num_lanes: [block] -> its lanes.
         backward_over_forward: a crossing counts by the share of its direction.
@@ -29,9 +28,9 @@ def simulate_blocks(
     row_ns, crossings = np.zeros((num_blocks, num_rows)), np.zeros((num_blocks, num_rows))
     share = backward_over_forward / (1.0 + backward_over_forward)
     chunk_ns = grid.chunk_ns
-    ends = np.zeros((len(operations), all_lanes), np.int64)
-    end_times(operations, pp_size, vp_size, grid, ends)
-    last_operations = np.sort(graph.ends)
+    ends = np.empty((len(graph.kind), all_lanes), np.int64)
+    end_times(graph, grid, ends)
+    last_operations = np.sort(graph.last)
     for block in range(num_blocks):
         start, stop = first_lanes[block], first_lanes[block] + num_lanes[block]
         for row in range(num_rows):
@@ -44,31 +43,28 @@ def simulate_blocks(
                 if at < 0 or ends[index, lane] > ends[at, last_lane]:
                     at, last_lane = index, lane
         ends_ns[block] = ends[at, last_lane]
-        _follow(operations, graph, pp_size, vp_size, grid, ends, at, last_lane, share, crossings, block)
+        _follow(graph, grid, ends, at, last_lane, share, crossings, block)
     return ends_ns, row_ns, crossings
 
 
 @compiled
 def _follow(
-    operations: Ints, graph: LaneGraph, pp_size: int, vp_size: int, grid: Grid, ends: Ints, at: int, lane: int,
-    share: float, crossings: Floats, block: int,
-) -> None:  # fmt: skip
+    graph: Graph, grid: Grid, ends: Ints, at: int, lane: int, share: float, crossings: Floats, block: int
+) -> None:
     """Follow one critical path back from operation `at` on `lane`; count its operations by row of `block`."""
-    sizes, chunk_ns, edge_ns, befores, sources = grid.sizes, grid.chunk_ns, grid.edge_ns, graph.before, graph.source
-    last_virtual = pp_size * vp_size - 1
+    kinds, rows, befores, senders, pays = graph.kind, graph.micro_batch, graph.before, graph.sender, graph.pays
+    sizes, chunk_ns, edge_ns = grid.sizes, grid.chunk_ns, grid.edge_ns
     while at >= 0:
-        stage, row, chunk, kind = operations[at, 0], operations[at, 1], operations[at, 2], operations[at, 3]
+        kind, row = kinds[at], rows[at]
         crossings[block, row] += share if kind == BACKWARD else 1.0 - share
         start = ends[at, lane] - chunk_ns[kind, row, lane]
-        virtual = chunk * pp_size + stage
-        if virtual == 0:
-            start -= edge_ns[0, kind, row, lane]
-        if virtual == last_virtual:
-            start -= edge_ns[1, kind, row, lane]
+        for edge in range(2):
+            if pays[at, edge]:
+                start -= edge_ns[edge, kind, row, lane]
         size = sizes[row, lane]
         first = lane // size * size
         before = befores[at]
-        following = sources[at]
+        following = senders[at]
         if before >= 0:
             for member in range(first, first + size):
                 if ends[before, member] == start:

@@ -9,9 +9,10 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.longest_path import Grid, common_operations, end_times
+from dynamic_cp.longest_path import Grid, longest_path_ns
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
+from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.prices import Floats, Ints, PriceTable, best_option, seconds
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
 
@@ -53,8 +54,7 @@ def makespan_ns(seqlens: Ints, packing: Packing, cost_model: CostModel) -> int:
 def makespan_of_grid_ns(grid: Grid, cost_model: CostModel) -> int:
     """Return the exact makespan of the packing whose durations are `grid`, in nanoseconds."""
     topology = cost_model.topology
-    operations = common_operations(topology.pp_size, len(grid.sizes), topology.vp_size)
-    return int(end_times(operations, topology.pp_size, topology.vp_size, grid, _nobody(topology.num_lanes)))
+    return longest_path_ns(pipeline_graph(topology.pp_size, len(grid.sizes), topology.vp_size), grid)
 
 
 def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_model: CostModel, policy: str) -> Plan:
@@ -194,7 +194,3 @@ def fill_grid(
                 all_chunk_ns[direction] = all_chunk_ns[direction, 0, 0]
                 for edge in range(2):
                     all_edge_ns[edge, direction] = all_edge_ns[edge, direction, 0, 0]
-
-
-def _nobody(num_lanes: int) -> Ints:
-    return np.zeros((0, num_lanes), np.int64)

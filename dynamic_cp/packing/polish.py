@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.longest_path import Grid, common_operations, end_times
+from dynamic_cp.longest_path import Grid, end_times
 from dynamic_cp.packing.judge import fill_grid, num_microbatches_of, sums_of_buckets
 from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
 from dynamic_cp.packing.table import Packing, without_empty_rows
+from dynamic_cp.pipeline.graph import Graph, pipeline_graph
 from dynamic_cp.prices import Ints, PriceTable
 
 _SMALL = 1000
@@ -39,9 +40,10 @@ def polish(
     """
     topology = cost_model.topology
     rows = num_microbatches_of(packing, cost_model)
+    graph = pipeline_graph(topology.pp_size, rows, topology.vp_size)
     makespan_ns, bucket_of_sample, row_of, first_of, size_of = _anneal(
-        seqlens, cost_model.table, common_operations(topology.pp_size, rows, topology.vp_size), topology.pp_size,
-        topology.vp_size, rows, topology.num_lanes, num_steps, seed, *_one_slot_a_sample(packing, len(seqlens)),
+        seqlens, cost_model.table, graph, topology.vp_size, rows, topology.num_lanes, num_steps, seed,
+        *_one_slot_a_sample(packing, len(seqlens)),
     )  # fmt: skip
     used, bucket_of_sample = np.unique(bucket_of_sample, return_inverse=True)
     found = Packing(rows, bucket_of_sample, row_of[used], first_of[used], size_of[used])
@@ -69,8 +71,8 @@ def _one_slot_a_sample(packing: Packing, num_samples: int) -> tuple[Ints, Ints, 
 
 @compiled
 def _anneal(
-    seqlens: Ints, table: PriceTable, operations: Ints, pp_size: int, vp_size: int, num_rows: int, num_lanes: int,
-    num_steps: int, seed: int, bucket_of_sample: Ints, row_of: Ints, first_of: Ints, size_of: Ints,
+    seqlens: Ints, table: PriceTable, graph: Graph, vp_size: int, num_rows: int, num_lanes: int, num_steps: int,
+    seed: int, bucket_of_sample: Ints, row_of: Ints, first_of: Ints, size_of: Ints,
 ) -> tuple[int, Ints, Ints, Ints, Ints]:  # fmt: skip
     """Return (makespan, bucket of each sample, row, first lane, log2 CP size of each slot) of the best state."""
     shape = (num_rows, num_lanes)
@@ -80,11 +82,11 @@ def _anneal(
         np.empty((2, 2, num_rows, num_lanes), np.int64),
         np.empty(shape, np.int64),
     )
-    nobody = np.zeros((0, num_lanes), np.int64)
+    ends = np.empty((len(graph.kind), num_lanes), np.int64)
     hottest = _HOTTEST * (1.0 + 2.0 * (seed % 2))
     state = np.uint64(88172645463325252 + seed * 7919000021)
     current = (bucket_of_sample.copy(), row_of.copy(), first_of.copy(), size_of.copy())
-    now = _makespan(seqlens, table, operations, pp_size, vp_size, grid, nobody, current)
+    now = _makespan(seqlens, table, graph, vp_size, grid, ends, current)
     best, best_ns = (current[0].copy(), current[1].copy(), current[2].copy(), current[3].copy()), now
     trial = (current[0].copy(), current[1].copy(), current[2].copy(), current[3].copy())
     for step in range(num_steps):
@@ -94,7 +96,7 @@ def _anneal(
         state, changed = _move(state, seqlens, table, num_rows, num_lanes, trial)
         if not changed or not _is_legal(seqlens, table, num_rows, num_lanes, trial):
             continue
-        then = _makespan(seqlens, table, operations, pp_size, vp_size, grid, nobody, trial)
+        then = _makespan(seqlens, table, graph, vp_size, grid, ends, trial)
         state = _next(state)
         if then <= now or _share(state) < np.exp((now - then) / temperature):
             now = then
@@ -244,12 +246,12 @@ def _is_legal(
     return True
 
 
-@compiled
+@inlined
 def _makespan(
-    seqlens: Ints, table: PriceTable, operations: Ints, pp_size: int, vp_size: int, grid: Grid, nobody: Ints,
+    seqlens: Ints, table: PriceTable, graph: Graph, vp_size: int, grid: Grid, ends: Ints,
     trial: tuple[Ints, Ints, Ints, Ints],
 ) -> int:  # fmt: skip
     bucket_of_sample, row_of, first_of, size_of = trial
     tokens, squares = sums_of_buckets(seqlens, bucket_of_sample, size_of, table.multiples, table.rank_token_multiple)
     fill_grid(grid, table, vp_size, row_of, first_of, size_of, tokens, squares)
-    return end_times(operations, pp_size, vp_size, grid, nobody)
+    return end_times(graph, grid, ends)

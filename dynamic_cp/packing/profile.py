@@ -12,56 +12,16 @@ after them, and the rest of such a lane stays nearly empty; lanes without long s
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.longest_path import BACKWARD, FORWARD, common_operations
+from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph
 from dynamic_cp.prices import Floats, Ints
 
 SMALLEST_SHARE = 3e-4
 """No row gets less than this share of the even work of a row, so that it can grow again."""
-
-
-class LaneGraph(NamedTuple):
-    """The schedule of one lane without groups.
-
-    Attributes:
-        micro_batch, kind: [operation] -> its micro-batch, FORWARD or BACKWARD; in an order in which they can run.
-        before: [operation] -> the operation before it on its stage, or -1.
-        source: [operation] -> the operation whose output it needs, or -1.
-        ends: [stage] -> last operation.
-    """
-
-    micro_batch: Ints
-    kind: Ints
-    before: Ints
-    source: Ints
-    ends: Ints
-
-
-@lru_cache(maxsize=512)
-def lane_graph(pp_size: int, num_microbatches: int, vp_size: int) -> LaneGraph:
-    """Return the graph of Megatron-Core's schedule."""
-    operations = common_operations(pp_size, num_microbatches, vp_size)
-    last_virtual = pp_size * vp_size - 1
-    index: dict[tuple[int, int, int], int] = {}
-    last = [-1] * pp_size
-    before, source = [], []
-    for position, (stage, micro_batch, chunk, kind) in enumerate(operations.tolist()):
-        virtual = chunk * pp_size + stage
-        if kind == FORWARD:
-            needed = (kind, micro_batch, virtual - 1)
-        else:
-            needed = (kind, micro_batch, virtual + 1) if virtual < last_virtual else (FORWARD, micro_batch, virtual)
-        before.append(last[stage])
-        source.append(index.get(needed, -1))
-        last[stage] = index[kind, micro_batch, virtual] = position
-    return LaneGraph(
-        operations[:, 1].copy(), operations[:, 3].copy(), np.array(before), np.array(source), np.array(last)
-    )
 
 
 class Lanes(NamedTuple):
@@ -80,7 +40,7 @@ class Lanes(NamedTuple):
 
 @compiled
 def best_profiles(
-    graph: LaneGraph, lanes: Lanes, first_classes: Ints, vp_size: int, total_ns: float, backward_over_forward: float,
+    graph: Graph, lanes: Lanes, first_classes: Ints, vp_size: int, total_ns: float, backward_over_forward: float,
     empty_forward_ns: float, empty_backward_ns: float, num_iterations: int,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Return ([candidate] makespan, [class, row] work of the row without its overhead), in nanoseconds.
@@ -88,7 +48,7 @@ def best_profiles(
     Candidates do not influence each other; together they are faster than one after the other.
 
     Args:
-        graph: schedule of a lane.
+        graph: the operations of a lane and what each waits for.
         lanes: classes of lanes of all candidates; their long rows are lower bounds.
         first_classes: [candidate] -> its first class, and at the end the number of classes.
         vp_size: model chunks of a stage.
@@ -98,7 +58,7 @@ def best_profiles(
         num_iterations: 40 rank candidates, 250 come within about 1 % of the best profile.
     """
     num_lanes, long_forward_ns, long_backward_ns = lanes
-    micro_batch, kind, before, source, last = graph
+    micro_batch, kind, before, sender, last = graph.micro_batch, graph.kind, graph.before, graph.sender, graph.last
     num_classes, num_rows = long_forward_ns.shape
     num_candidates = len(first_classes) - 1
     long_ns = long_forward_ns + long_backward_ns
@@ -137,7 +97,7 @@ def best_profiles(
                         forward_ns, backward_ns = work[one, row] * (1.0 - share), work[one, row] * share
                     durations[FORWARD, row, one] = (empty_forward_ns + forward_ns) / vp_size
                     durations[BACKWARD, row, one] = (empty_backward_ns + backward_ns) / vp_size
-        _run(micro_batch, kind, before, source, last, durations, ends, makespan)
+        _run(micro_batch, kind, before, sender, last, durations, ends, makespan)
         rate = 0.1 / (1.0 + 3.0 * iteration / num_iterations)
         for candidate in range(num_candidates):
             first, end = first_classes[candidate], first_classes[candidate + 1]
@@ -150,7 +110,7 @@ def best_profiles(
                 pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
                 if pull <= 0.0:
                     continue
-                _cross(micro_batch, kind, before, source, last, ends, one, crossed)
+                _cross(micro_batch, kind, before, sender, last, ends, one, crossed)
                 moved = counted = 0.0
                 for row in range(num_rows):
                     crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
@@ -166,19 +126,19 @@ def best_profiles(
 
 @compiled
 def _run(
-    micro_batch: Ints, kind: Ints, before: Ints, source: Ints, last: Ints, durations: Floats, ends: Floats,
+    micro_batch: Ints, kind: Ints, before: Ints, sender: Ints, last: Ints, durations: Floats, ends: Floats,
     makespan: Floats,
 ) -> None:  # fmt: skip
     """Write when each operation ends, [operation, class], and the makespan of each class of lanes.
 
     Args:
-        micro_batch, kind, before, source, last: the attributes of `LaneGraph`.
+        micro_batch, kind, before, sender, last: the attributes of `Graph`; hops take no time.
         durations: [FORWARD or BACKWARD, row, class] nanoseconds of a chunk.
         ends: one row longer; the last one, of what comes before the first operation, is 0.
     """
     num_classes = ends.shape[1]
     for index in range(len(kind)):
-        at, needed, way, row = before[index], source[index], kind[index], micro_batch[index]
+        at, needed, way, row = before[index], sender[index], kind[index], micro_batch[index]
         if at < 0:
             at = len(kind)
         if needed < 0:
@@ -193,7 +153,7 @@ def _run(
 
 @compiled
 def _cross(
-    micro_batch: Ints, kind: Ints, before: Ints, source: Ints, last: Ints, ends: Floats, one: int, crossed: Floats
+    micro_batch: Ints, kind: Ints, before: Ints, sender: Ints, last: Ints, ends: Floats, one: int, crossed: Floats
 ) -> None:
     """Count how often the longest path of a class crosses each row, [FORWARD or BACKWARD, row]."""
     at = last[0]
@@ -203,7 +163,7 @@ def _cross(
     crossed[:] = 0.0
     while at >= 0:
         crossed[kind[at], micro_batch[at]] += 1.0
-        if before[at] < 0 or (source[at] >= 0 and ends[source[at], one] > ends[before[at], one]):
-            at = source[at]
+        if before[at] < 0 or (sender[at] >= 0 and ends[sender[at], one] > ends[before[at], one]):
+            at = sender[at]
         else:
             at = before[at]

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dynamic_cp.longest_path import FORWARD
+from dynamic_cp.pipeline.graph import places_of
 from dynamic_cp.report.drawing import (
     FONT_PT,
     SMALL_PT,
@@ -121,16 +121,16 @@ def _draw(
     for stage in window.stages:
         top = window.row(stage, window.lanes.start)
         add_rectangles(panel, [Rectangle(0, end, top, top + len(window.lanes))], theme.band, zorder=1)
-    durations = durations_ns(timeline.grid, timeline.operations, timeline.plan.topology)
+    durations = durations_ns(timeline.grid, timeline.graph)
     bars: dict[tuple[int, bool], list[Rectangle]] = defaultdict(list)
     numbers: list[tuple[Rectangle, int, str]] = []
     width_in, height_in, limit = inches
     pt_per_time, pt_per_row = _DATA_SHARE * width_in * 72 / limit, height_in * 72 / window.num_rows
     to_unit = factor / 1e9
-    for index, (stage, micro_batch, _, kind) in enumerate(timeline.operations.tolist()):
+    for index, (stage, operation) in enumerate(places_of(timeline.graph)):
         if stage not in window.stages:
             continue
-        for bucket in timeline.plan.micro_batches[micro_batch].buckets:
+        for bucket in timeline.plan.micro_batches[operation.micro_batch].buckets:
             first = max(bucket.first_lane, window.lanes.start)
             last = min(bucket.lanes.stop, window.lanes.stop)
             if first >= last:
@@ -141,11 +141,11 @@ def _draw(
             # A gap of a third of a point between lanes that no group joins.
             gap = min(0.2, 0.35 / pt_per_row)
             bar = Rectangle(start, stop, top + gap, top + last - first - gap)
-            cp_size, forward = (bucket.cp_size if bucket.samples else 0), kind == FORWARD
+            cp_size, forward = (bucket.cp_size if bucket.samples else 0), operation.kind == "F"
             bars[cp_size, forward].append(bar)
-            roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(micro_batch))
+            roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(operation.micro_batch))
             if roomy and (last - first) * pt_per_row > _NUMBER_PT + 1 and cp_size:
-                numbers.append((bar, micro_batch, _ink_on(theme, cp_size, forward)))
+                numbers.append((bar, operation.micro_batch, _ink_on(theme, cp_size, forward)))
     for (cp_size, forward), rectangles in sorted(bars.items()):
         color = theme.cp_color(cp_size, forward=forward) if cp_size else theme.empty
         line = min(0.35, 0.12 * pt_per_row)

@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.longest_path import FORWARD
+from dynamic_cp.pipeline.graph import FORWARD
 from dynamic_cp.prices import Ints
 from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events
 from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, write_trace
-from dynamic_cp.timeline import Span, Timeline, durations_ns, rank_tokens_of, source_indices
+from dynamic_cp.timeline import Span, Timeline, durations_ns, rank_tokens_of
 
 __all__ = ["Event", "MeasuredSpan", "measured_trace_events", "trace_events", "write_trace"]
 
@@ -114,21 +114,21 @@ def _group_arrows(spans: Sequence[Span], lanes: range, first_process: int) -> li
 
 def _stage_arrows(timeline: Timeline, lanes: range, first_process: int) -> list[Event]:
     """Return an arrow for each input that comes from another stage, on the first shown lane of the bucket."""
-    topology, operations = timeline.plan.topology, timeline.operations
-    starts_ns = timeline.ends_ns - durations_ns(timeline.grid, operations, topology)
+    graph = timeline.graph
+    starts_ns = timeline.ends_ns - durations_ns(timeline.grid, graph)
     events: list[Event] = []
-    for index, source in enumerate(source_indices(operations, topology).tolist()):
-        if source < 0 or operations[source, 0] == operations[index, 0]:
+    for index, sender in enumerate(graph.sender.tolist()):
+        if sender < 0:
             continue
-        for bucket in timeline.plan.micro_batches[int(operations[index, 1])].buckets:
+        for bucket in timeline.plan.micro_batches[int(graph.micro_batch[index])].buckets:
             lane = max(bucket.first_lane, lanes.start)
             if lane >= min(bucket.lanes.stop, lanes.stop):
                 continue
             name = f"p2p-{first_process}-{index}-{lane}"
             # A slice does not hold its own end, so the arrow leaves from its middle.
-            leaves_us = (starts_ns[source, lane] + timeline.ends_ns[source, lane]) / 2e3
-            to = first_process + int(operations[index, 0])
-            events.append(_arrow("s", "P2P", name, leaves_us, first_process + int(operations[source, 0]), lane))
+            leaves_us = (starts_ns[sender, lane] + timeline.ends_ns[sender, lane]) / 2e3
+            to = first_process + int(graph.stage[index])
+            events.append(_arrow("s", "P2P", name, leaves_us, first_process + int(graph.stage[sender]), lane))
             events.append(_arrow("f", "P2P", name, starts_ns[index, lane] / 1e3, to, lane))
     return events
 
@@ -148,16 +148,16 @@ def _arrow(phase: str, name: str, identity: str, ts_us: float, process: int, lan
 
 def _tokens_in_flight(timeline: Timeline, lanes: range, first_process: int, tokens: Ints) -> list[Event]:
     """Return a counter per stage: tokens of the lane that holds most, from the start of F to the end of B."""
-    topology = timeline.plan.topology
+    topology, graph = timeline.plan.topology, timeline.graph
     shown = slice(lanes.start, lanes.stop)
-    durations = durations_ns(timeline.grid, timeline.operations, topology)[:, shown]
+    durations = durations_ns(timeline.grid, graph)[:, shown]
     events: list[Event] = []
     for stage in range(topology.pp_size):
-        here = timeline.operations[:, 0] == stage
-        forward = timeline.operations[here, 3] == FORWARD
+        here = graph.stage == stage
+        forward = graph.kind[here] == FORWARD
         ends_ns = timeline.ends_ns[here][:, shown]
         times_ns = np.where(forward[:, None], ends_ns - durations[here], ends_ns)
-        changes = np.where(forward[:, None], 1, -1) * tokens[timeline.operations[here, 1]][:, shown]
+        changes = np.where(forward[:, None], 1, -1) * tokens[graph.micro_batch[here]][:, shown]
         lane_of = np.broadcast_to(np.arange(len(lanes)), changes.shape)
         order = np.lexsort((changes.ravel(), times_ns.ravel()))
         alive = np.zeros(len(lanes), np.int64)

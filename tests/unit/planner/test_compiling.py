@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import dynamic_cp
+from dynamic_cp import _jit
 
 pytest.importorskip("numba")
 
@@ -71,3 +75,49 @@ def test_without_a_place_on_disk_every_start_says_so(tmp_path: Path) -> None:
             said(tmp_path, "-")
             == "compiling the planner, about 30 s at every start: no folder to keep it is writable\n"
         )
+
+
+def names_read_by_kernels(tree: ast.Module) -> set[str]:
+    """Return what the compiled functions of a module name, annotations included: a tuple's fields are compiled in."""
+    kernels = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.FunctionDef)
+        and {"compiled", "inlined"} & {mark.id for mark in one.decorator_list if isinstance(mark, ast.Name)}
+    ]
+    return {name.id for kernel in kernels for name in ast.walk(kernel) if isinstance(name, ast.Name)}
+
+
+def test_all_that_kernels_read_is_in_the_name_of_their_folder() -> None:
+    """Else an edit there would leave kernels on disk that go on with the old value."""
+    package = Path(dynamic_cp.__file__).parent
+    digested = set(_jit.sources_of_kernels(package))
+    read: set[Path] = set()
+    for path in package.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = names_read_by_kernels(tree)
+        assert not names or path in digested
+        for one in ast.walk(tree):
+            if isinstance(one, ast.ImportFrom) and (one.module or "").startswith("dynamic_cp"):
+                module = package.parent.joinpath(*one.module.split(".")).with_suffix(".py")
+                for alias in one.names:
+                    if (alias.asname or alias.name) in names:
+                        read.add(module if module.exists() else module.with_suffix("") / f"{alias.name}.py")
+    assert package / "pipeline" / "graph.py" in read, "constants and a tuple, no kernel"
+    assert read <= digested, read - digested
+
+
+def test_an_edit_of_a_constant_that_kernels_import_is_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    kernel = tmp_path / "kernel.py"
+    numbers, others = tmp_path / "room" / "numbers.py", tmp_path / "room" / "others.py"
+    numbers.write_text("STEP = 1\n")
+    others.write_text("def add(): ...\n")
+    for text in (
+        "from dynamic_cp.room.numbers import STEP\nfrom dynamic_cp.room.others import add\n@compiled\n",
+        "from dynamic_cp.room.numbers import (\n    STEP,\n    Steps,\n)\n@compiled\n",
+    ):
+        kernel.write_text(text)
+        assert _jit.sources_of_kernels(tmp_path) == [kernel, numbers]
+    kernel.write_text("from dynamic_cp.room.numbers import STEP\n")
+    assert _jit.sources_of_kernels(tmp_path) == []

@@ -7,12 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.longest_path import BACKWARD, FORWARD, Grid, common_operations, end_times
+from dynamic_cp.longest_path import Grid, longest_path_ns
 from dynamic_cp.packing.critical_path import simulate_blocks
-from dynamic_cp.packing.profile import lane_graph
+from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
 
 BLOCKS = np.array([0, 4, 6]), np.array([4, 2, 1])
-NOBODY = np.zeros((0, 7), np.int64)
 
 
 def random_grid(rng: random.Random, num_rows: int) -> Grid:
@@ -30,9 +29,8 @@ def random_grid(rng: random.Random, num_rows: int) -> Grid:
 
 
 def simulated(grid: Grid, pp_size: int, vp_size: int, backward_over_forward: float):
-    num_rows = grid.sizes.shape[0]
-    operations, graph = (make(pp_size, num_rows, vp_size) for make in (common_operations, lane_graph))
-    return simulate_blocks(operations, graph, pp_size, vp_size, grid, *BLOCKS, backward_over_forward)
+    graph = pipeline_graph(pp_size, grid.sizes.shape[0], vp_size)
+    return simulate_blocks(graph, vp_size, grid, *BLOCKS, backward_over_forward)
 
 
 def block_of(grid: Grid, block: int) -> Grid:
@@ -43,24 +41,23 @@ def block_of(grid: Grid, block: int) -> Grid:
 @pytest.mark.parametrize(("pp_size", "vp_size", "num_rows"), [(2, 1, 5), (3, 1, 2), (4, 1, 9), (2, 2, 4), (3, 2, 6)])
 def test_a_longer_row_delays_its_block_once_for_each_crossing(pp_size, vp_size, num_rows):
     rng = random.Random(num_rows)
-    operations = common_operations(pp_size, num_rows, vp_size)
+    graph = pipeline_graph(pp_size, num_rows, vp_size)
     crossed = np.zeros(3)
     for _ in range(5):
         grid = random_grid(rng, num_rows)
         # A backward that takes 0 or ever so many times as long counts only one direction.
         for kind, ratio in ((FORWARD, 0.0), (BACKWARD, 1e30)):
             ends_ns, row_ns, crossings = simulated(grid, pp_size, vp_size, ratio)
-            assert ends_ns.max() == end_times(operations, pp_size, vp_size, grid, NOBODY)
+            assert ends_ns.max() == longest_path_ns(graph, grid)
             crossed += crossings.sum(axis=1)
             for block in range(3):
                 part = block_of(grid, block)
-                nobody = np.zeros((0, part.sizes.shape[1]), np.int64)
-                assert ends_ns[block] == end_times(operations, pp_size, vp_size, part, nobody)
+                assert ends_ns[block] == longest_path_ns(graph, part)
                 assert row_ns[block].tolist() == (vp_size * part.chunk_ns.sum(axis=0).max(axis=1)).tolist()
                 for row in range(num_rows):
                     longer = part._replace(chunk_ns=part.chunk_ns.copy())
                     longer.chunk_ns[kind, row] += 1000
-                    later_ns = end_times(operations, pp_size, vp_size, longer, nobody)
+                    later_ns = longest_path_ns(graph, longer)
                     assert later_ns >= ends_ns[block] + 1000 * crossings[block, row]
     # A path goes forward and back through all virtual stages, at least.
     assert (crossed >= 5 * 2 * pp_size * vp_size).all()

@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.longest_path import Grid, common_operations, end_times
-from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profiles, lane_graph
+from dynamic_cp.longest_path import Grid, longest_path_ns
+from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profiles
+from dynamic_cp.pipeline.graph import pipeline_graph
 
 SHAPES = [(2, 1, 1), (2, 5, 1), (4, 3, 1), (4, 9, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3)]
 
@@ -25,21 +26,22 @@ def path(graph, forward, backward):
     """Return (makespan, crossings forward, crossings backward)."""
     durations = np.array([forward, backward], float)[:, :, None]
     ends, makespan, crossed = np.zeros((len(graph.kind) + 1, 1)), np.zeros(1), np.zeros((2, len(forward)))
-    _run(*graph, durations, ends, makespan)
-    _cross(*graph, ends, 0, crossed)
+    arrays = graph.micro_batch, graph.kind, graph.before, graph.sender, graph.last
+    _run(*arrays, durations, ends, makespan)
+    _cross(*arrays, ends, 0, crossed)
     return makespan[0], *crossed
 
 
 @pytest.mark.parametrize(("pp_size", "num_rows", "vp_size"), SHAPES)
 def test_the_longest_path_of_the_graph_is_the_end_of_one_simulated_lane(pp_size, num_rows, vp_size):
     rng = random.Random(pp_size * 100 + num_rows)
-    graph, operations = lane_graph(pp_size, num_rows, vp_size), common_operations(pp_size, num_rows, vp_size)
+    graph = pipeline_graph(pp_size, num_rows, vp_size)
     for _ in range(20):
         forward = np.array([rng.randint(1, 50) for _ in range(num_rows)])
         backward = np.array([rng.randint(1, 99) for _ in range(num_rows)])
         makespan, crossed_forward, crossed_backward = path(graph, forward, backward)
         grid = one_lane(forward, backward)
-        assert makespan == end_times(operations, pp_size, vp_size, grid, np.zeros((0, 1), np.int64))
+        assert makespan == longest_path_ns(graph, grid)
         # The path is as long as the operations that it crosses: the counts are its gradient.
         assert makespan == (crossed_forward * forward).sum() + (crossed_backward * backward).sum()
 
@@ -51,7 +53,7 @@ def profile(pp_size, num_rows, vp_size, lanes, total_ns, empty_ns=0.0, ratio=2.0
 
 def profiles(pp_size, num_rows, vp_size, candidates, total_ns, empty_ns=0.0, ratio=2.0, num_iterations=250):
     return best_profiles(
-        lane_graph(pp_size, num_rows, vp_size),
+        pipeline_graph(pp_size, num_rows, vp_size),
         Lanes(*(np.concatenate(parts) for parts in zip(*candidates, strict=True))),
         np.cumsum([0, *(len(one.num_lanes) for one in candidates)]),
         vp_size,
@@ -89,7 +91,7 @@ def test_without_long_samples_and_with_many_rows_nothing_beats_the_uniform_profi
 def test_one_lane_comes_close_to_the_best_of_all_profiles(pp_size):
     """Brute force over a grid of shares of three rows."""
     num_rows, total_ns, empty_ns = 3, 3e8, 1e6
-    graph = lane_graph(pp_size, num_rows, 1)
+    graph = pipeline_graph(pp_size, num_rows, 1)
     best = np.inf
     for parts in itertools.product(range(41), repeat=2):
         if sum(parts) <= 40:

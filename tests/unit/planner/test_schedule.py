@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dynamic_cp.deadlock import resolve
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.longest_path import common_operations
-from dynamic_cp.schedule import KINDS, Operation, peak_in_flight_tokens, stage_operations
+from dynamic_cp.schedule import Operation, peak_in_flight_tokens, stage_operations
 
 
 def text(*arguments: int) -> str:
@@ -40,26 +38,6 @@ def test_operations_parse_back():
 def test_interleaving_needs_a_multiple():
     with pytest.raises(InvalidInputError, match=r"5 micro-batches.*pp_size 4"):
         stage_operations(0, 4, 5, 2)
-
-
-@pytest.mark.parametrize(
-    ("pp", "m", "vp"), [(1, 3, 1), (2, 1, 1), (4, 7, 1), (8, 23, 1), (2, 4, 2), (4, 8, 3), (8, 16, 5)]
-)
-def test_the_common_order_is_every_list_in_an_order_that_can_run(pp, m, vp):
-    rows = [tuple(row) for row in common_operations(pp, m, vp).tolist()]
-    for stage in range(pp):
-        here = tuple(Operation(KINDS[kind], i, chunk) for at, i, chunk, kind in rows if at == stage)
-        assert here == stage_operations(stage, pp, m, vp)
-    position = {row: index for index, row in enumerate(rows)}
-    num_inputs = 0
-    for (stage, i, chunk, kind), index in position.items():
-        virtual = chunk * pp + stage + (1 if kind else -1)
-        if 0 <= virtual < pp * vp:
-            assert position[virtual % pp, i, virtual // pp, kind] < index
-            num_inputs += 1
-    assert num_inputs == 2 * m * (pp * vp - 1)
-    lists = {(stage, 0): stage_operations(stage, pp, m, vp) for stage in range(pp)}
-    assert len(resolve(lists, [[range(1)]] * m, pp, vp)) == len(rows)
 
 
 @pytest.mark.parametrize("m", [1, 3, 8])

@@ -11,7 +11,8 @@ import pytest
 
 from dynamic_cp.cost_model import BucketCost
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.longest_path import common_operations, end_times
+from dynamic_cp.longest_path import end_times
+from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.schedule import Operation, stage_operations
 from dynamic_cp.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
@@ -124,10 +125,10 @@ def test_the_kernel_without_compilation_gives_the_same_times():
     for _ in range(20):
         plan, costs = random_case(rng)
         topology, grid = plan.topology, grid_of(plan, GivenCosts(costs))
-        operations = common_operations(topology.pp_size, plan.num_microbatches, topology.vp_size)
-        ends = np.zeros((len(operations), topology.num_lanes), np.int64)
+        graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
+        ends = np.zeros((len(graph.kind), topology.num_lanes), np.int64)
         timeline = simulate(plan, GivenCosts(costs))
-        assert interpreted(operations, topology.pp_size, topology.vp_size, grid, ends) == timeline.makespan_ns
+        assert interpreted(graph, grid, ends) == timeline.makespan_ns
         assert (ends == timeline.ends_ns).all()
 
 
