@@ -108,6 +108,15 @@ def _check_complete(operations: LaneOperations, groups: Sequence[Sequence[range]
         for chunk in range(vp_size)
     )
     for (stage, lane), todo in operations.items():
+        cut = next((operation for operation in todo if operation.part), None)
+        if cut is not None:
+            raise IllegalPlanError(
+                f"stage {stage} lane {lane} runs {cut}, part {cut.part} of micro-batch {cut.micro_batch}: "
+                "the sequences of a plan are whole, list part 0 only",
+                stage=stage,
+                lane=lane,
+                operation=cut,
+            )
         found = Counter(todo)
         if found != wanted:
             operation = min((wanted - found) + (found - wanted))

@@ -1,7 +1,8 @@
 """The operations of a pipeline stage in the order in which Megatron-Core runs them.
 
-Plain data: an `Operation` prints as `chunk F|B micro_batch` ("0F3", "1B0") and parses back. The list depends on stage,
-pp_size, num_microbatches and vp_size only, so it is the same for all lanes of a stage.
+Plain data: an `Operation` prints as `chunk F|B micro_batch` ("0F3", "1B0") and parses back; one of a later part of the
+sequences adds `.part` ("0F3.1"). The list depends on stage, pp_size, num_microbatches and vp_size only, so it is the
+same for all lanes of a stage.
 """
 
 from __future__ import annotations
@@ -21,22 +22,30 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Operation(NamedTuple):
-    """Forward ("F") or backward ("B") of one micro-batch on one model chunk of a stage."""
+    """Forward ("F") or backward ("B") of one micro-batch on one model chunk of a stage.
+
+    Attributes:
+        kind, micro_batch, chunk: which.
+        part: of its sequences, for schedules that cut them; plans have whole ones, part 0.
+    """
 
     kind: Kind
     micro_batch: int
     chunk: int = 0
+    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.chunk}{self.kind}{self.micro_batch}"
+        return f"{self.chunk}{self.kind}{self.micro_batch}" + (f".{self.part}" if self.part else "")
 
     @classmethod
     def parse(cls, text: str) -> Operation:
         """Return the operation that prints as `text`; InvalidInputError when none does."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        match = re.fullmatch(r"(\d+)([FB])(\d+)(?:\.([1-9]\d*))?", text)
         if match is None:
-            raise InvalidInputError(f"{text!r} is no operation: write chunk, F or B, micro-batch, like 0F3")
-        return cls("F" if match[2] == "F" else "B", int(match[3]), int(match[1]))
+            raise InvalidInputError(
+                f"{text!r} is no operation: write chunk, F or B, micro-batch, like 0F3; a later part like 0F3.1"
+            )
+        return cls("F" if match[2] == "F" else "B", int(match[3]), int(match[1]), int(match[4] or 0))
 
 
 @lru_cache(maxsize=4096)

@@ -73,7 +73,7 @@ def _shown(span: Span, lanes: range) -> range:
 
 
 def _slice(span: Span, lane: int, first_process: int, tokens: Ints) -> Event:
-    kind, micro_batch, chunk = span.operation
+    kind, micro_batch = span.operation.kind, span.operation.micro_batch
     bucket = span.bucket
     return {
         "name": f"{kind}{micro_batch} cp{bucket.cp_size}" if bucket.samples else f"{kind}{micro_batch} padding",
@@ -85,7 +85,7 @@ def _slice(span: Span, lane: int, first_process: int, tokens: Ints) -> Event:
         "tid": lane,
         "args": {
             "micro_batch": micro_batch,
-            "chunk": chunk,
+            "chunk": span.operation.chunk,
             "cp_size": bucket.cp_size,
             "lanes": f"{bucket.first_lane}-{bucket.lanes.stop - 1}",
             "cp_comm_type": bucket.cp_comm_type,

@@ -299,6 +299,9 @@ def test_lists_that_are_not_the_whole_work_are_refused():
         simulate(plan, model, {**lists, (0, 1): (*lists[0, 1], Operation("F", 0))})
     with pytest.raises(IllegalPlanError, match=r"stage 0 lane 0 runs 1F0 1 times, it must be 0"):
         simulate(plan, model, {**lists, (0, 0): (*lists[0, 0], Operation("F", 0, 1))})
+    cut = [*lists[0, 1][:-1], Operation("B", 1, part=2)]
+    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 1 runs 0B1\.2, part 2 of micro-batch 1: .* part 0 only"):
+        simulate(plan, model, {**lists, (0, 1): cut})
     with pytest.raises(IllegalPlanError, match=r"1 \(stage, lane\) places, 2 are needed; stage 0 lane 1 is left out"):
         simulate(plan, model, {(0, 0): lists[0, 0]})
     with pytest.raises(IllegalPlanError, match=r"stage 1 lane 0 is not in the plan"):
