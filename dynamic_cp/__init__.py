@@ -25,10 +25,10 @@ if TYPE_CHECKING:  # type checkers read these; at run time `__getattr__` imports
     from dynamic_cp.catalog import load_hardware, load_model
     from dynamic_cp.cost_model import CostModel
     from dynamic_cp.memory_model import MemoryModel
+    from dynamic_cp.pipeline.simulator import simulate
     from dynamic_cp.plan_arrays import PlanArrays, plan_lengths
     from dynamic_cp.search import plan_global_batch
     from dynamic_cp.serialize import format_plan
-    from dynamic_cp.simulator import simulate
     from dynamic_cp.validate import check_plan
 
 __all__ = [
@@ -66,7 +66,7 @@ _AT_FIRST_USE = {
     "lower_bound": "dynamic_cp.bounds",
     "plan_global_batch": "dynamic_cp.search",
     "plan_lengths": "dynamic_cp.plan_arrays",
-    "simulate": "dynamic_cp.simulator",
+    "simulate": "dynamic_cp.pipeline.simulator",
 }
 """Name -> module; the same as in the block for type checkers."""
 

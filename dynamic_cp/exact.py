@@ -33,8 +33,8 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
+from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.prices import NUM_KINKS, Floats
-from dynamic_cp.simulator import makespan_ns
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
 
 TOLERANCE = 1e-6
@@ -334,7 +334,7 @@ class _Program:
         return float(most)
 
     def _schedule(self) -> None:
-        """Ends of all operations of all lanes, as in `longest_path.end_times`."""
+        """Ends of all operations of all lanes, as in `pipeline/longest_path.py`."""
         topology, table = self.cost_model.topology, self.cost_model.table
         graph = pipeline_graph(topology.pp_size, len(self.rows), topology.vp_size)
         self.num_operations = len(graph.kind)

@@ -29,8 +29,8 @@ from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_ba
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.padding import round_up
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.prices import Ints
-from dynamic_cp.simulator import simulate
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 

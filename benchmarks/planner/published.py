@@ -16,7 +16,7 @@ from benchmarks.planner.problem import Problem
 from benchmarks.planner.report import Row, table
 from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.flops import plan_flops, tflops_per_rank
-from dynamic_cp.simulator import simulate
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.types import Plan, PlanOptions, Topology
 from dynamic_cp.workloads import draw_lengths
 

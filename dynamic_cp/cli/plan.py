@@ -209,7 +209,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
 def _bound_figures(plan: Plan, cost_model: Any) -> dict[str, Any]:
     """Return the bound beside what it bounds, the time without the end-of-step gradient reduction."""
     from dynamic_cp.bounds import lower_bound
-    from dynamic_cp.simulator import simulate
+    from dynamic_cp.pipeline.simulator import simulate
 
     bound = lower_bound(plan.samples, cost_model)
     makespan_s = simulate(plan, cost_model).makespan_s

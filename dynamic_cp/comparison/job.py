@@ -12,8 +12,8 @@ from dynamic_cp.comparison.values import BatchOutcome
 from dynamic_cp.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.padding import padding_fraction
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.setting import Setting
-from dynamic_cp.simulator import simulate
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.prices import NUM_KINKS, Floats, Ints
-from dynamic_cp.timeline import Timeline
 from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology
 
 _FREE_BYTES_PER_S = 1e30

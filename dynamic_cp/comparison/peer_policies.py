@@ -14,7 +14,7 @@ from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.peers.peer import PeerResult
-from dynamic_cp.simulator import simulate
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.types import PlannedBatch, PlanOptions, Sample
 from dynamic_cp.validate import check_plan
 

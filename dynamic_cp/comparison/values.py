@@ -10,8 +10,8 @@ from operator import mul
 
 from dynamic_cp.comparison.parts import TimeParts, mean_parts
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
+from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.setting import Setting
-from dynamic_cp.timeline import Timeline
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 

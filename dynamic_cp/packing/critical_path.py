@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.longest_path import Grid, end_times
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph
+from dynamic_cp.pipeline.longest_path import Grid, end_times
 from dynamic_cp.prices import Floats, Ints
 
 

@@ -1,4 +1,4 @@
-"""Prices a packing exactly and turns it into a plan; the array path agrees with `simulator.py` to the nanosecond."""
+"""Prices a packing exactly and makes it a plan; its array path agrees with `pipeline.simulator` to the nanosecond."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.longest_path import Grid, longest_path_ns
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import pipeline_graph
+from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
 from dynamic_cp.prices import Floats, Ints, PriceTable, best_option, seconds
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.longest_path import Grid, end_times
 from dynamic_cp.packing.judge import fill_grid, num_microbatches_of, sums_of_buckets
 from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph
+from dynamic_cp.pipeline.longest_path import Grid, end_times
 from dynamic_cp.prices import Ints, PriceTable
 
 _SMALL = 1000

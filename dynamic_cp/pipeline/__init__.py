@@ -1,4 +1,6 @@
 """A pipeline: what its stages run, what each operation waits for, and how long all of it takes.
 
-Read `graph` first: it alone knows what an operation waits for and which stage pays embedding and head.
+Read in this order: `schedule` lists the operations of a stage, `graph` says what each waits for and pays,
+`longest_path` times them in one compiled loop, `deadlock` finds an order for lists that differ from lane to lane,
+`timeline` splits the time of every rank, `simulator` does all of it for a plan.
 """

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.pipeline.graph import places_of
+from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.report.drawing import (
     FONT_PT,
     SMALL_PT,
@@ -23,7 +24,6 @@ from dynamic_cp.report.drawing import (
     time_unit,
 )
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.timeline import Timeline, durations_ns
 from dynamic_cp.types import largest_power_of_two
 
 if TYPE_CHECKING:

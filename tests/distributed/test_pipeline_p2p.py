@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.schedule import stage_operations
+from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.micro_batches import PackedStep
 from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, message_orders

@@ -17,9 +17,9 @@ from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.padding import padding_fraction
 from dynamic_cp.peers import wlb
+from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.serialize import digest
-from dynamic_cp.simulator import makespan_ns, simulate
 from dynamic_cp.types import (
     CP_COMM_TYPES,
     Bucket,

@@ -14,9 +14,9 @@ from dynamic_cp.bounds import lower_bound
 from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.search import POLICIES
 from dynamic_cp.serialize import digest, format_plan, loads, plan_from_dict
-from dynamic_cp.simulator import simulate
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
 from dynamic_cp.validate import check_plan
 from dynamic_cp.workloads import draw_lengths

@@ -12,8 +12,8 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.judge import bucket_sums, build_plan, grid_of_packing, makespan_ns, num_microbatches_of
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.simulator import grid_of
-from dynamic_cp.simulator import makespan_ns as simulated_ns
+from dynamic_cp.pipeline.simulator import grid_of
+from dynamic_cp.pipeline.simulator import makespan_ns as simulated_ns
 from dynamic_cp.types import PlanOptions, Topology
 from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import DEEP_MODEL, deep_cost_model, descending

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.longest_path import Grid, longest_path_ns
 from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profiles
 from dynamic_cp.pipeline.graph import pipeline_graph
+from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
 
 SHAPES = [(2, 1, 1), (2, 5, 1), (4, 3, 1), (4, 9, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3)]
 

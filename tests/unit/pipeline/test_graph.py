@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import dynamic_cp
-from dynamic_cp.deadlock import resolve
+from dynamic_cp.pipeline.deadlock import resolve
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Need, edges_paid, needed_operation, pipeline_graph, places_of
-from dynamic_cp.schedule import Operation, stage_operations
+from dynamic_cp.pipeline.schedule import Operation, stage_operations
 
 SHAPES = [(1, 3, 1), (2, 1, 1), (4, 7, 1), (8, 23, 1), (2, 4, 2), (4, 8, 3), (8, 16, 5)]
 

@@ -2,7 +2,7 @@
 
 A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes, and ends on
 all of them together. There is no other barrier. A hop delays its receiver and occupies nobody. Which input an operation
-needs and which stage pays embedding and head stands in `pipeline/graph.py`.
+needs and which stage pays embedding and head stands in `graph.py`.
 """
 
 from __future__ import annotations

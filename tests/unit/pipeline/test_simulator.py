@@ -11,12 +11,12 @@ import pytest
 
 from dynamic_cp.cost_model import BucketCost
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.longest_path import end_times
 from dynamic_cp.pipeline.graph import pipeline_graph
-from dynamic_cp.schedule import Operation, stage_operations
-from dynamic_cp.simulator import grid_of, makespan_ns, simulate
+from dynamic_cp.pipeline.longest_path import end_times
+from dynamic_cp.pipeline.schedule import Operation, stage_operations
+from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from tests.unit.planner.event_simulator import play
+from tests.unit.pipeline.event_simulator import play
 from tests.unit.planner.support import GivenCosts, plan_of
 
 MS = 1_000_000

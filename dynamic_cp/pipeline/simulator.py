@@ -1,0 +1,129 @@
+"""Exact times of a plan: the longest path through the schedules of all stages and lanes.
+
+A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes, and ends on
+all of them together. There is no other barrier: neither between micro-batches nor between lanes that share no bucket.
+Times are whole nanoseconds, so two candidates compare the same on every CPU.
+
+The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule. Lists of operations that differ
+from lane to lane first need an order in which they can run (`deadlock.resolve`) and go through a plain loop.
+
+Limits: a group's operation is one event (its lanes do not drift apart inside it); the end-of-step gradient reduction
+is a constant after the makespan; a hop takes no time of its sender and no link is shared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamic_cp.cost_model import CostModel, nanoseconds
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
+from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
+from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
+from dynamic_cp.pipeline.timeline import Timeline, durations_ns
+from dynamic_cp.prices import Ints
+from dynamic_cp.types import Plan
+
+
+def simulate(
+    plan: Plan, cost_model: CostModel, operations: LaneOperations | None = None, *, grid: Grid | None = None
+) -> Timeline:
+    """Return the timeline of `plan`.
+
+    Args:
+        plan: a plan that passes `check_plan`.
+        cost_model: prices of its buckets.
+        operations: what each (stage, lane) runs; None = Megatron-Core's schedule, the same list on every lane.
+        grid: `grid_of(plan, cost_model)` where the caller has it; pricing takes longer than simulating.
+
+    Raises:
+        IllegalPlanError: `operations` are incomplete or deadlock; the message names the stuck actions.
+    """
+    topology = plan.topology
+    grid = grid_of(plan, cost_model) if grid is None else grid
+    graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
+    ends_ns = np.empty((len(graph.kind), topology.num_lanes), np.int64)
+    if operations is None:
+        end_times(graph, grid, ends_ns)
+    else:
+        _end_times_of_lists(plan, grid, graph, operations, ends_ns)
+    return Timeline(
+        plan=plan,
+        grid=grid,
+        graph=graph,
+        ends_ns=ends_ns,
+        gradient_reduction_s=cost_model.gradient_reduction_s,
+        lane_operations=operations,
+    )
+
+
+def makespan_ns(plan: Plan, cost_model: CostModel) -> int:
+    """Return only the makespan of `plan` in nanoseconds."""
+    topology = plan.topology
+    graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
+    return longest_path_ns(graph, grid_of(plan, cost_model))
+
+
+def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
+    """Return the durations of `plan`: one model chunk takes 1 / vp_size of its stage, edges and hops are whole.
+
+    Raises:
+        IllegalPlanError: the buckets of a micro-batch do not tile the lanes; the kernel relies on it.
+    """
+    num_lanes, vp_size = plan.topology.num_lanes, plan.topology.vp_size
+    sizes: list[int] = []
+    prices_ns: list[tuple[int, ...]] = []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        lane = 0
+        for bucket in micro_batch.buckets:
+            if bucket.first_lane != lane:
+                break
+            lane += bucket.cp_size
+            cost = cost_model.bucket_cost(bucket)
+            sizes.append(bucket.cp_size)
+            prices_ns.append(
+                (
+                    nanoseconds(cost.forward_s / vp_size),
+                    nanoseconds(cost.backward_s / vp_size),
+                    nanoseconds(cost.embedding_forward_s),
+                    nanoseconds(cost.embedding_backward_s),
+                    nanoseconds(cost.head_forward_s),
+                    nanoseconds(cost.head_backward_s),
+                    nanoseconds(cost.p2p_s),
+                )
+            )
+        if lane != num_lanes:
+            raise IllegalPlanError(
+                f"micro-batch {index} covers lanes 0 .. {lane - 1} in order, there are {num_lanes} lanes: "
+                "list buckets in lane order, each lane exactly once",
+                micro_batch=index,
+                num_lanes=num_lanes,
+            )
+    repeats = np.array(sizes, np.int64)
+    of_lane = np.repeat(np.array(prices_ns, np.int64).reshape(-1, 7).T, repeats, axis=1)
+    of_lane = np.ascontiguousarray(of_lane).reshape(7, plan.num_microbatches, num_lanes)
+    return Grid(
+        sizes=np.repeat(repeats, repeats).reshape(plan.num_microbatches, num_lanes),
+        chunk_ns=of_lane[:2],
+        edge_ns=of_lane[2:6].reshape(2, 2, plan.num_microbatches, num_lanes),
+        hop_ns=of_lane[6],
+    )
+
+
+def _end_times_of_lists(plan: Plan, grid: Grid, graph: Graph, operations: LaneOperations, ends_ns: Ints) -> None:
+    """Fill `ends_ns` ([operation of `graph`, lane]) for lanes that run the lists `operations`."""
+    topology = plan.topology
+    groups = [[bucket.lanes for bucket in micro_batch.buckets] for micro_batch in plan.micro_batches]
+    steps = resolve(operations, groups, topology.pp_size, topology.vp_size)
+    durations = durations_ns(grid, graph)
+    index_of = {place: index for index, place in enumerate(places_of(graph))}
+    free_ns = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
+    for stage, operation, bucket_index in steps:
+        group = groups[operation.micro_batch][bucket_index]
+        lanes, first = slice(group.start, group.stop), group.start
+        at = index_of[stage, operation]
+        sender = graph.sender[at]
+        start_ns = free_ns[stage, lanes].max()
+        if sender >= 0:
+            start_ns = max(start_ns, ends_ns[sender, first] + grid.hop_ns[operation.micro_batch, first])
+        ends_ns[at, lanes] = free_ns[stage, lanes] = start_ns + durations[at, first]

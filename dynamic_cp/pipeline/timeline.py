@@ -1,0 +1,251 @@
+"""A simulated iteration: when each operation ran, and where the time of every rank went.
+
+All ranks of one (stage, lane) do the same, so they are one place here. On every place, in whole nanoseconds,
+
+    busy + pipeline bubble + CP wait + DP wait = makespan
+
+    busy             computes or exchanges keys and values in the open
+    pipeline bubble  free, but the input of its next operation is not there yet; or done, while the same lane still
+                     works on other stages (the pipeline drains)
+    CP wait          free and its input is there, but another lane of the bucket's group has not come to the operation
+    DP wait          the lane is done on all stages, other lanes are not
+
+A place that waits for both its input and its group is in the pipeline bubble until the input arrives. Waits are named
+by their nearest cause: an input that is late because the stage before it waited for its group is a pipeline bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamic_cp.padding import rank_tokens
+from dynamic_cp.pipeline.deadlock import LaneOperations
+from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, places_of
+from dynamic_cp.pipeline.longest_path import Grid
+from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, peak_in_flight_tokens
+from dynamic_cp.prices import Ints
+from dynamic_cp.types import Bucket, Plan
+
+
+class Span(NamedTuple):
+    """When one bucket ran one operation on one stage."""
+
+    stage: int
+    operation: Operation
+    bucket: Bucket
+    start_ns: int
+    end_ns: int
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the start of the iteration to the start of the operation."""
+        return self.start_ns / 1e9
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the start of the iteration to the end of the operation."""
+        return self.end_ns / 1e9
+
+
+class TimelineEvent(NamedTuple):
+    """One operation on one place, for a trace viewer that draws a row per (stage, lane)."""
+
+    name: str
+    stage: int
+    lane: int
+    start_us: float
+    duration_us: float
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimeSplit:
+    """Nanoseconds of every place by what it did, each [stage, lane]; the four add up to the makespan everywhere."""
+
+    busy_ns: Ints
+    pipeline_bubble_ns: Ints
+    cp_wait_ns: Ints
+    dp_wait_ns: Ints
+
+    @property
+    def busy_fraction(self) -> float:
+        """Share of all ranks' time that is busy."""
+        return self._fraction(self.busy_ns)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which nothing runs: pipeline bubble, CP wait and DP wait together."""
+        return self._fraction(self.pipeline_bubble_ns + self.cp_wait_ns + self.dp_wait_ns)
+
+    @property
+    def pipeline_bubble_fraction(self) -> float:
+        """Share of all ranks' time spent in the pipeline bubble."""
+        return self._fraction(self.pipeline_bubble_ns)
+
+    @property
+    def cp_wait_fraction(self) -> float:
+        """Share of all ranks' time spent waiting for other lanes of a group."""
+        return self._fraction(self.cp_wait_ns)
+
+    @property
+    def dp_wait_fraction(self) -> float:
+        """Share of all ranks' time spent done, while other lanes still work."""
+        return self._fraction(self.dp_wait_ns)
+
+    def _fraction(self, part_ns: Ints) -> float:
+        total_ns = (self.busy_ns + self.pipeline_bubble_ns + self.cp_wait_ns + self.dp_wait_ns).sum()
+        return float(part_ns.sum() / total_ns) if total_ns else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """The simulated iteration of `plan`. What is derived is computed at each access: keep it if you need it twice.
+
+    Attributes:
+        grid: durations of the plan's buckets.
+        graph: the operations of all stages and what each waits for.
+        ends_ns: [operation, lane] -> its end; the iteration starts at 0.
+        gradient_reduction_s: what the end-of-step reduction adds at most.
+        lane_operations: the lists that each (stage, lane) ran; None = Megatron-Core's.
+    """
+
+    plan: Plan
+    grid: Grid
+    graph: Graph
+    ends_ns: Ints
+    gradient_reduction_s: float
+    lane_operations: LaneOperations | None = None
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {self.iteration_s:.4g} s, {self.plan.describe()}>"
+
+    @property
+    def makespan_ns(self) -> int:
+        """End of the last operation."""
+        return int(self.ends_ns.max())
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds of forward and backward of all micro-batches."""
+        return self.makespan_ns / 1e9
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of the iteration with the gradient reduction at its end (an upper bound: it may overlap)."""
+        return self.makespan_s + self.gradient_reduction_s
+
+    @property
+    def lane_busy_s(self) -> tuple[float, ...]:
+        """Seconds of compute and exposed exchange of each lane on one stage, the mean of its stages."""
+        busy_ns = durations_ns(self.grid, self.graph).sum(axis=0)
+        return tuple((busy_ns / self.plan.topology.pp_size / 1e9).tolist())
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which nothing runs."""
+        return self.split.bubble_fraction
+
+    @property
+    def split(self) -> TimeSplit:
+        """Where the time of every (stage, lane) went."""
+        pp_size, num_lanes = self.plan.topology.pp_size, self.plan.topology.num_lanes
+        durations = durations_ns(self.grid, self.graph)
+        arrivals = self._arrivals_ns()
+        busy, pipeline, group, last_end = np.zeros((4, pp_size, num_lanes), np.int64)
+        for stage in range(pp_size):
+            here = self.graph.stage == stage
+            starts, ends = self.ends_ns[here] - durations[here], self.ends_ns[here]
+            in_time = np.lexsort((starts, ends), axis=0)  # per lane; lists may differ from lane to lane
+            starts, ends = np.take_along_axis(starts, in_time, axis=0), np.take_along_axis(ends, in_time, axis=0)
+            arrived = np.take_along_axis(arrivals[here], in_time, axis=0)
+            free = np.zeros_like(ends)
+            free[1:] = ends[:-1]
+            ready = np.maximum(free, arrived)
+            busy[stage] = durations[here].sum(axis=0)
+            pipeline[stage] = (ready - free).sum(axis=0)
+            group[stage] = (starts - ready).sum(axis=0)
+            last_end[stage] = ends[-1]
+        lane_end = last_end.max(axis=0)
+        return TimeSplit(
+            busy_ns=busy,
+            pipeline_bubble_ns=pipeline + lane_end - last_end,
+            cp_wait_ns=group,
+            dp_wait_ns=np.tile(lane_end.max() - lane_end, (pp_size, 1)),
+        )
+
+    @property
+    def peak_in_flight_tokens(self) -> Ints:
+        """[stage, lane] -> most padded tokens alive, once per model chunk (`schedule.peak_in_flight_tokens`)."""
+        topology = self.plan.topology
+        tokens = rank_tokens_of(self.plan)
+        if self.lane_operations is None:
+            return peak_in_flight_tokens(tokens, topology.pp_size, topology.vp_size)
+        peak = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
+        for (stage, lane), todo in self.lane_operations.items():
+            peak[stage, lane] = most_alive_tokens(todo, tokens[:, lane : lane + 1])[0]
+        return peak
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Start and end of every operation of every bucket, by start, then end."""
+        durations = durations_ns(self.grid, self.graph)
+        spans = []
+        for index, (stage, operation) in enumerate(places_of(self.graph)):
+            for bucket in self.plan.micro_batches[operation.micro_batch].buckets:
+                end_ns = int(self.ends_ns[index, bucket.first_lane])
+                start_ns = end_ns - int(durations[index, bucket.first_lane])
+                spans.append(Span(stage, operation, bucket, start_ns, end_ns))
+        return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns)))
+
+    @property
+    def events(self) -> tuple[TimelineEvent, ...]:
+        """Every operation on every lane, as plain data for a Chrome or Perfetto trace, by start."""
+        return tuple(
+            TimelineEvent(
+                name=str(span.operation),
+                stage=span.stage,
+                lane=lane,
+                start_us=span.start_ns / 1e3,
+                duration_us=(span.end_ns - span.start_ns) / 1e3,
+                args={
+                    "micro_batch": span.operation.micro_batch,
+                    "chunk": span.operation.chunk,
+                    "cp_size": span.bucket.cp_size,
+                    "samples": len(span.bucket.samples),
+                    "tokens": span.bucket.num_tokens,
+                },
+            )
+            for span in self.spans
+            for lane in span.bucket.lanes
+        )
+
+    def _arrivals_ns(self) -> Ints:
+        """Return [operation, lane] -> when its input arrives; 0 where it needs none from another stage."""
+        arrivals: Ints = self.ends_ns[self.graph.sender] + self.grid.hop_ns[self.graph.micro_batch]
+        arrivals[self.graph.sender < 0] = 0
+        return arrivals
+
+
+def durations_ns(grid: Grid, graph: Graph) -> Ints:
+    """Return [operation, lane] -> nanoseconds from start to end, with embedding and head where they belong."""
+    durations: Ints = grid.chunk_ns[graph.kind, graph.micro_batch]
+    for edge in (EMBEDDING, HEAD):
+        pays = graph.pays[:, edge]
+        durations[pays] += grid.edge_ns[edge, graph.kind[pays], graph.micro_batch[pays]]
+    return durations
+
+
+def rank_tokens_of(plan: Plan) -> Ints:
+    """Return [micro-batch, lane] -> padded tokens of a rank."""
+    multiple = plan.topology.rank_token_multiple
+    return np.array(
+        [
+            [rank_tokens(bucket, multiple) for bucket in micro_batch.buckets for _ in bucket.lanes]
+            for micro_batch in plan.micro_batches
+        ],
+        np.int64,
+    )
