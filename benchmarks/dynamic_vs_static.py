@@ -100,16 +100,16 @@ def measure(options: argparse.Namespace) -> None:
     wrappers = {}
     for name in POLICIES:
         problem = Problem(
-            topology=run.topology,
-            model=run.model_shape,
-            hardware=run.hardware,
+            topology=run.runtime.topology,
+            model=run.runtime.model_shape,
+            hardware=run.runtime.hardware,
             options=derive.plan_options(args),
             policy=name,
         )
         planner = Planner(problem, max_seqlen=args.seq_length) if dist.get_rank() == 0 else None
-        source = PlanSource(planner, topology=run.topology, lane=run.groups.lane, name=name)
+        source = PlanSource(planner, topology=run.runtime.topology, lane=run.runtime.groups.lane, name=name)
         wrappers[name] = DataIteratorWrapper(
-            plan_source=source, read_sample=run.splits.train.read, groups=run.groups, chunks=run.needs
+            plan_source=source, read_sample=run.splits.train.read, groups=run.runtime.groups, chunks=run.needs
         )
     totals: dict[str, dict[str, Any]] = {
         name: {"seconds": 0.0, "planner_s": 0.0, "predicted_s": 0.0, "tokens": 0, "padded": 0.0, "bytes": 0, "mbs": 0}
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> None:
             data = wrappers[name].wrap(batch + 1, samples)
             logged = run_schedule(run.model, data, args.seq_length, forward_only=False)
             exchanged = wrappers[name].exchange_stats.bytes_sent
-            sums = sum_over_job(logged, exchanged_bytes=exchanged, stop=False, device=run.device)
+            sums = sum_over_job(logged, exchanged_bytes=exchanged, stop=False, device=run.runtime.device)
             elapsed = time.perf_counter() - started
             losses[name].append(sums.loss)
             if batch == 0:

@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> None:
             for chunk in run.model:
                 chunk.zero_grad_buffer()
             logged = run.run_schedule(data, wrapper, forward_only=False)
-            sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
+            sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
             if index:
                 seconds += time.perf_counter() - started_s
                 waits.append(wrapper.waits.plan_s + wrapper.waits.pack_s)
@@ -155,7 +155,11 @@ def replaying(run: Any, plans: list[Any], stream: Any) -> Any:
             """Nothing to end."""
 
     wrapper = DataIteratorWrapper(
-        plan_source=InMemory(plans), read_sample=stream.read, groups=run.groups, chunks=run.needs, device=run.device
+        plan_source=InMemory(plans),
+        read_sample=stream.read,
+        groups=run.runtime.groups,
+        chunks=run.needs,
+        device=run.runtime.device,
     )
     wrapper._packer = InMemory(packed)
     return wrapper

@@ -75,7 +75,7 @@ def measure(name: str) -> None:
     def pack(num_microbatches: int, seqlen: int) -> PackedStep:
         rows = [Bucket(first_lane=0, samples=(Sample(sample_id=i, seqlen=seqlen),)) for i in range(num_microbatches)]
         plan = Plan(
-            topology=run.topology,
+            topology=run.runtime.topology,
             max_tokens_per_rank=seqlen,
             micro_batches=tuple(MicroBatch(buckets=(bucket,)) for bucket in rows),
         )
@@ -106,7 +106,7 @@ def measure(name: str) -> None:
 
     def seconds(packed: PackedStep, handshake: bool, computing: bool) -> tuple[float, float]:
         """Return wall and CPU seconds of a step."""
-        batches = list(micro_batches(packed, run.groups, run.device, "", ExchangeStats()))
+        batches = list(micro_batches(packed, run.runtime.groups, run.runtime.device, "", ExchangeStats()))
         data = StepData([for_chunk(batches, needs) for needs in run.needs], len(batches), 0, 0)
         rank_tokens = None if handshake else [bucket.rank_tokens for bucket in packed.buckets]
         for chunk in run.model:

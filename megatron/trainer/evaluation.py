@@ -59,7 +59,7 @@ class Evaluation:
         ):
             for _, _, data in wrapper.steps(batches):
                 logged = run.run_schedule(data, wrapper, forward_only=True)
-                sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
+                sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
                 loss_sum, num_tokens = loss_sum + sums.loss_sum, num_tokens + sums.num_tokens
         return loss_sum / max(1, num_tokens)
 

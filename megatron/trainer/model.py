@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -21,10 +22,51 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from megatron.dynamic_cp.arguments import check_supported
+from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.rotary import use_one_rotary_table
+from megatron.dynamic_cp.verify import run_on_all_ranks
 from megatron.trainer import fusions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """The model of this rank and what trains it.
+
+    Attributes:
+        chunks: as they are saved; wrapped: for data parallelism, as the schedule gets them.
+        needs: what each chunk reads of a micro-batch.
+    """
+
+    config: TransformerConfig
+    chunks: Sequence[GPTModel]
+    wrapped: Sequence[DistributedDataParallel]
+    needs: Sequence[ChunkNeeds]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def build(args: argparse.Namespace, vocab_rows: int, num_lanes: int, device: torch.device) -> Built:
+    """Return the model of this rank with its optimizer; collective.
+
+    Raises:
+        DynamicCPError: a feature that is not supported, or kernels that give wrong results; the same on every rank.
+    """
+    config = transformer_config(args, device)
+    if args.transformer_impl == "local":
+        run_on_all_ranks(lambda: prepare_kernel(config, device), device)
+    chunks = build_chunks(args, config, vocab_rows)
+    wrapped = wrap_chunks(args, config, chunks, num_lanes, device)
+    optimizer = build_optimizer(args, config, wrapped)
+    return Built(
+        config=config,
+        chunks=chunks,
+        wrapped=wrapped,
+        needs=chunk_needs(chunks),
+        optimizer=optimizer,
+        scheduler=build_scheduler(args, optimizer),
+    )
 
 
 def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,48 +14,16 @@ from dynamic_cp.coefficients import Coefficients
 from dynamic_cp.multipliers import Multipliers
 from dynamic_cp.observations import Observation
 from dynamic_cp.refinement import refine
-from dynamic_cp.types import Hardware, ModelShape, Topology
+from dynamic_cp.types import Hardware
 from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.bucket_times import BucketTimes, ForwardStep
 from megatron.dynamic_cp.plan_dump import JsonLines, spans_path
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import run_on_rank_zero
 from megatron.trainer import derive
 from megatron.trainer.checkpointing import Position
+from megatron.trainer.planned_runtime import PlannedRuntime
 
 logger = logging.getLogger(__name__)
-
-
-class MeasuredRun(Protocol):
-    """What is asked of a run: `megatron.trainer.run.Run` is one, the session of a Megatron-LM checkout another."""
-
-    @property
-    def args(self) -> argparse.Namespace:
-        """Flags of the run, under this trainer's names."""
-
-    @property
-    def model(self) -> Sequence[torch.nn.Module]:
-        """Chunks of this rank, as the schedule gets them."""
-
-    @property
-    def groups(self) -> DynamicCPGroups:
-        """With the lane of this rank."""
-
-    @property
-    def hardware(self) -> Hardware:
-        """What the cost model begins with."""
-
-    @property
-    def model_shape(self) -> ModelShape:
-        """What the cost model prices."""
-
-    @property
-    def topology(self) -> Topology:
-        """The arrangement of the job's ranks."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
 
 
 class Refining:
@@ -65,6 +32,7 @@ class Refining:
     Rank 0 alone computes them, so that no other CPU's arithmetic can find others.
 
     Args:
+        model: chunks of this rank, as the schedule gets them.
         position: of the run, with the coefficients of its checkpoint; new ones are written there.
         forward_step: runs one micro-batch.
 
@@ -72,23 +40,30 @@ class Refining:
         forward_step: the same, timed where that is wanted: what the schedule calls.
     """
 
-    def __init__(self, run: MeasuredRun, position: Position, forward_step: ForwardStep = loss.forward_step) -> None:
-        self._run = run
+    def __init__(
+        self,
+        runtime: PlannedRuntime,
+        model: Sequence[torch.nn.Module],
+        position: Position,
+        forward_step: ForwardStep = loss.forward_step,
+    ) -> None:
+        self._runtime = runtime
         self._position = position
-        self._every = run.args.dynamic_cp_refine
+        self._every = runtime.args.dynamic_cp_refine
         saved = position.coefficients
         self._coefficients = (
-            Coefficients(base=run.hardware) if saved is None else Coefficients.from_dict(run.hardware, saved)
+            Coefficients(base=runtime.hardware) if saved is None else Coefficients.from_dict(runtime.hardware, saved)
         )
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        self._spans = _open_spans(run) if parallel_state.get_tensor_model_parallel_rank() == 0 else None
+        is_writer = parallel_state.get_tensor_model_parallel_rank() == 0  # the others run the same passes
+        self._spans = _open_spans(runtime.args.dynamic_cp_dump) if is_writer else None
         self._times = None
-        if self._every or run.args.dynamic_cp_dump is not None:
+        if self._every or runtime.args.dynamic_cp_dump is not None:
             self._times = BucketTimes(
-                run.model,
+                model,
                 stage=self._stage,
-                lane=run.groups.lane,
-                device=run.device,
+                lane=runtime.groups.lane,
+                device=runtime.device,
                 forward_step=forward_step,
                 keep_steps=max(1, min(4, self._every)),
             )
@@ -103,7 +78,7 @@ class Refining:
         if self._times is None:
             return
         if self._spans is not None:
-            entry = {"iteration": iteration, "stage": self._stage, "lane": self._run.groups.lane}
+            entry = {"iteration": iteration, "stage": self._stage, "lane": self._runtime.groups.lane}
             self._spans.append({**entry, "spans": self._times.spans()})
         self._times.end_step()
         if not self._every or iteration % self._every:
@@ -111,7 +86,7 @@ class Refining:
         observations = self._times.gather()
         # Those before are planned already; a run that looked further ahead before it resumed has fixed even more.
         last_change = max((first for first, _ in self._coefficients.changes), default=0)
-        first = max(iteration + self._run.args.dynamic_cp_lookahead, last_change) + 1
+        first = max(iteration + self._runtime.args.dynamic_cp_lookahead, last_change) + 1
         found = run_on_rank_zero(lambda: self._refined(observations, iteration, first))
         if found is not None:
             factors = Multipliers.from_dict(found)
@@ -121,11 +96,11 @@ class Refining:
     def _refined(self, observations: Sequence[Observation], iteration: int, first: int) -> dict[str, Any] | None:
         """Return the factors that fit best, None to leave them."""
         refined = refine(
-            self._run.hardware,
+            self._runtime.hardware,
             observations,
-            model=self._run.model_shape,
-            topology=self._run.topology,
-            options=derive.plan_options(self._run.args),
+            model=self._runtime.model_shape,
+            topology=self._runtime.topology,
+            options=derive.plan_options(self._runtime.args),
             iterations=(max(1, iteration - self._every + 1), iteration),
             present=self._coefficients.multipliers(first),
         )
@@ -133,12 +108,12 @@ class Refining:
         return None if refined.reason else refined.multipliers.to_dict()
 
 
-def _open_spans(run: MeasuredRun) -> JsonLines | None:
-    """Return where this rank writes when its passes ran; TP ranks run them at the same time, one of them writes."""
-    if run.args.dynamic_cp_dump is None:
+def _open_spans(folder: str | None) -> JsonLines | None:
+    """Return what this rank writes its passes to, None without a dump."""
+    if folder is None:
         return None
     try:
-        return JsonLines(spans_path(run.args.dynamic_cp_dump, dist.get_rank()))
+        return JsonLines(spans_path(folder, dist.get_rank()))
     except OSError as error:  # a node without the folder: the trace lacks its lanes
         logger.warning("--dynamic-cp-dump: %s: this rank's passes are not written", error)
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,29 +14,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.types import Hardware, ModelShape, Topology
-from megatron.dynamic_cp.arguments import cp_comm_types
-from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
+from dynamic_cp.types import Hardware, Topology
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.plan_dump import WARM_UP, RunDump
-from megatron.dynamic_cp.planner import Planner
-from megatron.dynamic_cp.planning import PlanSource, warm_up
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import (
-    checkpoint_files,
-    derive,
-    fusions,
-    layers,
-    memory,
-    model,
-    planners,
-    start_calibration,
-)
+from megatron.trainer import checkpoint_files, derive, fusions, layers, model, start_calibration
 from megatron.trainer.checkpointing import Trainable, saved_calibration
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
@@ -45,6 +29,7 @@ from megatron.trainer.data.config import DataConfig
 from megatron.trainer.index_once import index_once
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
+from megatron.trainer.planned_runtime import PlannedRuntime, first_hardware
 from megatron.trainer.step import run_schedule
 from megatron.trainer.warm_up import warm_up_device
 
@@ -56,13 +41,7 @@ class Run:
     """What stays the same during a run."""
 
     args: argparse.Namespace
-    device: torch.device
-    topology: Topology
-    model_shape: ModelShape
-    hardware: Hardware
-    groups: DynamicCPGroups
-    planner: Planner | None
-    dump: RunDump | None
+    runtime: PlannedRuntime
     splits: Splits
     config: TransformerConfig
     model: Sequence[DistributedDataParallel]
@@ -85,30 +64,13 @@ class Run:
     ) -> DataIteratorWrapper:
         """Return what plans global batches of `stream` and builds this rank's micro-batches of them; close it."""
         return DataIteratorWrapper(
-            plan_source=self.plan_source(name, hardware_of),
+            plan_source=self.runtime.plan_source(name, hardware_of),
             read_sample=stream.read,
-            groups=self.groups,
+            groups=self.runtime.groups,
             chunks=self.needs,
-            device=self.device,
+            device=self.runtime.device,
             num_workers=self.args.num_workers,
             verify=self.args.dynamic_cp_verify,
-        )
-
-    def plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
-        """Return where this rank gets plans from.
-
-        Args:
-            name: unique in the job.
-            hardware_of: see `PlanSource`.
-        """
-        return PlanSource(
-            self.planner,
-            topology=self.topology,
-            lane=self.groups.lane,
-            name=name,
-            lookahead=self.args.dynamic_cp_lookahead,
-            timeout_s=self.args.dynamic_cp_plan_timeout,
-            hardware_of=hardware_of,
         )
 
     def run_schedule(
@@ -132,8 +94,7 @@ class Run:
 
     def close(self) -> None:
         """End the planner and flush what is logged."""
-        if self.planner is not None:
-            self.planner.close()
+        self.runtime.close()
         self.scalars.close()
 
 
@@ -146,6 +107,49 @@ def set_up(args: argparse.Namespace) -> Run:
     device = initialize(args)
     set_up_logging()
     is_calibrated = start_calibration.is_wanted(args, device)
+    _probe_folders(args)
+    logger.info("%s", layers.choose(args, device).describe())
+    logger.info("%s", fusions.choose(args, device).describe())
+    hardware = first_hardware(args, device)
+    data = _data(args, device)
+    vocab_rows = derive.padded_vocab_size(
+        data.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+    runtime = PlannedRuntime.agree(args, device=device, hardware=hardware, vocab_rows=vocab_rows)
+    built = model.build(args, vocab_rows, runtime.topology.num_lanes, device)
+    if device.type == "cuda":
+        warm_up_device(args, built.config, built.chunks, built.wrapped, runtime.groups, device)
+    calibration = None
+    if is_calibrated:
+        measured, calibration = start_calibration.calibrate(runtime, built, lambda: _saved_calibration(args))
+        runtime = runtime.measured(measured)
+    if args.hidden_dropout > 0:
+        seed(args.seed, runtime.groups.lane)
+    run = Run(
+        args=args,
+        runtime=runtime.start(),
+        splits=data.splits,
+        config=built.config,
+        model=built.wrapped,
+        needs=built.needs,
+        trainable=_trainable(args, runtime.topology, built, data, vocab_rows, calibration),
+        scalars=_scalars(args),
+    )
+    _log_choices(run)
+    try:
+        logger.info("%s", run.runtime.warm_up())
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def _probe_folders(args: argparse.Namespace) -> None:
+    """Check that rank 0 can write where the run will; collective.
+
+    Raises:
+        DynamicCPError: the same on every rank.
+    """
     if args.save is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
     if args.tensorboard_dir is not None:
@@ -154,101 +158,31 @@ def set_up(args: argparse.Namespace) -> Run:
         )
     if args.use_pytorch_profiler and args.profile_dir is not None:
         run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.profile_dir, "--profile-dir", InvalidInputError))
-    layer_choice = layers.choose(args, device)
-    logger.info("%s", layer_choice.describe())
-    logger.info("%s", fusions.choose(args, device).describe())
-    hardware_name = args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
-    hardware = run_on_rank_zero(lambda: asdict(_hardware(args, hardware_name)), lambda found: Hardware(**found))
-    data_config, vocab_size, splits = _data(args, device)
-    topology = derive.topology(args)
-    vocab_rows = derive.padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by, topology.tp_size)
-    model_shape = derive.model_shape(args, vocab_rows)
-    is_auto = args.max_seqlen_per_dp_cp_rank == "auto"
-    # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
-    args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
-        lambda: memory.max_tokens_per_rank(args, model_shape, hardware), int
+
+
+def _trainable(
+    args: argparse.Namespace,
+    topology: Topology,
+    built: model.Built,
+    data: _Data,
+    vocab_rows: int,
+    calibration: Mapping[str, Any] | None,
+) -> Trainable:
+    return Trainable(
+        chunks=built.chunks,
+        wrapped=built.wrapped,
+        optimizer=built.optimizer,
+        scheduler=built.scheduler,
+        identity={
+            "model": derive.model_identity(args, vocab_rows),
+            "data": _data_identity(data.config, data.splits),
+        },
+        arguments={**vars(args), "padded_vocab_size": vocab_rows},
+        layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
+        has_dropout=args.hidden_dropout > 0,
+        gathers_params=args.overlap_param_gather,
+        calibration=calibration,
     )
-    dump, recorded = planners.dump_and_replay(args, topology)
-    groups = DynamicCPGroups.build(
-        topology,
-        timeout_s=60 * args.distributed_timeout_minutes,
-        min_cp_size=args.min_dynamic_cp_size,
-        max_cp_size=args.max_dynamic_cp_size,
-        exchanges=cp_comm_types(args),
-        inner_sizes=args.dynamic_cp_inner_sizes,
-        query_heads=args.num_attention_heads // topology.tp_size,
-        device=device,
-    )
-    config = model.transformer_config(args, device)
-    if args.transformer_impl == "local":
-        run_on_all_ranks(lambda: prepare_kernel(config, device), device)
-    chunks = model.build_chunks(args, config, vocab_rows)
-    wrapped = model.wrap_chunks(args, config, chunks, topology.num_lanes, device)
-    optimizer = model.build_optimizer(args, config, wrapped)
-    scheduler = model.build_scheduler(args, optimizer)
-    if device.type == "cuda":
-        warm_up_device(args, config, chunks, wrapped, groups, device)
-    needs = model.chunk_needs(chunks)
-    calibration = None
-    if is_calibrated:
-        machine = start_calibration.Machine(
-            args=args,
-            device=device,
-            topology=topology,
-            model_shape=model_shape,
-            groups=groups,
-            wrapped=wrapped,
-            needs=needs,
-        )
-        hardware, calibration = start_calibration.calibrate(machine, hardware, lambda: _saved_calibration(args))
-        hardware_name = hardware.name
-    if args.hidden_dropout > 0:
-        seed(args.seed, groups.lane)
-    run = Run(
-        args=args,
-        device=device,
-        topology=topology,
-        model_shape=model_shape,
-        hardware=hardware,
-        groups=groups,
-        planner=planners.start(args, topology, model_shape, hardware, recorded, dump),
-        dump=dump,
-        splits=splits,
-        config=config,
-        model=wrapped,
-        needs=needs,
-        trainable=Trainable(
-            chunks=chunks,
-            wrapped=wrapped,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            identity={"model": derive.model_identity(args, vocab_rows), "data": _data_identity(data_config, splits)},
-            arguments={**vars(args), "padded_vocab_size": vocab_rows},
-            layout={
-                "tp": topology.tp_size,
-                "pp": topology.pp_size,
-                "vp": topology.vp_size,
-                "lanes": topology.num_lanes,
-            },
-            has_dropout=args.hidden_dropout > 0,
-            gathers_params=args.overlap_param_gather,
-            calibration=calibration,
-        ),
-        scalars=_scalars(args),
-    )
-    _log_choices(run, hardware_name)
-    if is_auto:
-        logger.info("the limit of padded tokens is what the memory of hardware %s holds", hardware_name)
-    if args.dynamic_cp_replay is not None:
-        logger.info("plans are those of %s", args.dynamic_cp_replay)
-    else:
-        try:
-            ready_s = warm_up(run.plan_source(WARM_UP), args.seq_length)
-        except BaseException:
-            run.close()
-            raise
-        logger.info("planner ready after %.1f s, %s search", ready_s, args.dynamic_cp_search)
-    return run
 
 
 def _scalars(args: argparse.Namespace) -> Scalars:
@@ -269,12 +203,6 @@ def _scalars(args: argparse.Namespace) -> Scalars:
 
     run_on_rank_zero(start)
     return scalars[0]
-
-
-def _hardware(args: argparse.Namespace, name: str) -> Hardware:
-    hardware = load_hardware(name)
-    memory.check_memory_is_known(args, hardware)  # before the data are indexed
-    return hardware
 
 
 def _saved_calibration(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -304,7 +232,16 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     )
 
 
-def _data(args: argparse.Namespace, device: torch.device) -> tuple[DataConfig, int, Splits]:
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """The samples of a run, and how many token ids they may have."""
+
+    config: DataConfig
+    splits: Splits
+    vocab_size: int
+
+
+def _data(args: argparse.Namespace, device: torch.device) -> _Data:
     """Return the data, which rank 0 indexes and all must see alike."""
     config = data_config(args)
     entries = index_once(config, device)
@@ -316,7 +253,7 @@ def _data(args: argparse.Namespace, device: torch.device) -> tuple[DataConfig, i
             f"--eval-iters is {args.eval_iters}, but --split {args.split} leaves no validation data: "
             "give its second number a share or set --eval-iters 0"
         )
-    return config, tokenizer.build(config).vocab_size, splits
+    return _Data(config=config, splits=splits, vocab_size=tokenizer.build(config).vocab_size)
 
 
 def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
@@ -332,9 +269,9 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
     }
 
 
-def _log_choices(run: Run, hardware_name: str) -> None:
+def _log_choices(run: Run) -> None:
     """Say what was chosen automatically or follows from several flags."""
-    args = run.args
+    args, topology = run.args, run.runtime.topology
     if args.train_samples_left_out:
         logger.info(
             "--train-samples is rounded down to %d, %d iterations of %d samples: %d are left out",
@@ -349,18 +286,13 @@ def _log_choices(run: Run, hardware_name: str) -> None:
     num_parameters = sum(parameter.numel() for chunk in run.trainable.chunks for parameter in chunk.parameters())
     logger.info(
         "%d ranks = TP %d x PP %d (VPP %d) x %d lanes, %s; %d parameters on rank 0",
-        run.topology.world_size,
-        run.topology.tp_size,
-        run.topology.pp_size,
-        run.topology.vp_size,
-        run.topology.num_lanes,
-        run.device,
+        topology.world_size,
+        topology.tp_size,
+        topology.pp_size,
+        topology.vp_size,
+        topology.num_lanes,
+        run.runtime.device,
         num_parameters,
     )
-    logger.info("%s", run.groups.describe())
-    logger.info(
-        "policy %s, %d padded tokens per rank and micro-batch, hardware %s for the cost model",
-        derive.policy(args),
-        args.max_seqlen_per_dp_cp_rank,
-        hardware_name,
-    )
+    for line in run.runtime.describe():
+        logger.info("%s", line)

@@ -33,18 +33,18 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.observations import Observation
 from dynamic_cp.serialize import dumps, loads
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, Topology
+from dynamic_cp.types import Hardware, Plan, PlannedBatch
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.bucket_times import BucketTimes
 from megatron.dynamic_cp.calibration.device import cpu_name, num_cores
 from megatron.dynamic_cp.calibration.undisturbed import Moment, Took, ranks_on_node, took_since
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.planning import FixedPlan
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.verify import run_on_rank_zero
 from megatron.trainer import derive
 from megatron.trainer.checkpointing import rng_state, set_rng_state
+from megatron.trainer.model import Built
+from megatron.trainer.planned_runtime import PlannedRuntime
 from megatron.trainer.step import run_schedule, sum_over_job
 from megatron.trainer.user_cache import user_cache_folder
 
@@ -57,23 +57,6 @@ _LARGEST_SHARE = 0.8
 _MOST_ROUNDS = 4
 _VERSION = 1
 """Of how it is measured and fitted: results of another one are not used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What is measured, with what.
-
-    Attributes:
-        wrapped: chunks of this rank, as the schedule gets them; needs: what each reads.
-    """
-
-    args: argparse.Namespace
-    device: torch.device
-    topology: Topology
-    model_shape: ModelShape
-    groups: DynamicCPGroups
-    wrapped: Sequence[DistributedDataParallel]
-    needs: Sequence[ChunkNeeds]
 
 
 def is_wanted(args: argparse.Namespace, device: torch.device) -> bool:
@@ -94,28 +77,29 @@ def is_wanted(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def calibrate(
-    machine: Machine, base: Hardware, load_saved: Callable[[], Mapping[str, Any] | None]
+    runtime: PlannedRuntime, built: Built, load_saved: Callable[[], Mapping[str, Any] | None]
 ) -> tuple[Hardware, dict[str, Any]]:
     """Return the hardware that plans of this run are made for, and what its checkpoints keep of it; collective.
 
     Measures only where neither the checkpoint nor the cache knows. All ranks get rank 0's numbers.
 
     Args:
-        base: what is corrected.
+        runtime: its hardware is corrected.
+        built: what is measured.
         load_saved: returns, on rank 0, what the checkpoint that the run goes on from has kept, or None.
 
     Raises:
         DynamicCPError: the checkpoint cannot be read; the same on every rank.
     """
     phase.enter("calibrating the cost model")
-    anew = machine.args.dynamic_cp_calibrate == "anew"
-    job = _digest(_VERSION, machine.topology, machine.model_shape, derive.used_options(machine.args))
-    path = _cache_path(machine, base, job)
+    anew = runtime.args.dynamic_cp_calibrate == "anew"
+    job = _digest(_VERSION, runtime.topology, runtime.model_shape, derive.used_options(runtime.args))
+    path = _cache_path(runtime.hardware, job)
     hardware = run_on_rank_zero(
         lambda: None if anew else _as_json(_from_checkpoint(load_saved(), job) or _from_cache(path)), _from_json
     )
     if hardware is None:
-        hardware = _measure(machine, base, path)
+        hardware = _measure(runtime, built, path)
     return hardware, {"job": job, "hardware": asdict(hardware)}
 
 
@@ -145,9 +129,9 @@ def _from_cache(path: str | None) -> Hardware | None:
     return hardware
 
 
-def _measure(machine: Machine, base: Hardware, path: str | None) -> Hardware:
+def _measure(runtime: PlannedRuntime, built: Built, path: str | None) -> Hardware:
     """Return the hardware that fits steps run here and now, and keep it in `path`; collective."""
-    args, topology, model = machine.args, machine.topology, machine.model_shape
+    args, base, topology, model = runtime.args, runtime.hardware, runtime.topology, runtime.model_shape
     options = derive.used_options(args)
 
     def make_plans() -> list[Any]:
@@ -158,8 +142,8 @@ def _measure(machine: Machine, base: Hardware, path: str | None) -> Hardware:
     rungs = run_on_rank_zero(make_plans)
     plans, expected_s = [loads(text) for text, _ in rungs], [seconds for _, seconds in rungs]
     started_s = time.perf_counter()  # before, the planner's code may have been compiled, once on a machine
-    with _as_if_it_had_not_been(machine):
-        observations, steps = _climb(machine, plans, expected_s)
+    with _as_if_it_had_not_been(built.wrapped):
+        observations, steps = _climb(runtime, built, plans, expected_s)
     about = f"{cpu_name()}, {dist.get_world_size()} ranks of {torch.get_num_threads()} threads"
 
     def fit() -> dict[str, Any]:
@@ -189,7 +173,7 @@ def _measure(machine: Machine, base: Hardware, path: str | None) -> Hardware:
 
 
 def _climb(
-    machine: Machine, plans: Sequence[Plan], expected_s: Sequence[float]
+    runtime: PlannedRuntime, built: Built, plans: Sequence[Plan], expected_s: Sequence[float]
 ) -> tuple[list[Observation], list[tuple[int, float]]]:
     """Run `plans`, again and again while there is time; collective.
 
@@ -201,16 +185,18 @@ def _climb(
         What buckets took, in seconds of a machine that does nothing else, and (index of the plan, such seconds) of
         each step.
     """
-    ranks_per_core = max(1.0, ranks_on_node(machine.topology) / num_cores())
+    ranks_per_core = max(1.0, ranks_on_node(runtime.topology) / num_cores())
     times = BucketTimes(
-        machine.wrapped,
+        built.wrapped,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        lane=machine.groups.lane,
-        device=machine.device,
+        lane=runtime.groups.lane,
+        device=runtime.device,
         keep_steps=_MOST_ROUNDS * len(plans),
         now=time.process_time,
     )
-    spent_s = _run_step(machine, plans[0], times).elapsed_s  # loads kernels and connects pairs of ranks: not counted
+    spent_s = _run_step(
+        runtime, built, plans[0], times
+    ).elapsed_s  # loads kernels and connects pairs of ranks: not counted
     times.gather()
     steps: list[tuple[int, float]] = []
     slower = 1.0
@@ -219,7 +205,7 @@ def _climb(
             left_s = min(BUDGET_S - spent_s, _LARGEST_SHARE * BUDGET_S)
             if steps and slower * expected_s[index] > left_s:
                 continue
-            took = _run_step(machine, plans[index], times)
+            took = _run_step(runtime, built, plans[index], times)
             spent_s += took.elapsed_s
             slower = took.elapsed_s / expected_s[index]
             steps.append((index, took.alone_s))
@@ -230,42 +216,42 @@ def _climb(
     return observations, steps
 
 
-def _run_step(machine: Machine, plan: Plan, times: BucketTimes) -> Took:
+def _run_step(runtime: PlannedRuntime, built: Built, plan: Plan, times: BucketTimes) -> Took:
     """Return how long an iteration with `plan` takes, without the optimizer; collective."""
     seqlens = {sample.sample_id: sample.seqlen for sample in plan.samples}
 
     def read(sample_id: int) -> _MadeUp:
         generator = np.random.default_rng(sample_id)
-        tokens = generator.integers(machine.model_shape.vocab_size, size=seqlens[sample_id])
+        tokens = generator.integers(runtime.model_shape.vocab_size, size=seqlens[sample_id])
         return _MadeUp(tokens=tokens, labels=tokens, loss_mask=np.ones(len(tokens), np.float32))
 
     planned = PlannedBatch(
         plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * plan.topology.num_lanes, reason="calibration"
     )
     wrapper = DataIteratorWrapper(
-        plan_source=FixedPlan(planned, machine.groups.lane),
+        plan_source=FixedPlan(planned, runtime.groups.lane),
         read_sample=read,
-        groups=machine.groups,
-        chunks=machine.needs,
-        device=machine.device,
+        groups=runtime.groups,
+        chunks=built.needs,
+        device=runtime.device,
         verify="off",
     )
     with contextlib.closing(wrapper):
         data = wrapper.wrap(0, tuple(plan.samples))
-        for chunk in machine.wrapped:
+        for chunk in built.wrapped:
             chunk.zero_grad_buffer()
         dist.barrier()
         started = Moment.now()
         logged = run_schedule(
-            machine.wrapped,
+            built.wrapped,
             data,
-            machine.args.seq_length,
+            runtime.args.seq_length,
             forward_only=False,
             rank_tokens=wrapper.rank_tokens,
             forward_step_func=times.forward_step,
         )
-        sum_over_job(logged, exchanged_bytes=0, stop=False, device=machine.device)
-        took = took_since(started, machine.topology)
+        sum_over_job(logged, exchanged_bytes=0, stop=False, device=runtime.device)
+        took = took_since(started, runtime.topology)
     times.end_step()
     return took
 
@@ -280,23 +266,23 @@ class _MadeUp:
 
 
 @contextlib.contextmanager
-def _as_if_it_had_not_been(machine: Machine) -> Iterator[None]:
+def _as_if_it_had_not_been(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Leave gradients at zero and random states as they were."""
     states = rng_state()
-    gathers = machine.args.overlap_param_gather
-    for chunk in machine.wrapped if gathers else ():  # nothing has been sent yet that they could wait for
+    gathering = [chunk for chunk in chunks if chunk.ddp_config.overlap_param_gather]
+    for chunk in gathering:  # nothing has been sent yet that they could wait for
         chunk.disable_forward_pre_hook(param_sync=False)
     try:
         yield
     finally:
-        for chunk in machine.wrapped:
-            if gathers:
-                chunk.enable_forward_pre_hook()
+        for chunk in gathering:
+            chunk.enable_forward_pre_hook()
+        for chunk in chunks:
             chunk.zero_grad_buffer()
         set_rng_state(states)
 
 
-def _cache_path(machine: Machine, base: Hardware, job: str) -> str | None:
+def _cache_path(base: Hardware, job: str) -> str | None:
     """Return where the result lies: a name for each machine and everything else that decides how fast it is."""
     folder = user_cache_folder()
     if folder is None:

@@ -70,12 +70,12 @@ def _pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], Non
         logger.info("nothing to train: iteration %d of %d", position.iteration, args.train_iters)
     validation = Evaluation.of(run, "validation")
     with contextlib.closing(run):
-        refining = Refining(run, position)
+        refining = Refining(run.runtime, run.model, position)
         wrapper = run.iterator_wrapper(run.splits.train, "train", refining.hardware)
         with (
             exit_signals() as signals,
             contextlib.closing(wrapper),
-            contextlib.closing(Profiling(args, run.device)) as profiling,
+            contextlib.closing(Profiling(args, run.runtime.device)) as profiling,
         ):
             saver = Saver(run.trainable, args.save, in_background=args.async_save)
             try:
@@ -130,8 +130,8 @@ def _train(
             logger.info("first plan: %s", wrapper.plan.facts.reason)
         records.append(record)
         summary.add(record)
-        if run.dump is not None:
-            run.dump.write_iteration(dump_entry(position.iteration, record))
+        if run.runtime.dump is not None:
+            run.runtime.dump.write_iteration(dump_entry(position.iteration, record))
         if on_step is not None:
             on_step(position.iteration, record)
         if position.iteration % args.log_interval == 0:
@@ -185,7 +185,7 @@ def _train_step(
         NotFiniteError: loss or gradient norm is not finite; the same on every rank.
     """
     started = time.perf_counter()
-    began = Moment.now() if run.device.type == "cpu" else None
+    began = Moment.now() if run.runtime.device.type == "cpu" else None
     iteration, samples, data = next(steps)
     phase.enter(f"iteration {iteration}, forward and backward passes")
     for chunk in run.model:
@@ -196,11 +196,11 @@ def _train_step(
         logged,
         exchanged_bytes=wrapper.exchange_stats.bytes_sent,
         stop=wants_stop(),
-        device=run.device,
+        device=run.runtime.device,
         is_writing=is_writing(),
         process_s=0.0 if began is None else time.process_time() - began.process_s,
     )
-    others = None if began is None else share_of_others(began, sums.process_s, run.topology)
+    others = None if began is None else share_of_others(began, sums.process_s, run.runtime.topology)
     refining.end_step(iteration)
     _check_finite("loss", sums.loss, iteration)
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
@@ -220,7 +220,7 @@ def _train_step(
         wait_s=waits.plan_s + waits.pack_s,
         num_samples=len(samples),
         num_tokens=data.seqlen_sum,
-        flops=training_flops(run.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
+        flops=training_flops(run.runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
         num_microbatches=data.num_microbatches,
         cp_histogram=facts.cp_histogram,
         padding_fraction=facts.padding_fraction,
@@ -246,7 +246,7 @@ def _check_finite(what: str, value: float, iteration: int) -> None:
 
 
 def _log(run: Run, records: Sequence[StepRecord], position: Position) -> None:
-    interval = Interval(records=tuple(records), world_size=run.topology.world_size)
+    interval = Interval(records=tuple(records), world_size=run.runtime.topology.world_size)
     logger.info(
         iteration_line(
             interval,

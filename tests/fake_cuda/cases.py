@@ -47,7 +47,7 @@ from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, Exchan
 from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions
-from megatron.trainer import index_once, planners
+from megatron.trainer import index_once, planned_runtime
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.log import StepRecord
 from megatron.trainer.training import pretrain
@@ -350,7 +350,7 @@ def main(library_path: str, results: str, *names: str) -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("FAKE_CUDA_TIMEOUT_S", "240")), exit=True)  # where it hangs
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1")
     Planner.discard = lambda *_: None  # ranks of one job run one after the other here
-    planners.Planner = lambda *args, **how: Planner(*args, **{**how, "ahead": False})  # no process for each job
+    planned_runtime.Planner = lambda *args, **how: Planner(*args, **{**how, "ahead": False})  # no process for each job
     found: dict[str, Notes] = {}
     for name in names or CASES:
         started_s = time.process_time()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.planner_process import Problem
-from megatron.trainer import planners
+from megatron.trainer import planned_runtime
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
 from tests.trainer.commandline import command_line
@@ -32,8 +32,8 @@ PLAN_LIMIT = "--dynamic-cp-plan-timeout 8"
 def faulty(rank: int, **fault: Any) -> None:
     """Give rank 0 a planner that fails."""
     if rank == 0:
-        assert planners.Problem is Problem, "what is replaced is what a run takes"
-        planners.Problem = partial(FaultyProblem, **fault)
+        assert planned_runtime.Problem is Problem, "what is replaced is what a run takes"
+        planned_runtime.Problem = partial(FaultyProblem, **fault)
 
 
 def figures(ended: RankEnd) -> dict[int, str]:

@@ -41,7 +41,8 @@ def loader_args(**changes: Any) -> argparse.Namespace:
 
 
 def loader_of(args: argparse.Namespace) -> DataLoader[Any]:
-    session = SimpleNamespace(groups=SimpleNamespace(lane=0, num_lanes=1))
+    groups = SimpleNamespace(lane=0, num_lanes=1)
+    session = SimpleNamespace(runtime=SimpleNamespace(groups=groups))
     made = adaptor(_get_args=lambda: args, _session=session)
     loader: DataLoader[Any] = made._build_pretraining_data_loader(None, [1, 2, 3, 4], 0)
     assert made._loaders == [loader], "its workers are not ended with the run"
@@ -267,7 +268,7 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only
     made._theirs = argparse.Namespace(curr_iteration=2)
     made.args = argparse.Namespace(dynamic_cp_verify="digest")
     made._refining = SimpleNamespace(forward_step=None)
-    made.flops, made.model_shape = SimpleNamespace(add=lambda _: None), None
+    made.flops, made.runtime = SimpleNamespace(add=lambda _: None), SimpleNamespace(model_shape=None)
     made._wrapper = lambda *_: Wrapper()
     monkeypatch.setattr(session, "run_schedule", run_schedule)
     monkeypatch.setattr(session, "training_flops", lambda *_: 1.0)

@@ -87,7 +87,7 @@ def sums_of_ranks(words, masks):
                 data = wrapper.wrap(0, samples)
                 cp_sizes |= {bucket.cp_size for bucket in wrapper.plan.buckets}
                 logged = run.run_schedule(data, wrapper, forward_only=True)
-            total = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.device)
+            total = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
             found[name] = total.loss_sum, total.num_tokens
     return found, cp_sizes
 

@@ -253,8 +253,8 @@ class _Adaptor:
             num_samples=len(dataset),
             consumed_samples=consumed_samples,
             global_batch_size=args.global_batch_size,
-            lane=self._session.groups.lane,
-            num_lanes=self._session.groups.num_lanes,
+            lane=self._session.runtime.groups.lane,
+            num_lanes=self._session.runtime.groups.num_lanes,
         )
         outlive = ignoring(args.exit_signal) if args.exit_signal_handler else None
         loader = build_loader(dataset, sampler, num_workers=args.num_workers, worker_init=outlive)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,25 +12,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError
-from dynamic_cp.types import Hardware
 from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.lm_adaptor.counts import StepFlops
 from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
 from megatron.dynamic_cp.lm_adaptor.random_states import choose_lane
 from megatron.dynamic_cp.lm_adaptor.step_log import plan_line, record_step
-from megatron.dynamic_cp.plan_dump import WARM_UP
-from megatron.dynamic_cp.planning import PlanSource, warm_up
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.verify import collective_device, run_on_rank_zero
-from megatron.trainer import derive, layers, memory, planners
+from megatron.dynamic_cp.verify import collective_device
+from megatron.trainer import layers
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.interchange import COEFFICIENTS
 from megatron.trainer.log import StepRecord, dump_entry
+from megatron.trainer.planned_runtime import PlannedRuntime, first_hardware
 from megatron.trainer.refining import Refining
 from megatron.trainer.step import run_schedule
 
@@ -50,64 +44,35 @@ class Session:
 
     Attributes:
         args: `planning`.
-        model: chunks of this rank, () before the first training step.
         layers: TransformerEngine's or local ones, by --transformer-impl.
-        hardware: what the cost model begins with.
+        runtime: what plans the run.
         position: with the coefficients of the cost model.
         flops: of the latest steps of the training data.
     """
 
     def __init__(self, theirs: argparse.Namespace, planning: argparse.Namespace) -> None:
         self.args = planning
-        self.model: Sequence[torch.nn.Module] = ()
         self.position = Position()
         self.flops = StepFlops()
         self.device = collective_device()
         self._theirs = theirs
         self._refining: Refining | None = None
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
-        self.topology = derive.topology(planning)
         self.layers = layers.choose(planning, self.device)
-        name = planning.dynamic_cp_hardware or ("cpu" if self.device.type == "cpu" else "h100")
-        self.hardware = run_on_rank_zero(lambda: asdict(load_hardware(name)), lambda found: Hardware(**found))
-        self.model_shape = derive.model_shape(planning, theirs.padded_vocab_size)
-        of_memory = " (auto: what the memory of its hardware holds)" * (planning.max_seqlen_per_dp_cp_rank == "auto")
-        planning.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
-            lambda: memory.max_tokens_per_rank(planning, self.model_shape, self.hardware), int
-        )
-        self._dump, recorded = planners.dump_and_replay(planning, self.topology)
-        self.groups = DynamicCPGroups.build(
-            self.topology,
-            timeout_s=60 * planning.distributed_timeout_minutes,
-            min_cp_size=planning.min_dynamic_cp_size,
-            max_cp_size=planning.max_dynamic_cp_size,
-            exchanges=cp_comm_types(planning),
-            inner_sizes=planning.dynamic_cp_inner_sizes,
-            query_heads=planning.num_attention_heads // self.topology.tp_size,
+        runtime = PlannedRuntime.agree(
+            planning,
             device=self.device,
+            hardware=first_hardware(planning, self.device),
+            vocab_rows=theirs.padded_vocab_size,
         )
-        self._planner = planners.start(planning, self.topology, self.model_shape, self.hardware, recorded, self._dump)
-        if planning.dynamic_cp_replay is None:
-            ready = f"planner ready after {warm_up(self._plan_source(WARM_UP), planning.seq_length):.1f} s"
-        else:
-            ready = f"plans are those of {planning.dynamic_cp_replay}"
-        limits = (
-            f"{self.topology.num_lanes} lanes, {planning.max_seqlen_per_dp_cp_rank} padded tokens per rank and "
-            f"micro-batch{of_memory}, hardware {name}; {ready}"
-        )
-        for line in (self.layers.describe(), self.groups.describe(), limits):
+        self.runtime = runtime.start()
+        try:
+            ready = self.runtime.warm_up()
+        except BaseException:
+            self.runtime.close()
+            raise
+        for line in (self.layers.describe(), *self.runtime.describe(), ready):
             log_single_rank(logger, logging.INFO, f"dynamic CP: {line}")
-
-    def _plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
-        return PlanSource(
-            self._planner,
-            topology=self.topology,
-            lane=self.groups.lane,
-            name=name,
-            lookahead=self.args.dynamic_cp_lookahead,
-            timeout_s=self.args.dynamic_cp_plan_timeout,
-            hardware_of=hardware_of,
-        )
 
     def run_step(
         self,
@@ -132,8 +97,7 @@ class Session:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if not forward_only:
             if self._refining is None:
-                self.model = chunks
-                self._refining = Refining(self, self.position, forward_step_func)
+                self._refining = Refining(self.runtime, chunks, self.position, forward_step_func)
             forward_step_func = self._refining.forward_step
         wrapper = self._wrapper(iterators, chunks)
         if not forward_only:
@@ -160,7 +124,7 @@ class Session:
         if forward_only:
             return sum_over_lanes(logged)
         phase.enter(f"iteration {iteration}, the optimizer's step")
-        self.flops.add(training_flops(self.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
+        self.flops.add(training_flops(self.runtime.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
         return logged
 
     def _wrapper(self, iterators: list[LaneIterator], chunks: list[torch.nn.Module]) -> ForeignIteratorWrapper:
@@ -171,10 +135,10 @@ class Session:
             self._wrappers[name] = wrap_data_iterator(
                 items if len(items) > 1 else items[0],
                 chunks,
-                plan_source=self._plan_source(
+                plan_source=self.runtime.plan_source(
                     name, self._refining.hardware if name == TRAIN and self._refining is not None else None
                 ),
-                groups=self.groups,
+                groups=self.runtime.groups,
                 global_batch_size=self.args.global_batch_size,
                 verify=self.args.dynamic_cp_verify,
                 first_step=first_step,
@@ -217,8 +181,8 @@ class Session:
             flops=self.flops.latest,
             device=self.device,
         )
-        if self._dump is not None:
-            self._dump.write_iteration(dump_entry(iteration, record))
+        if self.runtime.dump is not None:
+            self.runtime.dump.write_iteration(dump_entry(iteration, record))
         assert self._refining is not None
         self._refining.end_step(iteration)
         setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
@@ -233,7 +197,7 @@ class Session:
         self.position.coefficients = getattr(checkpoint.get("args"), COEFFICIENTS, None)
         setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
         if self.args.hidden_dropout > 0 and not self._theirs.no_load_rng:
-            choose_lane(checkpoint, self.groups.lane, self.groups.num_lanes)
+            choose_lane(checkpoint, self.runtime.groups.lane, self.runtime.groups.num_lanes)
 
     def describe_step(self, record: StepRecord) -> str:
         """Return one line about the plan of the latest step."""
@@ -245,8 +209,7 @@ class Session:
         """End the planner and the threads that fetch plans."""
         for wrapper in self._wrappers.values():
             wrapper.close()
-        if self._planner is not None:
-            self._planner.close()
+        self.runtime.close()
 
 
 def sum_over_lanes(logged: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
