@@ -87,7 +87,6 @@ def measure(options: argparse.Namespace) -> None:
     from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
     from megatron.dynamic_cp.planner import Planner
     from megatron.dynamic_cp.planning import PlanSource
-    from megatron.trainer import derive
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.run import set_up
     from megatron.trainer.step import run_schedule, sum_over_job
@@ -95,18 +94,19 @@ def measure(options: argparse.Namespace) -> None:
     num_ranks = int(os.environ["WORLD_SIZE"])
     (data_name,) = options.data
     flags = f"{MODEL} --num-layers 4 --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0"
-    args = parse_args([*flags.split(), *DATA[data_name]])
-    run = set_up(args)
+    settings = parse_args([*flags.split(), *DATA[data_name]])
+    seq_length, batch_size = settings.planning.seq_length, settings.training.global_batch_size
+    run = set_up(settings)
     wrappers = {}
     for name in POLICIES:
         problem = Problem(
             topology=run.runtime.topology,
             model=run.runtime.model_shape,
             hardware=run.runtime.hardware,
-            options=derive.plan_options(args),
+            options=run.runtime.options,
             policy=name,
         )
-        planner = Planner(problem, max_seqlen=args.seq_length) if dist.get_rank() == 0 else None
+        planner = Planner(problem, max_seqlen=seq_length) if dist.get_rank() == 0 else None
         source = PlanSource(planner, topology=run.runtime.topology, lane=run.runtime.groups.lane, name=name)
         wrappers[name] = DataIteratorWrapper(
             plan_source=source, read_sample=run.splits.train.read, groups=run.runtime.groups, chunks=run.needs
@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace) -> None:
     losses: dict[str, list[float]] = {name: [] for name in POLICIES}
     names = list(POLICIES)
     for batch in range(options.batches + 1):
-        samples = run.splits.train.global_batch(batch * args.global_batch_size, args.global_batch_size)
+        samples = run.splits.train.global_batch(batch * batch_size, batch_size)
         for name in names[batch % len(names) :] + names[: batch % len(names)]:
             for chunk in run.model:
                 chunk.zero_grad_buffer()
@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace) -> None:
             dist.barrier()
             started = time.perf_counter()
             data = wrappers[name].wrap(batch + 1, samples)
-            logged = run_schedule(run.model, data, args.seq_length, forward_only=False)
+            logged = run_schedule(run.model, data, seq_length, forward_only=False)
             exchanged = wrappers[name].exchange_stats.bytes_sent
             sums = sum_over_job(logged, exchanged_bytes=exchanged, stop=False, device=run.runtime.device)
             elapsed = time.perf_counter() - started

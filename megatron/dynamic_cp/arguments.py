@@ -152,14 +152,6 @@ def tokens_or_auto(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor 'auto'") from None
 
 
-def cp_comm_types(args: argparse.Namespace) -> tuple[CpCommType, ...]:
-    """Return the exchanges that the planner may choose from."""
-    if args.cp_comm_type != "auto":
-        return (args.cp_comm_type,)
-    left_out = getattr(args, "cp_comm_types_left_out", ())  # set once the layers are chosen (trainer/layers.py)
-    return tuple(one for one in EXCHANGES if one not in left_out)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsupported:
     """A feature of Megatron-LM outside the supported list.

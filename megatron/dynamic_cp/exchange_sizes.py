@@ -1,57 +1,61 @@
 """Which CP sizes and inner sizes the exchanges of a run can have, found before anything is built.
 
-Pure functions of the command line; neither torch nor megatron-core is needed.
+Pure functions of settings; neither torch nor megatron-core is needed.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.heads import inner_sizes
-from dynamic_cp.types import Topology, is_power_of_two
-from megatron.dynamic_cp.arguments import cp_comm_types
+from dynamic_cp.types import is_power_of_two
+from megatron.dynamic_cp.settings import PlanningSettings
 
 
-def complete_exchanges(args: argparse.Namespace, topology: Topology) -> None:
-    """Check the exchanges of `args` against heads and nodes and fill in what follows, in place.
+def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> PlanningSettings:
+    """Return `settings` with the sizes that its exchanges can have, checked against heads and nodes.
 
-    `dynamic_cp_inner_sizes` becomes the tuple of inner sizes that a2a+p2p may use. Where no `max_dynamic_cp_size` was
-    given and the one exchange of the run cannot serve the largest group, it becomes the largest that it can serve.
+    `inner_cp_sizes` becomes the tuple of inner sizes that a2a+p2p may use. Where no `max_cp_size` was given and the one
+    exchange of the run cannot serve the largest group, it becomes the largest that it can serve.
+
+    Args:
+        query_heads: of a tensor-parallel rank.
 
     Raises:
         InvalidInputError: an inner size or a CP size that the exchange cannot have; the message has both numbers.
     """
     from dynamic_cp.links import lanes_in_one_node  # here: it imports numpy
 
-    query_heads = args.num_attention_heads // args.tensor_model_parallel_size
-    node_lanes = lanes_in_one_node(topology)
-    largest = args.max_dynamic_cp_size or topology.max_cp_size
-    exchanges = cp_comm_types(args)
-    if args.dynamic_cp_inner_sizes is not None:
-        _check_inner_sizes(args.dynamic_cp_inner_sizes, exchanges, query_heads, node_lanes, largest)
+    exchange, exchanges = settings.cp_comm_type, settings.exchanges
+    node_lanes = lanes_in_one_node(settings.topology)
+    largest = settings.max_cp_size or settings.topology.max_cp_size
+    wanted = settings.inner_cp_sizes
+    if wanted is not None:
+        _check_inner_sizes(wanted, exchanges, query_heads, node_lanes, largest)
     possible = inner_sizes("a2a+p2p", largest, (query_heads, 1), node_lanes) if "a2a+p2p" in exchanges else ()
-    wanted = args.dynamic_cp_inner_sizes
-    args.dynamic_cp_inner_sizes = tuple(sorted(size for size in possible if wanted is None or size in wanted))
-    if args.cp_comm_type not in ("a2a", "a2a+p2p"):
-        return
+    inner = tuple(sorted(size for size in possible if wanted is None or size in wanted))
+    settings = replace(settings, inner_cp_sizes=inner)
+    if exchange not in ("a2a", "a2a+p2p"):
+        return settings
 
     def serves(cp_size: int) -> bool:
-        if args.cp_comm_type == "a2a":
+        if exchange == "a2a":
             return query_heads % cp_size == 0
-        return any(inner < cp_size for inner in args.dynamic_cp_inner_sizes)
+        return any(size < cp_size for size in inner)
 
     sizes = [1 << k for k in range(1, largest.bit_length())]
     served = [size for size in sizes if serves(size)]
     for flag, cp_size in (
-        ("--context-parallel-size", args.context_parallel_size),
-        ("--min-dynamic-cp-size", args.min_dynamic_cp_size),
-        ("--max-dynamic-cp-size", args.max_dynamic_cp_size or 1),
+        ("--context-parallel-size", settings.static_cp_size),
+        ("--min-dynamic-cp-size", settings.min_cp_size),
+        ("--max-dynamic-cp-size", settings.max_cp_size or 1),
     ):
         if cp_size > 1 and not serves(cp_size):
             raise InvalidInputError(
-                f"{flag} {cp_size} is a size that --cp-comm-type {args.cp_comm_type} cannot serve "
-                f"({_rule(args.cp_comm_type, query_heads, node_lanes)}): use {' or '.join(map(str, [1, *served]))}, "
+                f"{flag} {cp_size} is a size that --cp-comm-type {exchange} cannot serve "
+                f"({_rule(exchange, query_heads, node_lanes)}): use {' or '.join(map(str, [1, *served]))}, "
                 "--cp-comm-type p2p or auto",
                 cp_size=cp_size,
                 query_heads=query_heads,
@@ -59,14 +63,15 @@ def complete_exchanges(args: argparse.Namespace, topology: Topology) -> None:
             )
     if sizes and not served:
         raise InvalidInputError(
-            f"--cp-comm-type {args.cp_comm_type} can serve none of the CP sizes 2 to {largest} "
-            f"({_rule(args.cp_comm_type, query_heads, node_lanes)}): use --cp-comm-type p2p or auto",
+            f"--cp-comm-type {exchange} can serve none of the CP sizes 2 to {largest} "
+            f"({_rule(exchange, query_heads, node_lanes)}): use --cp-comm-type p2p or auto",
             largest=largest,
             query_heads=query_heads,
             lanes_per_node=node_lanes,
         )
-    if served and args.max_dynamic_cp_size is None:
-        args.max_dynamic_cp_size = served[-1]
+    if served and settings.max_cp_size is None:
+        return replace(settings, max_cp_size=served[-1])
+    return settings
 
 
 def _rule(exchange: str, query_heads: int, node_lanes: int) -> str:
@@ -79,7 +84,7 @@ def _rule(exchange: str, query_heads: int, node_lanes: int) -> str:
 
 
 def _check_inner_sizes(
-    sizes: list[int], exchanges: tuple[str, ...], query_heads: int, node_lanes: int, largest: int
+    sizes: Sequence[int], exchanges: tuple[str, ...], query_heads: int, node_lanes: int, largest: int
 ) -> None:
     if "a2a+p2p" not in exchanges:
         raise InvalidInputError(

@@ -19,6 +19,7 @@ class MicroBatch(NamedTuple):
 
 _current = "starting up"
 _micro_batch: MicroBatch | None = None
+_token_limit: int | None = None
 _since_s = time.monotonic()
 
 
@@ -41,6 +42,17 @@ def enter_micro_batch(label: str, num_tokens: int) -> None:
     """Say that the forward pass of a micro-batch begins, with its padded tokens on this rank."""
     global _micro_batch, _since_s
     _micro_batch, _since_s = MicroBatch(label, num_tokens), time.monotonic()
+
+
+def limit_tokens(limit: int) -> None:
+    """Say how many padded tokens a rank of this run may have in a micro-batch."""
+    global _token_limit
+    _token_limit = limit
+
+
+def token_limit() -> int | None:
+    """Return the limit, None before it was found."""
+    return _token_limit
 
 
 def current() -> str:

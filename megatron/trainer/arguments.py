@@ -1,6 +1,6 @@
 """The command line: Megatron-LM's flag names, parsed and checked before anything heavy is imported.
 
-    args = parse_args(argv, world_size)      # InvalidInputError or UnsupportedFeatureError, the same on every rank
+    settings = parse_args(argv, world_size)  # InvalidInputError or UnsupportedFeatureError, the same on every rank
 
 DEVIATION: dropout is 0. Reason: resuming is then exact on any layout. Recovery: --hidden-dropout.
 
@@ -20,7 +20,8 @@ from megatron.dynamic_cp.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.launcher import environment_number
-from megatron.trainer.validation import complete_and_check
+from megatron.trainer.settings import Settings
+from megatron.trainer.validation import checked_settings
 
 CALIBRATION_MODES = ("auto", "anew", "off")
 
@@ -40,8 +41,8 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidInputError(f"{message} (--help lists the flags)")
 
 
-def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
-    """Return the checked arguments, with derived values filled in.
+def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None) -> Settings:
+    """Return the settings of a run, checked and complete.
 
     Args:
         argv: words of the command line; None takes sys.argv.
@@ -52,8 +53,7 @@ def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None)
     """
     args = build_parser().parse_args(argv)
     args.world_size = world_size if world_size is not None else environment_number("WORLD_SIZE", 1)
-    complete_and_check(args)
-    return args
+    return checked_settings(args)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ class Evaluation:
     def of(cls, run: Run, split: str) -> Evaluation:
         """Return the evaluation of "validation" or "test"."""
         stream = run.splits.valid if split == "validation" else run.splits.test
-        if run.args.eval_iters == 0:
+        if run.settings.training.eval_iters == 0:
             stream = None
         return cls(run=run, split=split, stream=stream)
 
@@ -47,11 +47,11 @@ class Evaluation:
         self.run.scalars.write_validation(self.split, loss, iteration)
 
     def _loss(self, stream: SampleStream, iteration: int) -> float:
-        run, args = self.run, self.run.args
+        run, training = self.run, self.run.settings.training
         loss_sum, num_tokens = 0.0, 0
         batches = (
-            (batch, stream.global_batch(batch * args.global_batch_size, args.global_batch_size))
-            for batch in range(args.eval_iters)
+            (batch, stream.global_batch(batch * training.global_batch_size, training.global_batch_size))
+            for batch in range(training.eval_iters)
         )
         with (
             _evaluating(run.model),

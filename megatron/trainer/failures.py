@@ -6,7 +6,6 @@ which wait for it in a collective. Nothing is exchanged first: the device has no
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -35,33 +34,36 @@ class LostCollectiveError(DynamicCPError):
 
 
 @contextlib.contextmanager
-def explained(args: argparse.Namespace) -> Iterator[None]:
+def explained(timeout_minutes: float) -> Iterator[None]:
     """Raise what the body raises, with an error of the device or the network as a DynamicCPError.
 
     A RuntimeError that does not say that a peer is gone is a bug and stays what it is.
+
+    Args:
+        timeout_minutes: --distributed-timeout-minutes.
 
     Raises:
         OutOfDeviceMemoryError: instead of torch's, and of NCCL's where the device has no memory for its buffers.
         LostCollectiveError: instead of torch's, gloo's, and of a failed exchange in a CP group.
     """
-    with _reporting_stalls(60 * args.distributed_timeout_minutes):
+    with _reporting_stalls(60 * timeout_minutes):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
+            raise out_of_memory(error, phase.token_limit()) from error
         except RuntimeError as error:
             if not (isinstance(error, ExchangeError) or lost_peers.is_lost_peer(error)):
                 raise
             if _NO_MEMORY in str(error):
-                raise out_of_memory(error, args.max_seqlen_per_dp_cp_rank) from error
-            raise lost_collective(error, args.distributed_timeout_minutes) from error
+                raise out_of_memory(error, phase.token_limit()) from error
+            raise lost_collective(error, timeout_minutes) from error
 
 
-def out_of_memory(error: Exception, token_limit: int | str) -> OutOfDeviceMemoryError:
+def out_of_memory(error: Exception, token_limit: int | None) -> OutOfDeviceMemoryError:
     """Return the error of a rank whose device has no memory left, where `phase` says it is.
 
     Args:
-        token_limit: --max-seqlen-per-dp-cp-rank.
+        token_limit: --max-seqlen-per-dp-cp-rank, None before it was found.
     """
     running = phase.micro_batch()
     first, *rest = str(error).splitlines()

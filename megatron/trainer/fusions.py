@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -16,6 +15,7 @@ from torch.utils._triton import has_triton
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.verify import agree
 from megatron.trainer import compile_once
+from megatron.trainer.settings import ModelSettings
 
 CONFIG_FIELDS = frozenset(
     {
@@ -38,12 +38,18 @@ class Fusions:
     """What is fused.
 
     Attributes:
+        gradient_accumulation: matrix products add weight gradients to their buffers.
+        activation: bias and the activation of the MLP.
+        dropout: bias, dropout and residual.
         on: names of what is, as the log says them.
         off: (name, reason) of what is not.
     """
 
-    on: tuple[str, ...]
-    off: tuple[tuple[str, str], ...]
+    gradient_accumulation: bool = False
+    activation: bool = False
+    dropout: bool = False
+    on: tuple[str, ...] = ()
+    off: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -53,57 +59,60 @@ class Fusions:
         off = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in because.items())
         return f"fusions: {', '.join(self.on) or 'none'}; off: {off}"
 
+    def completed_flags(self, model: ModelSettings) -> dict[str, bool]:
+        """Return the flags of `model` that were left open, as they were decided."""
+        return {
+            "gradient_accumulation_fusion": self.gradient_accumulation,
+            "bias_dropout_fusion": self.dropout,
+            "bias_swiglu_fusion": model.swiglu and self.activation,
+            "bias_gelu_fusion": not model.swiglu and self.activation,
+        }
 
-def activation_flag(args: argparse.Namespace) -> str:
-    """Return the destination of the flag that belongs to the run's activation."""
-    return "bias_swiglu_fusion" if args.swiglu else "bias_gelu_fusion"
+
+NOTHING = Fusions()
+"""Before anything was decided."""
 
 
-def choose(args: argparse.Namespace, device: torch.device) -> Fusions:
-    """Return the fusions of this run, decide in `args` what was left to us, and prepare what is compiled; collective.
+def choose(model: ModelSettings, device: torch.device) -> Fusions:
+    """Return the fusions of this run, decided where the flags leave it to us, and prepare what is compiled; collective.
 
     Raises:
         DynamicCPError: one that was asked for cannot be had, or ranks differ in what is installed; on every rank.
     """
-    wanted = {name: getattr(args, name) for name in ("gradient_accumulation_fusion", "bias_dropout_fusion")}
-    wanted["activation"] = getattr(args, activation_flag(args))
-
-    def on_this_rank() -> tuple[Fusions, dict[str, bool]]:
-        return _decide(args, wanted, device)
-
-    fusions, decided = agree(
-        on_this_rank,
+    fusions = agree(
+        lambda: _decide(model, device),
         lambda chosen: hashlib.sha256(repr(chosen).encode()).hexdigest(),
         what="fused kernels (apex, Triton, TransformerEngine) that are installed",
         device=device,
     )
-    args.gradient_accumulation_fusion = decided["gradient_accumulation_fusion"]
-    args.bias_dropout_fusion = decided["bias_dropout_fusion"]
-    args.bias_swiglu_fusion = args.swiglu and decided["activation"]
-    args.bias_gelu_fusion = not args.swiglu and decided["activation"]
-    if decided["activation"] or decided["bias_dropout_fusion"] or args.cross_entropy_fusion_impl == "native":
+    if fusions.activation or fusions.dropout or model.cross_entropy_fusion_impl == "native":
         compile_once.install()
     return fusions
 
 
-def _decide(
-    args: argparse.Namespace, wanted: dict[str, bool | None], device: torch.device
-) -> tuple[Fusions, dict[str, bool]]:
-    """Return what is fused and, by the names of `wanted`, whether it is."""
-    flag = "--" + activation_flag(args).replace("_", "-")
+def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     cannot_compile = why_not_compiled(device)
     reason_to_leave = _ON_CPU if device.type == "cpu" else ""
-    no_bias = "--disable-bias-linear leaves no bias" if args.disable_bias_linear and not args.swiglu else ""
+    no_bias = "--disable-bias-linear leaves no bias" if model.disable_bias_linear and not model.swiglu else ""
+    if model.swiglu:
+        activation = ("SwiGLU", "--bias-swiglu-fusion", model.bias_swiglu_fusion)
+    else:
+        activation = ("GELU (in its form with tanh)", "--bias-gelu-fusion", model.bias_gelu_fusion)
     rows = [
-        ("gradient_accumulation_fusion", "weight gradients", "--gradient-accumulation-fusion", why_no_kernel()),
-        ("activation", "SwiGLU" if args.swiglu else "GELU (in its form with tanh)", flag, no_bias or cannot_compile),
-        ("bias_dropout_fusion", "dropout", "--bias-dropout-fusion", cannot_compile),
+        (
+            "gradient_accumulation",
+            "weight gradients",
+            "--gradient-accumulation-fusion",
+            model.gradient_accumulation_fusion,
+            why_no_kernel(),
+        ),
+        ("activation", *activation, no_bias or cannot_compile),
+        ("dropout", "dropout", "--bias-dropout-fusion", model.bias_dropout_fusion, cannot_compile),
     ]
     decided: dict[str, bool] = {}
     on: list[str] = []
     off: list[tuple[str, str]] = []
-    for key, name, flag, missing in rows:
-        asked = wanted[key]
+    for key, name, flag, asked, missing in rows:
         if asked and missing:
             raise InvalidInputError(f"{flag} cannot be had: {missing}; install it or leave the flag out", flag=flag)
         if asked is False:
@@ -115,15 +124,15 @@ def _decide(
             off.append((name, reason))
         else:
             on.append(name)
-    if decided["gradient_accumulation_fusion"]:
-        check_kernel(device, torch.bfloat16 if args.bf16 else torch.float32)
-    if args.cross_entropy_loss_fusion:
-        on.append(f"cross entropy ({args.cross_entropy_fusion_impl})")
-        _check_cross_entropy(args.cross_entropy_fusion_impl, cannot_compile)
+    if decided["gradient_accumulation"]:
+        check_kernel(device, torch.bfloat16 if model.bf16 else torch.float32)
+    if model.cross_entropy_loss_fusion:
+        on.append(f"cross entropy ({model.cross_entropy_fusion_impl})")
+        _check_cross_entropy(model.cross_entropy_fusion_impl, cannot_compile)
     else:
         off.append(("cross entropy", "no --cross-entropy-loss-fusion"))
     off.append(("RoPE", "its rotation of packed shards is this project's own"))
-    return Fusions(on=tuple(on), off=tuple(off)), decided
+    return Fusions(**decided, on=tuple(on), off=tuple(off))
 
 
 def _check_cross_entropy(impl: str, cannot_compile: str) -> None:

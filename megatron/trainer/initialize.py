@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -15,8 +14,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.dynamic_cp import cpu_backend, lost_peers, optimizer_checkpoint
-from megatron.trainer import derive
 from megatron.trainer.launcher import check_rendezvous, environment_number
+from megatron.trainer.settings import Settings
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
@@ -58,14 +57,15 @@ def device_of(local_rank: int, *, num_devices: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def initialize(args: argparse.Namespace) -> torch.device:
+def initialize(settings: Settings) -> torch.device:
     """Set up device, process groups of the job and of megatron-core, and seeds; return this rank's device.
 
     A default process group that exists already (of a host application or a test) is used as it is.
     """
+    parallel = settings.parallel
     built_for_device = torch.version.cuda is not None or torch.version.hip is not None
     backend = choose_backend(
-        args.distributed_backend, num_devices=torch.cuda.device_count(), built_for_device=built_for_device
+        parallel.distributed_backend, num_devices=torch.cuda.device_count(), built_for_device=built_for_device
     )
     if backend == "gloo":
         cpu_backend.enable()
@@ -74,23 +74,24 @@ def initialize(args: argparse.Namespace) -> torch.device:
         device = torch.device("cpu")
     else:
         check_device_queues(
-            args.tensor_model_parallel_size, args.max_dynamic_cp_size or derive.topology(args).max_cp_size
+            parallel.tensor_model_parallel_size,
+            settings.planning.max_cp_size or settings.planning.topology.max_cp_size,
         )
         device = device_of(environment_number("LOCAL_RANK", 0), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
-        choose_precision(bf16=args.bf16)
+        choose_precision(bf16=settings.model.bf16)
     optimizer_checkpoint.install()
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
-        join(backend, args.world_size, timeout)
+        join(backend, parallel.world_size, timeout)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=1,  # lanes are data-parallel ranks; each micro-batch brings its own CP group
-        distributed_timeout_minutes=max(1, round(args.distributed_timeout_minutes)),
+        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
     )
-    seed(args.seed)
+    seed(settings.training.seed)
     return device
 
 

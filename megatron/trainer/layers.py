@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
+from typing import Literal
 
 import torch
 
+from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.te_kernels import Capability, flash_attention_installed
-from megatron.dynamic_cp.attention.te_support import LayerChoice, choose_layers, installed_version
+from megatron.dynamic_cp.attention.te_support import LayerChoice, TransformerImpl, choose_layers, installed_version
 from megatron.dynamic_cp.verify import agree
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,18 @@ def batch_the_ring() -> None:
         logger.info("%s=%s: TransformerEngine's rings use the connections of their groups", BATCHED_RING, value)
 
 
-def choose(args: argparse.Namespace, device: torch.device) -> LayerChoice:
-    """Return the layers of this run and fill in what follows in `args` and the environment; collective.
+def choose(
+    requested: TransformerImpl | None,
+    exchange: CpCommType | Literal["auto"],
+    *,
+    backend: str,
+    bf16: bool,
+    head_dim: int,
+    device: torch.device,
+) -> LayerChoice:
+    """Return the layers of this run and set the environment up for them; collective.
 
-    Args:
-        args: of our trainer or Megatron-LM's, where --attention-backend is an enum.
+    Args: as `choose_layers`.
 
     Raises:
         DynamicCPError: they cannot be used, or ranks have other versions of TransformerEngine; the same on every rank.
@@ -50,13 +58,13 @@ def choose(args: argparse.Namespace, device: torch.device) -> LayerChoice:
         version, why_missing = installed_version()
         capability = compute_capability(device)
         return choose_layers(
-            args.transformer_impl,
-            args.cp_comm_type,
+            requested,
+            exchange,
             capability=capability,
             flash_attn=capability is not None and version is not None and flash_attention_installed(capability),
-            backend=getattr(args.attention_backend, "name", args.attention_backend),
-            bf16=args.bf16,
-            head_dim=args.kv_channels,
+            backend=backend,
+            bf16=bf16,
+            head_dim=head_dim,
             version=version,
             why_missing=why_missing,
         )
@@ -67,8 +75,6 @@ def choose(args: argparse.Namespace, device: torch.device) -> LayerChoice:
         what="the version of TransformerEngine",
         device=device,
     )
-    args.transformer_impl = choice.impl
-    args.cp_comm_types_left_out = choice.left_out
     if choice.impl == "transformer_engine":
         batch_the_ring()
     return choice

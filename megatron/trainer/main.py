@@ -18,7 +18,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code (see `megatron.trainer.exits`)."""
 
     def parse_and_train() -> None:
-        args = parse_args(argv)
+        settings = parse_args(argv)
         # megatron-core needs one queue per device so that transfers start before the kernels they overlap with; it
         # asks for that only at a static CP size above 1.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -28,8 +28,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         from megatron.trainer.initialize import shut_down
         from megatron.trainer.training import pretrain
 
-        with explained(args):
-            pretrain(args)
+        with explained(settings.parallel.distributed_timeout_minutes):
+            pretrain(settings)
             shut_down()
 
     return exit_code_of(parse_and_train)

@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
-
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
-from dynamic_cp.types import Hardware, ModelShape
-from megatron.trainer import derive
+from dynamic_cp.types import CpCommType, Hardware, ModelShape
+from megatron.dynamic_cp.settings import PlanningSettings
 
 
-def check_memory_is_known(args: argparse.Namespace, hardware: Hardware) -> None:
+def check_memory_is_known(settings: PlanningSettings, hardware: Hardware) -> None:
     """Refuse `auto` where the hardware file states no memory.
 
     Raises:
         InvalidInputError: with the remedies.
     """
-    if args.max_seqlen_per_dp_cp_rank == "auto" and not hardware.hbm_bytes:
+    if settings.max_tokens_per_rank is None and not hardware.hbm_bytes:
         raise InvalidInputError(
             f"--max-seqlen-per-dp-cp-rank auto needs hbm_bytes, which hardware {hardware.name!r} does not state: "
             "give the limit in tokens, or a --dynamic-cp-hardware file with hbm_bytes"
         )
 
 
-def max_tokens_per_rank(args: argparse.Namespace, model: ModelShape, hardware: Hardware) -> int:
-    """Return the limit of padded tokens of a rank in one micro-batch; a pure function of flags and hardware file.
+def max_tokens_per_rank(
+    settings: PlanningSettings, model: ModelShape, hardware: Hardware, left_out: tuple[CpCommType, ...] = ()
+) -> int:
+    """Return the limit of padded tokens of a rank in one micro-batch; a pure function of settings and hardware file.
 
     The limit is taken as reached by all micro-batches in flight, with exchange buffers of the smallest CP size that
     holds a sample of --seq-length. Where memory is not known, a limit in tokens is not checked.
+
+    Args:
+        left_out: exchanges that the layers lack.
 
     Raises:
         InvalidInputError: `auto`, and memory is not known.
         MemoryLimitError: what is asked for does not fit; with both numbers and the remedies.
     """
-    check_memory_is_known(args, hardware)
-    limit, topology = args.max_seqlen_per_dp_cp_rank, derive.topology(args)
-    if not hardware.hbm_bytes:
-        return int(limit)
-    options = derive.used_options(args, 1 if limit == "auto" else None)
-    memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=args.use_distributed_optimizer)
+    check_memory_is_known(settings, hardware)
+    limit, topology = settings.max_tokens_per_rank, settings.topology
+    if limit is not None and not hardware.hbm_bytes:
+        return limit
+    options = settings.used(settings.options(limit or 1, left_out))
+    memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=settings.distributed_optimizer)
     try:
-        if limit == "auto":
-            return memory.max_tokens_per_rank(args.seq_length)
+        if limit is None:
+            return memory.max_tokens_per_rank(settings.seq_length)
         sizes = allowed_cp_sizes(topology, options)
-        smallest = next(cp for cp in sizes if capacity_tokens(cp, topology, options) >= args.seq_length)
+        smallest = next(cp for cp in sizes if capacity_tokens(cp, topology, options) >= settings.seq_length)
         memory.check_limit_fits(limit, smallest)
     except MemoryLimitError as error:
         raise MemoryLimitError(
             f"{error}; if the device has more memory than {hardware.name}, name it with --dynamic-cp-hardware",
             **error.details,
         ) from error
-    return int(limit)
+    return limit

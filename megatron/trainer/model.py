@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +21,15 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from megatron.dynamic_cp.arguments import check_supported
+from megatron.dynamic_cp.attention.te_support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.rotary import use_one_rotary_table
 from megatron.dynamic_cp.verify import run_on_all_ranks
-from megatron.trainer import fusions
+from megatron.trainer.fusions import CONFIG_FIELDS, NOTHING, Fusions
+from megatron.trainer.planned_runtime import PlannedRuntime
+from megatron.trainer.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,69 +49,72 @@ class Built:
     scheduler: OptimizerParamScheduler
 
 
-def build(args: argparse.Namespace, vocab_rows: int, num_lanes: int, device: torch.device) -> Built:
+def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
     """Return the model of this rank with its optimizer; collective.
 
     Raises:
         DynamicCPError: a feature that is not supported, or kernels that give wrong results; the same on every rank.
     """
-    config = transformer_config(args, device)
-    if args.transformer_impl == "local":
+    device, impl = runtime.device, runtime.layers.impl
+    config = transformer_config(settings.model, settings.parallel, device, fused)
+    if impl == "local":
         run_on_all_ranks(lambda: prepare_kernel(config, device), device)
-    chunks = build_chunks(args, config, vocab_rows)
-    wrapped = wrap_chunks(args, config, chunks, num_lanes, device)
-    optimizer = build_optimizer(args, config, wrapped)
+    chunks = build_chunks(settings.model, config, runtime.model_shape.vocab_size, impl)
+    bucket_size = ddp_bucket_size(runtime.topology.num_lanes, runtime.settings.static_cp_size)
+    wrapped = wrap_chunks(settings.parallel, config, chunks, bucket_size, device)
+    optimizer = build_optimizer(settings.optimizer, settings.parallel, config, wrapped)
     return Built(
         config=config,
         chunks=chunks,
         wrapped=wrapped,
         needs=chunk_needs(chunks),
         optimizer=optimizer,
-        scheduler=build_scheduler(args, optimizer),
+        scheduler=build_scheduler(settings.optimizer, optimizer),
     )
 
 
-def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    model: ModelSettings, parallel: ParallelSettings, device: torch.device, fused: Fusions = NOTHING
+) -> TransformerConfig:
     """Return megatron-core's configuration; checked against the supported features."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    pipelined = args.pipeline_model_parallel_size > 1
-    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    pipelined = parallel.pipeline_model_parallel_size > 1
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     config = TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        normalization=args.normalization,
-        layernorm_epsilon=args.norm_epsilon,
-        gated_linear_unit=args.swiglu,
-        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        add_bias_linear=not args.disable_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        qk_layernorm=args.qk_layernorm,
-        rotary_interleaved=args.rotary_interleaved,
-        init_method_std=args.init_method_std,
-        hidden_dropout=args.hidden_dropout,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        rotary_interleaved=model.rotary_interleaved,
+        init_method_std=model.init_method_std,
+        hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
-        attention_backend=AttnBackend[args.attention_backend],
-        bf16=args.bf16,
+        attention_backend=AttnBackend[model.attention_backend],
+        bf16=model.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        use_cpu_initialization=args.use_cpu_initialization or device.type == "cpu",
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
-        # Nothing is fused before `fusions.choose` has decided what was left open.
-        gradient_accumulation_fusion=bool(args.gradient_accumulation_fusion),
-        bias_activation_fusion=bool(args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion),
-        bias_dropout_fusion=bool(args.bias_dropout_fusion),
-        cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
-        cross_entropy_fusion_impl=args.cross_entropy_fusion_impl or "native",
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        gradient_accumulation_fusion=fused.gradient_accumulation,
+        bias_activation_fusion=fused.activation,
+        bias_dropout_fusion=fused.dropout,
+        cross_entropy_loss_fusion=model.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=model.cross_entropy_fusion_impl or "native",
         # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
         calculate_per_token_loss=True,
         # Micro-batches have their own lengths; megatron-core accepts that only with this dispatcher, even without MoE.
@@ -119,7 +124,7 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
     )
-    check_supported(config, also_allowed=fusions.CONFIG_FIELDS)
+    check_supported(config, also_allowed=CONFIG_FIELDS)
     return config
 
 
@@ -131,7 +136,9 @@ def ddp_bucket_size(num_lanes: int, static_cp_size: int) -> int:
     return max(40_000_000, 1_000_000 * (num_lanes // static_cp_size))
 
 
-def build_chunks(args: argparse.Namespace, config: TransformerConfig, vocab_rows: int) -> list[GPTModel]:
+def build_chunks(
+    model: ModelSettings, config: TransformerConfig, vocab_rows: int, impl: TransformerImpl
+) -> list[GPTModel]:
     """Return the GPT chunks of this pipeline stage."""
     chunks = []
     for index in range(config.virtual_pipeline_model_parallel_size or 1):
@@ -139,15 +146,15 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig, vocab_rows
         chunks.append(
             GPTModel(
                 config=config,
-                transformer_layer_spec=gpt_block_spec(config, vp_stage, transformer_impl=args.transformer_impl),
+                transformer_layer_spec=gpt_block_spec(config, vp_stage, transformer_impl=impl),
                 vocab_size=vocab_rows,
-                max_sequence_length=args.max_position_embeddings,
+                max_sequence_length=model.max_position_embeddings,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-                position_embedding_type=args.position_embedding_type,
-                rotary_percent=args.rotary_percent,
-                rotary_base=args.rotary_base,
+                share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+                position_embedding_type=model.position_embedding_type,
+                rotary_percent=model.rotary_percent,
+                rotary_base=model.rotary_base,
                 vp_stage=vp_stage,
             )
         )
@@ -161,73 +168,76 @@ def chunk_needs(chunks: Sequence[GPTModel]) -> list[ChunkNeeds]:
 
 
 def wrap_chunks(
-    args: argparse.Namespace,
+    parallel: ParallelSettings,
     config: TransformerConfig,
     chunks: Sequence[GPTModel],
-    num_lanes: int,
+    bucket_size: int,
     device: torch.device,
 ) -> list[DistributedDataParallel]:
     """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        bucket_size=ddp_bucket_size(num_lanes, args.context_parallel_size),
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        bucket_size=bucket_size,
     )
     wrapped = []
     for index, chunk in enumerate(chunks):
-        module = Float16Module(config, chunk.to(device)) if args.bf16 else chunk.to(device)
+        module = Float16Module(config, chunk.to(device)) if config.bf16 else chunk.to(device)
         # Later chunks finish their backward pass early; splitting their gradients into buckets gains nothing.
         wrapped.append(DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0))
     return wrapped
 
 
 def build_optimizer(
-    args: argparse.Namespace, config: TransformerConfig, model: Sequence[DistributedDataParallel]
+    settings: OptimizerSettings,
+    parallel: ParallelSettings,
+    config: TransformerConfig,
+    model: Sequence[DistributedDataParallel],
 ) -> MegatronOptimizer:
     """Return the optimizer of `model` and hand `config` the functions that megatron-core's schedules call."""
     optimizer_config = OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        clip_grad=args.clip_grad,
-        bf16=args.bf16,
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
         optimizer_config, list(model), config_overrides=no_decay_of_vectors(optimizer_config)
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    if args.overlap_grad_reduce:
+    if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
 
 
-def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(settings: OptimizerSettings, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Return the schedule of learning rate and weight decay. Its steps are samples."""
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_samples,
-        lr_decay_steps=args.lr_decay_samples,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
-        wd_incr_steps=args.lr_decay_samples,
+        init_lr=settings.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_samples,
+        lr_decay_steps=settings.lr_decay_samples,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=settings.lr_decay_samples,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=args.lr_wsd_decay_samples,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=settings.override_opt_param_scheduler,
+        wsd_decay_steps=settings.lr_wsd_decay_samples,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -1,15 +1,15 @@
 """How a run is planned, set up once for both training loops: this trainer's and that of a Megatron-LM checkout.
 
-runtime = PlannedRuntime.agree(args, ...)    # before the model: token limit, dump and replay, CP groups
-runtime = runtime.start()                    # rank 0's planner; with other hardware where that was measured
-runtime.warm_up()                            # no step waits for the planner's compiler
+runtime = PlannedRuntime.agree(settings, ...)  # before the model: token limit, dump and replay, CP groups
+runtime = runtime.measured(hardware)           # where CPU ranks have measured how fast they are
+runtime = runtime.start()                      # rank 0's planner
+runtime.warm_up()                              # no step waits for the planner's compiler
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -19,17 +19,19 @@ import torch
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.planner_process import Problem
-from dynamic_cp.types import Hardware, ModelShape, Topology
-from megatron.dynamic_cp.arguments import cp_comm_types
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
+from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.attention.te_support import LayerChoice
 from megatron.dynamic_cp.plan_dump import WARM_UP, RecordedPlans, RunDump
 from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.settings import PlanningSettings
 from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import derive, memory
+from megatron.trainer import memory
 
 
-def first_hardware(args: argparse.Namespace, device: torch.device) -> Hardware:
+def first_hardware(settings: PlanningSettings, device: torch.device) -> Hardware:
     """Return what the cost model begins with, which rank 0 reads for all; collective.
 
     Raises:
@@ -37,15 +39,15 @@ def first_hardware(args: argparse.Namespace, device: torch.device) -> Hardware:
     """
 
     def load() -> dict[str, Any]:
-        hardware = load_hardware(_hardware_name(args, device))
-        memory.check_memory_is_known(args, hardware)
+        hardware = load_hardware(_hardware_name(settings, device))
+        memory.check_memory_is_known(settings, hardware)
         return asdict(hardware)
 
     return run_on_rank_zero(load, lambda found: Hardware(**found))
 
 
-def _hardware_name(args: argparse.Namespace, device: torch.device) -> str:
-    return args.dynamic_cp_hardware or ("cpu" if device.type == "cpu" else "h100")
+def _hardware_name(settings: PlanningSettings, device: torch.device) -> str:
+    return settings.hardware or ("cpu" if device.type == "cpu" else "h100")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +55,27 @@ class PlannedRuntime:
     """What plans a run and what its plans run on.
 
     Attributes:
-        args: flags of the run, under this trainer's names.
+        settings: as the flags say them.
+        arguments: all flags of the run under their names, with what was found for them: what is written down of it.
         device: where this rank computes.
-        topology: arrangement of the job's ranks.
+        layers: TransformerEngine's or local ones.
         model_shape: what the cost model prices.
         hardware: what it begins with; hardware_name: as the run was given it.
-        is_auto: the token limit is what the memory of the hardware holds.
+        options: what the planner may do, with the token limit that memory holds and the exchanges that the layers have.
         groups: CP groups of this rank.
         dump: rank 0's, where plans are written down.
         recorded: rank 0's, where they are taken from a dump.
         planner: rank 0's once it was started.
     """
 
-    args: argparse.Namespace
+    settings: PlanningSettings
+    arguments: Mapping[str, Any]
     device: torch.device
-    topology: Topology
+    layers: LayerChoice
     model_shape: ModelShape
     hardware: Hardware
     hardware_name: str
-    is_auto: bool
+    options: PlanOptions
     groups: DynamicCPGroups
     dump: RunDump | None
     recorded: RecordedPlans | None
@@ -79,47 +83,71 @@ class PlannedRuntime:
 
     @classmethod
     def agree(
-        cls, args: argparse.Namespace, *, device: torch.device, hardware: Hardware, vocab_rows: int
+        cls,
+        settings: PlanningSettings,
+        *,
+        arguments: Mapping[str, Any],
+        device: torch.device,
+        layers: LayerChoice,
+        model_shape: ModelShape,
+        hardware: Hardware,
     ) -> PlannedRuntime:
         """Return what all ranks know before the model is built; without a planner yet. Collective.
 
         Args:
+            arguments: all flags of the run under their names.
             hardware: see `first_hardware`.
-            vocab_rows: of the embedding table.
 
         Raises:
             DynamicCPError: the token limit does not fit into memory, or a dump cannot be written or read; the same on
                 every rank.
         """
-        topology, model_shape = derive.topology(args), derive.model_shape(args, vocab_rows)
-        is_auto = args.max_seqlen_per_dp_cp_rank == "auto"
         # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
-        args.max_seqlen_per_dp_cp_rank = run_on_rank_zero(
-            lambda: memory.max_tokens_per_rank(args, model_shape, hardware), int
+        limit = run_on_rank_zero(
+            lambda: memory.max_tokens_per_rank(settings, model_shape, hardware, layers.left_out), int
         )
-        dump, recorded = _dump_and_replay(args, topology)
+        phase.limit_tokens(limit)
+        options = settings.options(limit, layers.left_out)
+        arguments = {
+            **arguments,
+            "max_seqlen_per_dp_cp_rank": limit,
+            "transformer_impl": layers.impl,
+            "cp_comm_types_left_out": layers.left_out,
+        }
+        dump, recorded = _dump_and_replay(settings, options, arguments)
         groups = DynamicCPGroups.build(
-            topology,
-            timeout_s=60 * args.distributed_timeout_minutes,
-            min_cp_size=args.min_dynamic_cp_size,
-            max_cp_size=args.max_dynamic_cp_size,
-            exchanges=cp_comm_types(args),
-            inner_sizes=args.dynamic_cp_inner_sizes,
-            query_heads=args.num_attention_heads // topology.tp_size,
+            settings.topology,
+            timeout_s=settings.exchange_timeout_s,
+            min_cp_size=options.min_cp_size,
+            max_cp_size=options.max_cp_size,
+            exchanges=options.cp_comm_types,
+            inner_sizes=options.inner_cp_sizes or (),
+            query_heads=model_shape.num_attention_heads // settings.topology.tp_size,
             device=device,
         )
         return cls(
-            args=args,
+            settings=settings,
+            arguments=arguments,
             device=device,
-            topology=topology,
+            layers=layers,
             model_shape=model_shape,
             hardware=hardware,
-            hardware_name=_hardware_name(args, device),
-            is_auto=is_auto,
+            hardware_name=_hardware_name(settings, device),
+            options=options,
             groups=groups,
             dump=dump,
             recorded=recorded,
         )
+
+    @property
+    def topology(self) -> Topology:
+        """The arrangement of the job's ranks."""
+        return self.settings.topology
+
+    @property
+    def used_options(self) -> PlanOptions:
+        """`options` with the CP sizes that plans of this run have."""
+        return self.settings.used(self.options)
 
     def measured(self, hardware: Hardware) -> PlannedRuntime:
         """Return the same with the hardware that was found by measuring."""
@@ -135,8 +163,8 @@ class PlannedRuntime:
             topology=self.topology,
             model=self.model_shape,
             hardware=self.hardware,
-            options=derive.plan_options(self.args),
-            policy=derive.policy(self.args),
+            options=self.options,
+            policy=self.settings.policy,
         )
         planner: list[Planner] = []
 
@@ -144,12 +172,12 @@ class PlannedRuntime:
             planner.append(
                 Planner(
                     problem,
-                    max_seqlen=self.args.seq_length,
+                    max_seqlen=self.settings.seq_length,
                     ahead=True,
-                    strict=self.args.dynamic_cp_strict,
+                    strict=self.settings.is_strict,
                     recorded=self.recorded,
                     on_answer=self.dump.write_answer if self.dump is not None else None,
-                    publish_whole=self.args.dynamic_cp_verify == "full",
+                    publish_whole=self.settings.verify == "full",
                 )
             )
 
@@ -162,10 +190,10 @@ class PlannedRuntime:
         Raises:
             DynamicCPError: rank 0 found no plan; the same on every rank.
         """
-        if self.args.dynamic_cp_replay is not None:
-            return f"plans are those of {self.args.dynamic_cp_replay}"
-        ready_s = warm_up(self.plan_source(WARM_UP), self.args.seq_length)
-        return f"planner ready after {ready_s:.1f} s, {self.args.dynamic_cp_search} search"
+        if self.settings.replay is not None:
+            return f"plans are those of {self.settings.replay}"
+        ready_s = warm_up(self.plan_source(WARM_UP), self.settings.seq_length)
+        return f"planner ready after {ready_s:.1f} s, {self.settings.search} search"
 
     def plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
         """Return where this rank gets plans from.
@@ -179,16 +207,17 @@ class PlannedRuntime:
             topology=self.topology,
             lane=self.groups.lane,
             name=name,
-            lookahead=self.args.dynamic_cp_lookahead,
-            timeout_s=self.args.dynamic_cp_plan_timeout,
+            lookahead=self.settings.lookahead,
+            timeout_s=self.settings.plan_timeout_s,
             hardware_of=hardware_of,
         )
 
     def describe(self) -> tuple[str, str]:
         """Return two lines for the log: the groups, and what plans follow."""
-        of_memory = " (auto: what the memory of its hardware holds)" if self.is_auto else ""
+        is_auto = self.settings.max_tokens_per_rank is None
+        of_memory = " (auto: what the memory of its hardware holds)" if is_auto else ""
         return self.groups.describe(), (
-            f"policy {derive.policy(self.args)}, {self.args.max_seqlen_per_dp_cp_rank} padded tokens per rank and "
+            f"policy {self.settings.policy}, {self.options.max_tokens_per_rank} padded tokens per rank and "
             f"micro-batch{of_memory}, hardware {self.hardware_name} for the cost model"
         )
 
@@ -198,7 +227,9 @@ class PlannedRuntime:
             self.planner.close()
 
 
-def _dump_and_replay(args: argparse.Namespace, topology: Topology) -> tuple[RunDump | None, RecordedPlans | None]:
+def _dump_and_replay(
+    settings: PlanningSettings, options: PlanOptions, arguments: Mapping[str, Any]
+) -> tuple[RunDump | None, RecordedPlans | None]:
     """Return what rank 0 writes plans to and takes them from; collective, because either may fail there.
 
     Raises:
@@ -207,14 +238,14 @@ def _dump_and_replay(args: argparse.Namespace, topology: Topology) -> tuple[RunD
     opened: list[Any] = [None, None]
 
     def open_both() -> None:
-        if args.dynamic_cp_dump is not None:
-            about = {"arguments": vars(args), "versions": _versions()}
+        if settings.dump is not None:
+            about = {"arguments": arguments, "versions": _versions()}
             try:
-                opened[0] = RunDump(args.dynamic_cp_dump, about)
+                opened[0] = RunDump(settings.dump, about)
             except OSError as error:
                 raise InvalidInputError(f"--dynamic-cp-dump: cannot write {error}: give another folder") from error
-        if args.dynamic_cp_replay is not None:
-            opened[1] = RecordedPlans(args.dynamic_cp_replay, topology, derive.plan_options(args))
+        if settings.replay is not None:
+            opened[1] = RecordedPlans(settings.replay, settings.topology, options)
 
     run_on_rank_zero(open_both)
     return opened[0], opened[1]

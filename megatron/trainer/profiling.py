@@ -8,7 +8,6 @@ a trace instead, on CPU ranks, too. The names are those of `megatron.dynamic_cp.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import logging
@@ -22,6 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp import nvtx
+from megatron.trainer.settings import ProfilingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 class Profiling:
     """Starts and stops the profiler between iterations; does nothing without --profile and on other ranks."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, settings: ProfilingSettings, tensorboard_dir: str | None, device: torch.device) -> None:
         """Raises InvalidInputError, the same on every rank: NVTX ranges on a CPU, which nothing could record."""
-        if args.profile and not args.use_pytorch_profiler and device.type == "cpu":
+        if settings.profile and not settings.use_pytorch_profiler and device.type == "cpu":
             raise InvalidInputError("--profile on CPU ranks has no CUDA profiler to mark: add --use-pytorch-profiler")
-        self._first, self._last = args.profile_step_start + 1, args.profile_step_end
-        self._folder = args.profile_dir or args.tensorboard_dir
-        self._record_shapes = args.pytorch_profiler_collect_shapes
-        self._with_stack = args.pytorch_profiler_collect_callstack
-        self._uses_pytorch = args.use_pytorch_profiler
-        self._wanted = args.profile and dist.get_rank() in args.profile_ranks
+        self._first, self._last = settings.profile_step_start + 1, settings.profile_step_end
+        self._folder = settings.profile_dir or tensorboard_dir
+        self._record_shapes = settings.pytorch_profiler_collect_shapes
+        self._with_stack = settings.pytorch_profiler_collect_callstack
+        self._uses_pytorch = settings.use_pytorch_profiler
+        self._wanted = settings.profile and dist.get_rank() in settings.profile_ranks
         self._recording: contextlib.ExitStack | None = None
         self._iteration = 0
 

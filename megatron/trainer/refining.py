@@ -19,7 +19,6 @@ from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.bucket_times import BucketTimes, ForwardStep
 from megatron.dynamic_cp.plan_dump import JsonLines, spans_path
 from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import derive
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.planned_runtime import PlannedRuntime
 
@@ -49,16 +48,16 @@ class Refining:
     ) -> None:
         self._runtime = runtime
         self._position = position
-        self._every = runtime.args.dynamic_cp_refine
+        self._every = runtime.settings.refine_every
         saved = position.coefficients
         self._coefficients = (
             Coefficients(base=runtime.hardware) if saved is None else Coefficients.from_dict(runtime.hardware, saved)
         )
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         is_writer = parallel_state.get_tensor_model_parallel_rank() == 0  # the others run the same passes
-        self._spans = _open_spans(runtime.args.dynamic_cp_dump) if is_writer else None
+        self._spans = _open_spans(runtime.settings.dump) if is_writer else None
         self._times = None
-        if self._every or runtime.args.dynamic_cp_dump is not None:
+        if self._every or runtime.settings.dump is not None:
             self._times = BucketTimes(
                 model,
                 stage=self._stage,
@@ -86,7 +85,7 @@ class Refining:
         observations = self._times.gather()
         # Those before are planned already; a run that looked further ahead before it resumed has fixed even more.
         last_change = max((first for first, _ in self._coefficients.changes), default=0)
-        first = max(iteration + self._runtime.args.dynamic_cp_lookahead, last_change) + 1
+        first = max(iteration + self._runtime.settings.lookahead, last_change) + 1
         found = run_on_rank_zero(lambda: self._refined(observations, iteration, first))
         if found is not None:
             factors = Multipliers.from_dict(found)
@@ -100,7 +99,7 @@ class Refining:
             observations,
             model=self._runtime.model_shape,
             topology=self._runtime.topology,
-            options=derive.plan_options(self._runtime.args),
+            options=self._runtime.options,
             iterations=(max(1, iteration - self._every + 1), iteration),
             present=self._coefficients.multipliers(first),
         )

@@ -1,11 +1,11 @@
-"""From arguments to everything a training loop needs, in the order in which it can fail cheaply."""
+"""From settings to everything a training loop needs, in the order in which it can fail cheaply."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.types import Hardware, Topology
+from dynamic_cp.types import Hardware
+from megatron.dynamic_cp.attention.te_support import LayerChoice
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
@@ -30,6 +31,7 @@ from megatron.trainer.index_once import index_once
 from megatron.trainer.initialize import initialize, seed, set_up_logging
 from megatron.trainer.log import Scalars
 from megatron.trainer.planned_runtime import PlannedRuntime, first_hardware
+from megatron.trainer.settings import LoggingSettings, Settings
 from megatron.trainer.step import run_schedule
 from megatron.trainer.warm_up import warm_up_device
 
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Run:
     """What stays the same during a run."""
 
-    args: argparse.Namespace
+    settings: Settings
     runtime: PlannedRuntime
     splits: Splits
     config: TransformerConfig
@@ -69,8 +71,8 @@ class Run:
             groups=self.runtime.groups,
             chunks=self.needs,
             device=self.runtime.device,
-            num_workers=self.args.num_workers,
-            verify=self.args.dynamic_cp_verify,
+            num_workers=self.settings.data.num_workers,
+            verify=self.settings.planning.verify,
         )
 
     def run_schedule(
@@ -85,10 +87,10 @@ class Run:
         return run_schedule(
             self.model,
             data,
-            self.args.seq_length,
+            self.settings.planning.seq_length,
             forward_only=forward_only,
             rank_tokens=wrapper.rank_tokens,
-            verify_messages=self.args.dynamic_cp_verify == "full",
+            verify_messages=self.settings.planning.verify == "full",
             forward_step_func=forward_step_func,
         )
 
@@ -98,42 +100,44 @@ class Run:
         self.scalars.close()
 
 
-def set_up(args: argparse.Namespace) -> Run:
-    """Build the run of `args`; collective.
+def set_up(settings: Settings) -> Run:
+    """Build the run of `settings`; collective.
 
     Raises:
         DynamicCPError: the same on every rank.
     """
-    device = initialize(args)
+    device = initialize(settings)
     set_up_logging()
-    is_calibrated = start_calibration.is_wanted(args, device)
-    _probe_folders(args)
-    logger.info("%s", layers.choose(args, device).describe())
-    logger.info("%s", fusions.choose(args, device).describe())
-    hardware = first_hardware(args, device)
-    data = _data(args, device)
-    vocab_rows = derive.padded_vocab_size(
-        data.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    is_calibrated = start_calibration.is_wanted(settings.training.dynamic_cp_calibrate, settings.planning, device)
+    _probe_folders(settings)
+    layer_choice, fused = _layers(settings, device), _fusions(settings, device)
+    hardware = first_hardware(settings.planning, device)
+    data = _data(settings, device)
+    runtime = PlannedRuntime.agree(
+        settings.planning,
+        arguments={**settings.arguments, **fused.completed_flags(settings.model)},
+        device=device,
+        layers=layer_choice,
+        model_shape=derive.model_shape(settings.model, data.vocab_rows),
+        hardware=hardware,
     )
-    runtime = PlannedRuntime.agree(args, device=device, hardware=hardware, vocab_rows=vocab_rows)
-    built = model.build(args, vocab_rows, runtime.topology.num_lanes, device)
+    built = model.build(settings, runtime, fused)
     if device.type == "cuda":
-        warm_up_device(args, built.config, built.chunks, built.wrapped, runtime.groups, device)
+        warm_up_device(runtime, built)
     calibration = None
     if is_calibrated:
-        measured, calibration = start_calibration.calibrate(runtime, built, lambda: _saved_calibration(args))
-        runtime = runtime.measured(measured)
-    if args.hidden_dropout > 0:
-        seed(args.seed, runtime.groups.lane)
+        runtime, calibration = _calibrated(settings, runtime, built)
+    if settings.model.hidden_dropout > 0:
+        seed(settings.training.seed, runtime.groups.lane)
     run = Run(
-        args=args,
+        settings=settings,
         runtime=runtime.start(),
         splits=data.splits,
         config=built.config,
         model=built.wrapped,
         needs=built.needs,
-        trainable=_trainable(args, runtime.topology, built, data, vocab_rows, calibration),
-        scalars=_scalars(args),
+        trainable=_trainable(settings, runtime, built, data, calibration),
+        scalars=_scalars(settings.logging, runtime.arguments),
     )
     _log_choices(run)
     try:
@@ -144,116 +148,156 @@ def set_up(args: argparse.Namespace) -> Run:
     return run
 
 
-def _probe_folders(args: argparse.Namespace) -> None:
+def _layers(settings: Settings, device: torch.device) -> LayerChoice:
+    choice = layers.choose(
+        settings.model.transformer_impl,
+        settings.planning.cp_comm_type,
+        backend=settings.model.attention_backend,
+        bf16=settings.model.bf16,
+        head_dim=settings.model.kv_channels,
+        device=device,
+    )
+    logger.info("%s", choice.describe())
+    return choice
+
+
+def _fusions(settings: Settings, device: torch.device) -> fusions.Fusions:
+    choice = fusions.choose(settings.model, device)
+    logger.info("%s", choice.describe())
+    return choice
+
+
+def _calibrated(
+    settings: Settings, runtime: PlannedRuntime, built: model.Built
+) -> tuple[PlannedRuntime, dict[str, Any]]:
+    """Return `runtime` with the hardware that was measured, and what checkpoints keep of it; collective."""
+    checkpoints = settings.checkpoints
+
+    def load_saved() -> dict[str, Any] | None:
+        """Return what the checkpoint that the run goes on from has kept; a new run that takes only weights has none."""
+        return None if checkpoints.load is None or checkpoints.finetune else saved_calibration(checkpoints.load)
+
+    hardware, calibration = start_calibration.calibrate(
+        runtime, built, load_saved, anew=settings.training.dynamic_cp_calibrate == "anew"
+    )
+    return runtime.measured(hardware), calibration
+
+
+def _probe_folders(settings: Settings) -> None:
     """Check that rank 0 can write where the run will; collective.
 
     Raises:
         DynamicCPError: the same on every rank.
     """
-    if args.save is not None:
-        run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.save))
-    if args.tensorboard_dir is not None:
-        run_on_rank_zero(
-            lambda: checkpoint_files.probe_writable(args.tensorboard_dir, "--tensorboard-dir", InvalidInputError)
-        )
-    if args.use_pytorch_profiler and args.profile_dir is not None:
-        run_on_rank_zero(lambda: checkpoint_files.probe_writable(args.profile_dir, "--profile-dir", InvalidInputError))
+    save, tensorboard_dir = settings.checkpoints.save, settings.logging.tensorboard_dir
+    profiling = settings.profiling
+    profile_dir = profiling.profile_dir if profiling.use_pytorch_profiler else None
+    if save is not None:
+        run_on_rank_zero(lambda: checkpoint_files.probe_writable(save))
+    for flag, folder in (("--tensorboard-dir", tensorboard_dir), ("--profile-dir", profile_dir)):
+        if folder is not None:
+            run_on_rank_zero(partial(checkpoint_files.probe_writable, folder, flag, InvalidInputError))
 
 
 def _trainable(
-    args: argparse.Namespace,
-    topology: Topology,
+    settings: Settings,
+    runtime: PlannedRuntime,
     built: model.Built,
     data: _Data,
-    vocab_rows: int,
     calibration: Mapping[str, Any] | None,
 ) -> Trainable:
+    topology, vocab_rows = runtime.topology, runtime.model_shape.vocab_size
     return Trainable(
         chunks=built.chunks,
         wrapped=built.wrapped,
         optimizer=built.optimizer,
         scheduler=built.scheduler,
         identity={
-            "model": derive.model_identity(args, vocab_rows),
+            "model": derive.model_identity(settings.model, vocab_rows),
             "data": _data_identity(data.config, data.splits),
         },
-        arguments={**vars(args), "padded_vocab_size": vocab_rows},
+        arguments={**runtime.arguments, "padded_vocab_size": vocab_rows},
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
-        has_dropout=args.hidden_dropout > 0,
-        gathers_params=args.overlap_param_gather,
+        has_dropout=settings.model.hidden_dropout > 0,
+        gathers_params=settings.parallel.overlap_param_gather,
         calibration=calibration,
     )
 
 
-def _scalars(args: argparse.Namespace) -> Scalars:
+def _scalars(settings: LoggingSettings, arguments: Mapping[str, Any]) -> Scalars:
     """Return what rank 0 writes figures to, a silent one on the other ranks; collective, because it may fail there."""
     scalars = [Scalars()]
 
     def start() -> None:
         options = None
-        if args.wandb_project:
+        if settings.wandb_project:
             options = {
-                "project": args.wandb_project,
-                "name": args.wandb_exp_name,
-                "entity": args.wandb_entity,
-                "dir": args.wandb_save_dir,
-                "config": dict(vars(args)),
+                "project": settings.wandb_project,
+                "name": settings.wandb_exp_name,
+                "entity": settings.wandb_entity,
+                "dir": settings.wandb_save_dir,
+                "config": dict(arguments),
             }
-        scalars[0] = Scalars(args.tensorboard_dir, options)
+        scalars[0] = Scalars(settings.tensorboard_dir, options)
 
     run_on_rank_zero(start)
     return scalars[0]
 
 
-def _saved_calibration(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what the checkpoint that the run goes on from has kept; a new run that takes only its weights has none."""
-    return None if args.load is None or args.finetune else saved_calibration(args.load)
+def data_config(settings: Settings) -> DataConfig:
+    """Return what the settings say of the data.
 
-
-def data_config(args: argparse.Namespace) -> DataConfig:
-    """Return what the data flags say."""
+    Raises:
+        DynamicCPError: there are none, or they contradict each other.
+    """
+    data = settings.data
     return DataConfig(
-        data_path=tuple(args.data_path),
-        data_glob=args.data_glob,
-        cache_path=args.data_cache_path,
-        json_key=args.json_key,
-        split=args.split,
-        seq_length=args.seq_length,
-        overlong=args.overlong,
-        seed=args.seed,
-        mock=args.mock_data,
-        tokenizer=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        sft=args.sft,
-        chat_template=args.chat_template,
-        vocab_size=args.vocab_size,
-        eod_id=args.eod_id,
-        varlen_mock_config=args.varlen_mock_dataset_config_json,
+        data_path=data.data_path,
+        data_glob=data.data_glob,
+        cache_path=data.data_cache_path,
+        json_key=data.json_key,
+        split=data.split,
+        seq_length=settings.planning.seq_length,
+        overlong=data.overlong,
+        seed=settings.training.seed,
+        mock=data.mock_data,
+        tokenizer=data.tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        sft=data.sft,
+        chat_template=data.chat_template,
+        vocab_size=data.vocab_size,
+        eod_id=data.eod_id,
+        varlen_mock_config=data.varlen_mock_dataset_config_json,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    """The samples of a run, and how many token ids they may have."""
+    """The samples of a run, and the rows of the embedding table that their token ids need."""
 
     config: DataConfig
     splits: Splits
-    vocab_size: int
+    vocab_rows: int
 
 
-def _data(args: argparse.Namespace, device: torch.device) -> _Data:
+def _data(settings: Settings, device: torch.device) -> _Data:
     """Return the data, which rank 0 indexes and all must see alike."""
-    config = data_config(args)
+    config = data_config(settings)
     entries = index_once(config, device)
     splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
     fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
     check_same_digest(fingerprint, "the training data of --data-path", device)
-    if args.eval_iters > 0 and splits.valid is None:
+    if settings.training.eval_iters > 0 and splits.valid is None:
         raise DataError(
-            f"--eval-iters is {args.eval_iters}, but --split {args.split} leaves no validation data: "
+            f"--eval-iters is {settings.training.eval_iters}, but --split {config.split} leaves no validation data: "
             "give its second number a share or set --eval-iters 0"
         )
-    return _Data(config=config, splits=splits, vocab_size=tokenizer.build(config).vocab_size)
+    vocab_rows = derive.padded_vocab_size(
+        tokenizer.build(config).vocab_size,
+        settings.model.make_vocab_size_divisible_by,
+        settings.parallel.tensor_model_parallel_size,
+    )
+    return _Data(config=config, splits=splits, vocab_rows=vocab_rows)
 
 
 def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
@@ -271,14 +315,14 @@ def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
 
 def _log_choices(run: Run) -> None:
     """Say what was chosen automatically or follows from several flags."""
-    args, topology = run.args, run.runtime.topology
-    if args.train_samples_left_out:
+    training, topology = run.settings.training, run.runtime.topology
+    if training.train_samples_left_out:
         logger.info(
             "--train-samples is rounded down to %d, %d iterations of %d samples: %d are left out",
-            args.train_samples,
-            args.train_iters,
-            args.global_batch_size,
-            args.train_samples_left_out,
+            training.train_samples,
+            training.train_iters,
+            training.global_batch_size,
+            training.train_samples_left_out,
         )
     for stream in (run.splits.train, run.splits.valid, run.splits.test):
         if stream is not None:

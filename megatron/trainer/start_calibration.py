@@ -8,7 +8,6 @@ checkpoint, so that a resumed run plans as the one that it goes on from.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import logging
@@ -40,8 +39,8 @@ from megatron.dynamic_cp.calibration.device import cpu_name, num_cores
 from megatron.dynamic_cp.calibration.undisturbed import Moment, Took, ranks_on_node, took_since
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.planning import FixedPlan
+from megatron.dynamic_cp.settings import PlanningSettings
 from megatron.dynamic_cp.verify import run_on_rank_zero
-from megatron.trainer import derive
 from megatron.trainer.checkpointing import rng_state, set_rng_state
 from megatron.trainer.model import Built
 from megatron.trainer.planned_runtime import PlannedRuntime
@@ -59,25 +58,28 @@ _VERSION = 1
 """Of how it is measured and fitted: results of another one are not used."""
 
 
-def is_wanted(args: argparse.Namespace, device: torch.device) -> bool:
+def is_wanted(mode: str, planning: PlanningSettings, device: torch.device) -> bool:
     """Return whether this run begins with a calibration: on CPU ranks, unless something else says how fast they are.
+
+    Args:
+        mode: --dynamic-cp-calibrate.
 
     Raises:
         InvalidInputError: one is asked for on GPUs.
     """
     if device.type != "cpu":
-        if args.dynamic_cp_calibrate == "anew":
+        if mode == "anew":
             raise InvalidInputError(
                 "--dynamic-cp-calibrate anew is for CPU ranks: measure GPUs with `dynamic-cp profile`, and name its "
                 "file with --dynamic-cp-hardware"
             )
         return False
-    given = args.dynamic_cp_hardware or args.dynamic_cp_replay
-    return not given and args.dynamic_cp_calibrate != "off"
+    given = planning.hardware or planning.replay
+    return not given and mode != "off"
 
 
 def calibrate(
-    runtime: PlannedRuntime, built: Built, load_saved: Callable[[], Mapping[str, Any] | None]
+    runtime: PlannedRuntime, built: Built, load_saved: Callable[[], Mapping[str, Any] | None], *, anew: bool
 ) -> tuple[Hardware, dict[str, Any]]:
     """Return the hardware that plans of this run are made for, and what its checkpoints keep of it; collective.
 
@@ -87,13 +89,13 @@ def calibrate(
         runtime: its hardware is corrected.
         built: what is measured.
         load_saved: returns, on rank 0, what the checkpoint that the run goes on from has kept, or None.
+        anew: measure, whatever checkpoint and cache know.
 
     Raises:
         DynamicCPError: the checkpoint cannot be read; the same on every rank.
     """
     phase.enter("calibrating the cost model")
-    anew = runtime.args.dynamic_cp_calibrate == "anew"
-    job = _digest(_VERSION, runtime.topology, runtime.model_shape, derive.used_options(runtime.args))
+    job = _digest(_VERSION, runtime.topology, runtime.model_shape, runtime.used_options)
     path = _cache_path(runtime.hardware, job)
     hardware = run_on_rank_zero(
         lambda: None if anew else _as_json(_from_checkpoint(load_saved(), job) or _from_cache(path)), _from_json
@@ -131,12 +133,11 @@ def _from_cache(path: str | None) -> Hardware | None:
 
 def _measure(runtime: PlannedRuntime, built: Built, path: str | None) -> Hardware:
     """Return the hardware that fits steps run here and now, and keep it in `path`; collective."""
-    args, base, topology, model = runtime.args, runtime.hardware, runtime.topology, runtime.model_shape
-    options = derive.used_options(args)
+    base, topology, model, options = runtime.hardware, runtime.topology, runtime.model_shape, runtime.used_options
 
     def make_plans() -> list[Any]:
         cost_model = CostModel(model, base, topology, options)
-        plans = ladder(cost_model, args.seq_length)
+        plans = ladder(cost_model, runtime.settings.seq_length)
         return [[dumps(plan), step_s(plan, cost_model)] for plan in plans]
 
     rungs = run_on_rank_zero(make_plans)
@@ -245,7 +246,7 @@ def _run_step(runtime: PlannedRuntime, built: Built, plan: Plan, times: BucketTi
         logged = run_schedule(
             built.wrapped,
             data,
-            runtime.args.seq_length,
+            runtime.settings.seq_length,
             forward_only=False,
             rank_tokens=wrapper.rank_tokens,
             forward_step_func=times.forward_step,

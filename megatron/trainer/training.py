@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
@@ -33,6 +33,7 @@ from megatron.trainer.profiling import Profiling
 from megatron.trainer.refining import Refining
 from megatron.trainer.run import Run, set_up
 from megatron.trainer.saving import Saver
+from megatron.trainer.settings import Settings, TrainingSettings
 from megatron.trainer.step import sum_over_job
 from megatron.trainer.stop_guard import StopGuard
 from megatron.trainer.summary import RunSummary
@@ -44,8 +45,8 @@ class NotFiniteError(DynamicCPError):
     """Training diverged; on every rank, between two collectives."""
 
 
-def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None] | None = None) -> None:
-    """Train as `args` say; collective. Process groups stay open.
+def pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | None = None) -> None:
+    """Train as `settings` say; collective. Process groups stay open.
 
     Args:
         on_step: called on every rank with each iteration and what it did; for benchmarks and tests.
@@ -53,21 +54,14 @@ def pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None
     Raises:
         DynamicCPError: the same on every rank.
     """
-    with contextlib.closing(StopGuard(args.stopped_process_timeout)):
-        _pretrain(args, on_step)
+    with contextlib.closing(StopGuard(settings.parallel.stopped_process_timeout)):
+        _pretrain(settings, on_step)
 
 
-def _pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], None] | None) -> None:
-    started = time.monotonic()
-    run = set_up(args)
-    position = Position()
-    if args.load is not None:
-        phase.enter("loading the checkpoint")
-        position = checkpointing.load(
-            run.trainable, args.load, finetune=args.finetune, required=args.exit_on_missing_checkpoint
-        )
-    if position.iteration >= args.train_iters:
-        logger.info("nothing to train: iteration %d of %d", position.iteration, args.train_iters)
+def _pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | None) -> None:
+    started_s = time.monotonic()
+    run = set_up(settings)
+    position = _first_position(run)
     validation = Evaluation.of(run, "validation")
     with contextlib.closing(run):
         refining = Refining(run.runtime, run.model, position)
@@ -75,13 +69,24 @@ def _pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], Non
         with (
             exit_signals() as signals,
             contextlib.closing(wrapper),
-            contextlib.closing(Profiling(args, run.runtime.device)) as profiling,
+            contextlib.closing(
+                Profiling(settings.profiling, settings.logging.tensorboard_dir, run.runtime.device)
+            ) as profiling,
         ):
-            saver = Saver(run.trainable, args.save, in_background=args.async_save)
+            saver = Saver(run.trainable, settings.checkpoints.save, in_background=settings.checkpoints.async_save)
+            loop = Loop(
+                run=run,
+                wrapper=wrapper,
+                refining=refining,
+                profiling=profiling,
+                saver=saver,
+                validation=validation,
+                signals=signals,
+                started_s=started_s,
+                on_step=on_step,
+            )
             try:
-                interrupted = _train(
-                    run, wrapper, refining, profiling, saver, position, validation, signals, started, on_step
-                )
+                interrupted = loop.train(position)
             except NotFiniteError:  # on all ranks: what was saved before is good
                 saver.finish()
                 raise
@@ -90,150 +95,173 @@ def _pretrain(args: argparse.Namespace, on_step: Callable[[int, StepRecord], Non
             Evaluation.of(run, "test").log(position.iteration)
 
 
-def _train(
-    run: Run,
-    wrapper: DataIteratorWrapper,
-    refining: Refining,
-    profiling: Profiling,
-    saver: Saver,
-    position: Position,
-    validation: Evaluation,
-    signals: ExitSignals,
-    started: float,
-    on_step: Callable[[int, StepRecord], None] | None,
-) -> bool:
-    """Train from `position` on, which moves; return whether the run was asked to leave before its end."""
-    args = run.args
-    records: list[StepRecord] = []
-    summary = RunSummary()
-    interrupted = False
-    saved = position.iteration if _same_folder(args.load, args.save) else None
-    first = position.iteration + 1
-    steps = wrapper.steps(_batches(run.splits.train, position, args))
-    while position.iteration < args.train_iters:
-        phase.enter(f"iteration {position.iteration + 1}, plan and samples")
-        profiling.begin(position.iteration + 1)
-        with span("iteration %d", position.iteration + 1):
-            record, stop, is_writing = _train_step(
-                run, wrapper, refining, steps, lambda: bool(signals.received) or _late(args, started), saver.is_writing
-            )
-        profiling.end(position.iteration + 1)
-        if stop:
-            # Saving takes rank 0 as long as it takes; the others must hear that it lives, whatever it is busy with.
-            keep_beating()
-        if saver.has_unnamed and not is_writing:
-            phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
+def _first_position(run: Run) -> Position:
+    """Return where training begins: that of the checkpoint to go on from, which is loaded, or the start."""
+    position, checkpoints = Position(), run.settings.checkpoints
+    if checkpoints.load is not None:
+        phase.enter("loading the checkpoint")
+        position = checkpointing.load(
+            run.trainable,
+            checkpoints.load,
+            finetune=checkpoints.finetune,
+            required=checkpoints.exit_on_missing_checkpoint,
+        )
+    train_iters = run.settings.training.train_iters
+    if position.iteration >= train_iters:
+        logger.info("nothing to train: iteration %d of %d", position.iteration, train_iters)
+    return position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What every iteration uses.
+
+    Attributes:
+        wrapper: of the training data.
+        signals: received that ask the run to leave.
+        started_s: when the run began.
+        on_step: called with each iteration and what it did.
+    """
+
+    run: Run
+    wrapper: DataIteratorWrapper
+    refining: Refining
+    profiling: Profiling
+    saver: Saver
+    validation: Evaluation
+    signals: ExitSignals
+    started_s: float
+    on_step: Callable[[int, StepRecord], None] | None
+
+    def train(self, position: Position) -> bool:
+        """Train from `position` on, which moves; return whether the run was asked to leave before its end."""
+        run, saver, training = self.run, self.saver, self.run.settings.training
+        checkpoints = run.settings.checkpoints
+        records: list[StepRecord] = []
+        summary = RunSummary()
+        interrupted = False
+        saved = position.iteration if _same_folder(checkpoints.load, checkpoints.save) else None
+        first = position.iteration + 1
+        steps = self.wrapper.steps(_batches(run.splits.train, position, training))
+        while position.iteration < training.train_iters:
+            phase.enter(f"iteration {position.iteration + 1}, plan and samples")
+            self.profiling.begin(position.iteration + 1)
+            with span("iteration %d", position.iteration + 1):
+                record, stop, is_writing = self._step(steps)
+            self.profiling.end(position.iteration + 1)
+            if stop:
+                # Saving takes rank 0 as long as it takes; the others must hear that it lives, whatever it is busy with.
+                keep_beating()
+            if saver.has_unnamed and not is_writing:
+                phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
+                saver.finish()
+            position.iteration += 1
+            position.consumed_samples += record.num_samples
+            if position.iteration == first:
+                logger.info("first plan: %s", self.wrapper.plan.facts.reason)
+            records.append(record)
+            summary.add(record)
+            if run.runtime.dump is not None:
+                run.runtime.dump.write_iteration(dump_entry(position.iteration, record))
+            if self.on_step is not None:
+                self.on_step(position.iteration, record)
+            if position.iteration % run.settings.logging.log_interval == 0:
+                _log(run, records, position)
+                records.clear()
+            finished = position.iteration == training.train_iters
+            if _divides(training.eval_interval, position.iteration) and not (stop or finished):
+                self.validation.log(position.iteration)
+            stop = stop or _divides(training.exit_interval, position.iteration)
+            due = _divides(checkpoints.save_interval, position.iteration)
+            if checkpoints.save is not None and (due or stop or finished) and saved != position.iteration:
+                phase.enter(f"iteration {position.iteration}, saving")
+                saver.save(position, wait=stop or finished)
+                saved = position.iteration
+            if stop and not finished:
+                logger.info("leaving after iteration %d (%s)", position.iteration, self.signals.received or "as asked")
+                interrupted = True
+                break
+        if saver.has_unnamed:
+            phase.enter("waiting for the files of the last checkpoint")
             saver.finish()
-        position.iteration += 1
-        position.consumed_samples += record.num_samples
-        if position.iteration == first:
-            logger.info("first plan: %s", wrapper.plan.facts.reason)
-        records.append(record)
-        summary.add(record)
-        if run.runtime.dump is not None:
-            run.runtime.dump.write_iteration(dump_entry(position.iteration, record))
-        if on_step is not None:
-            on_step(position.iteration, record)
-        if position.iteration % args.log_interval == 0:
-            _log(run, records, position)
-            records.clear()
-        finished = position.iteration == args.train_iters
-        if args.eval_interval and position.iteration % args.eval_interval == 0 and not (stop or finished):
-            validation.log(position.iteration)
-        stop = stop or bool(args.exit_interval and position.iteration % args.exit_interval == 0)
-        due = bool(args.save_interval and position.iteration % args.save_interval == 0)
-        if args.save is not None and (due or stop or finished) and saved != position.iteration:
-            phase.enter(f"iteration {position.iteration}, saving")
-            saver.save(position, wait=stop or finished)
-            saved = position.iteration
-        if stop and not finished:
-            logger.info("leaving after iteration %d (%s)", position.iteration, signals.received or "as asked")
-            interrupted = True
-            break
-    if saver.has_unnamed:
-        phase.enter("waiting for the files of the last checkpoint")
-        saver.finish()
-    if summary.num_iterations:
-        logger.info("%s", summary.describe())
-    return interrupted
+        if summary.num_iterations:
+            logger.info("%s", summary.describe())
+        return interrupted
+
+    def _step(self, steps: Iterator[Step]) -> tuple[StepRecord, bool, bool]:
+        """Run one iteration; return what it did, whether any rank wants to stop, and whether any still writes.
+
+        Args:
+            steps: of `wrapper`; the next one is run.
+
+        Raises:
+            NotFiniteError: loss or gradient norm is not finite; the same on every rank.
+        """
+        run, runtime, wrapper = self.run, self.run.runtime, self.wrapper
+        started = time.perf_counter()
+        began = Moment.now() if runtime.device.type == "cpu" else None
+        iteration, samples, data = next(steps)
+        phase.enter(f"iteration {iteration}, forward and backward passes")
+        for chunk in run.model:
+            chunk.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        logged = run.run_schedule(data, wrapper, forward_only=False, forward_step_func=self.refining.forward_step)
+        sums = sum_over_job(
+            logged,
+            exchanged_bytes=wrapper.exchange_stats.bytes_sent,
+            stop=self._wants_stop(),  # after the passes, so that a signal ends the iteration that it came in
+            device=runtime.device,
+            is_writing=self.saver.is_writing(),
+            process_s=0.0 if began is None else time.process_time() - began.process_s,
+        )
+        others = None if began is None else share_of_others(began, sums.process_s, runtime.topology)
+        self.refining.end_step(iteration)
+        _check_finite("loss", sums.loss, iteration)
+        learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
+        phase.enter(f"iteration {iteration}, the optimizer's step")
+        with span("optimizer"):
+            _, grad_norm, _ = run.optimizer.step()
+        _check_finite("gradient norm", float(grad_norm), iteration)
+        run.scheduler.step(increment=len(samples))
+        facts, waits = wrapper.plan.facts, wrapper.waits
+        record = StepRecord(
+            loss=sums.loss,
+            grad_norm=float(grad_norm),
+            learning_rate=learning_rate,
+            elapsed_s=time.perf_counter() - started,
+            predicted_s=facts.predicted_s,
+            planner_s=facts.planner_s,
+            wait_s=waits.plan_s + waits.pack_s,
+            num_samples=len(samples),
+            num_tokens=data.seqlen_sum,
+            flops=training_flops(runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
+            num_microbatches=data.num_microbatches,
+            cp_histogram=facts.cp_histogram,
+            padding_fraction=facts.padding_fraction,
+            imbalance=facts.imbalance,
+            exchanged_bytes=sums.exchanged_bytes,
+            is_fallback=facts.fallback is not None,
+            share_of_others=others,
+        )
+        return record, sums.stop, sums.is_writing
+
+    def _wants_stop(self) -> bool:
+        """Return whether this rank wants to leave: it was told to, or its time is over."""
+        minutes = self.run.settings.training.exit_duration_in_mins
+        is_late = minutes is not None and time.monotonic() - self.started_s > 60 * minutes
+        return bool(self.signals.received) or is_late
 
 
-def _batches(stream: SampleStream, position: Position, args: argparse.Namespace) -> Iterator[tuple[int, GlobalBatch]]:
+def _batches(stream: SampleStream, position: Position, training: TrainingSettings) -> Iterator[tuple[int, GlobalBatch]]:
     """Yield (iteration, samples) of every iteration after `position`, which may move on meanwhile."""
     consumed_samples = position.consumed_samples
-    for iteration in range(position.iteration + 1, args.train_iters + 1):
-        yield iteration, stream.global_batch(consumed_samples, args.global_batch_size)
-        consumed_samples += args.global_batch_size
+    for iteration in range(position.iteration + 1, training.train_iters + 1):
+        yield iteration, stream.global_batch(consumed_samples, training.global_batch_size)
+        consumed_samples += training.global_batch_size
 
 
-def _train_step(
-    run: Run,
-    wrapper: DataIteratorWrapper,
-    refining: Refining,
-    steps: Iterator[Step],
-    wants_stop: Callable[[], bool],
-    is_writing: Callable[[], bool],
-) -> tuple[StepRecord, bool, bool]:
-    """Run one iteration; return what it did, whether any rank wants to stop, and whether any still writes.
-
-    Args:
-        steps: of `wrapper`; the next one is run.
-        wants_stop: whether this rank wants to; asked after the passes, so that a signal ends the iteration it came in.
-        is_writing: whether this rank still writes files of a checkpoint; asked then, too.
-
-    Raises:
-        NotFiniteError: loss or gradient norm is not finite; the same on every rank.
-    """
-    started = time.perf_counter()
-    began = Moment.now() if run.runtime.device.type == "cpu" else None
-    iteration, samples, data = next(steps)
-    phase.enter(f"iteration {iteration}, forward and backward passes")
-    for chunk in run.model:
-        chunk.zero_grad_buffer()
-    run.optimizer.zero_grad()
-    logged = run.run_schedule(data, wrapper, forward_only=False, forward_step_func=refining.forward_step)
-    sums = sum_over_job(
-        logged,
-        exchanged_bytes=wrapper.exchange_stats.bytes_sent,
-        stop=wants_stop(),
-        device=run.runtime.device,
-        is_writing=is_writing(),
-        process_s=0.0 if began is None else time.process_time() - began.process_s,
-    )
-    others = None if began is None else share_of_others(began, sums.process_s, run.runtime.topology)
-    refining.end_step(iteration)
-    _check_finite("loss", sums.loss, iteration)
-    learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
-    phase.enter(f"iteration {iteration}, the optimizer's step")
-    with span("optimizer"):
-        _, grad_norm, _ = run.optimizer.step()
-    _check_finite("gradient norm", float(grad_norm), iteration)
-    run.scheduler.step(increment=len(samples))
-    facts, waits = wrapper.plan.facts, wrapper.waits
-    record = StepRecord(
-        loss=sums.loss,
-        grad_norm=float(grad_norm),
-        learning_rate=learning_rate,
-        elapsed_s=time.perf_counter() - started,
-        predicted_s=facts.predicted_s,
-        planner_s=facts.planner_s,
-        wait_s=waits.plan_s + waits.pack_s,
-        num_samples=len(samples),
-        num_tokens=data.seqlen_sum,
-        flops=training_flops(run.runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
-        num_microbatches=data.num_microbatches,
-        cp_histogram=facts.cp_histogram,
-        padding_fraction=facts.padding_fraction,
-        imbalance=facts.imbalance,
-        exchanged_bytes=sums.exchanged_bytes,
-        is_fallback=facts.fallback is not None,
-        share_of_others=others,
-    )
-    return record, sums.stop, sums.is_writing
-
-
-def _late(args: argparse.Namespace, started: float) -> bool:
-    return args.exit_duration_in_mins is not None and time.monotonic() - started > 60 * args.exit_duration_in_mins
+def _divides(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
 
 
 def _check_finite(what: str, value: float, iteration: int) -> None:
@@ -251,7 +279,7 @@ def _log(run: Run, records: Sequence[StepRecord], position: Position) -> None:
         iteration_line(
             interval,
             iteration=position.iteration,
-            train_iters=run.args.train_iters,
+            train_iters=run.settings.training.train_iters,
             consumed_samples=position.consumed_samples,
         )
     )

@@ -1,4 +1,7 @@
-"""Derived arguments and the checks of one against another; every rank finds the same error without communicating."""
+"""From parsed arguments to settings: what follows from others is filled in, one is checked against another.
+
+Every rank finds the same error without communicating. Nothing else changes parsed arguments, and nobody keeps them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import is_power_of_two
-from megatron.dynamic_cp.exchange_sizes import complete_exchanges
-from megatron.trainer import derive
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.types import Topology, is_power_of_two
+from megatron.dynamic_cp.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.settings import PlanningSettings
 from megatron.trainer.launcher import environment_number
+from megatron.trainer.settings import Settings, settings_of
 
 
-def complete_and_check(args: argparse.Namespace) -> None:
-    """Fill in derived values of `args` in place and check them against each other.
+def checked_settings(args: argparse.Namespace) -> Settings:
+    """Return the settings that `args` say, which are filled in on the way.
 
     Raises:
         DynamicCPError: two values disagree; the message has both numbers and the remedy.
@@ -45,13 +50,16 @@ def complete_and_check(args: argparse.Namespace) -> None:
         )
     args.overlong = args.overlong or ("error" if args.sft else "split")
     _complete_model(args)
-    _check_model_parallel(args)
-    complete_lanes(args)
-    _complete_schedule(args)
+    _complete_model_parallel(args)
     _complete_recompute(args)
+    planning = planning_settings(args)
+    if args.global_batch_size is None:
+        args.global_batch_size = planning.topology.num_lanes
+    _complete_schedule(args)
     _complete_fusions(args)
     _check_logging(args)
     _check_profiling(args)
+    return settings_of(vars(args), planning)
 
 
 def check_planning_values(args: argparse.Namespace) -> None:
@@ -161,7 +169,7 @@ def _complete_model(args: argparse.Namespace) -> None:
         )
 
 
-def _check_model_parallel(args: argparse.Namespace) -> None:
+def _complete_model_parallel(args: argparse.Namespace) -> None:
     tp_size, pp_size = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if args.world_size % (tp_size * pp_size):
         raise InvalidInputError(
@@ -205,10 +213,62 @@ def _check_model_parallel(args: argparse.Namespace) -> None:
     _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
 
 
-def complete_lanes(args: argparse.Namespace) -> None:
-    """The lanes, their token limit and CP sizes; finds a --seq-length that no group can hold."""
-    args.ranks_per_node = environment_number("LOCAL_WORLD_SIZE", args.world_size)
-    topology = derive.topology(args)
+def planning_settings(args: argparse.Namespace) -> PlanningSettings:
+    """Return how a run is planned: the lanes, their token limit and CP sizes.
+
+    Args:
+        args: of this trainer, or of a checkout under this trainer's names; a limit of "auto" is found later.
+
+    Raises:
+        DynamicCPError: sizes that do not fit the lanes, or a --seq-length that no group can hold.
+    """
+    topology = Topology(
+        num_lanes=args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size),
+        tp_size=args.tensor_model_parallel_size,
+        pp_size=args.pipeline_model_parallel_size,
+        vp_size=args.virtual_pipeline_model_parallel_size or 1,
+        ranks_per_node=environment_number("LOCAL_WORLD_SIZE", args.world_size),
+        sequence_parallel=args.sequence_parallel,
+    )
+    _check_cp_sizes(args, topology)
+    limit = args.max_seqlen_per_dp_cp_rank
+    inner_sizes = args.dynamic_cp_inner_sizes
+    settings = PlanningSettings(
+        topology=topology,
+        seq_length=args.seq_length,
+        policy="dynamic" if args.dynamic_cp else args.static_cp_policy,
+        max_tokens_per_rank=None if limit == "auto" else _default_limit(args) if limit is None else limit,
+        static_cp_size=args.context_parallel_size,
+        min_cp_size=args.min_dynamic_cp_size,
+        max_cp_size=args.max_dynamic_cp_size,
+        cp_comm_type=args.cp_comm_type,
+        inner_cp_sizes=None if inner_sizes is None else tuple(inner_sizes),
+        recompute=args.recompute_granularity or "none",
+        bytes_per_element=2 if args.bf16 else 4,
+        distributed_optimizer=args.use_distributed_optimizer,
+        hardware=args.dynamic_cp_hardware,
+        search=args.dynamic_cp_search,
+        lookahead=args.dynamic_cp_lookahead,
+        plan_timeout_s=args.dynamic_cp_plan_timeout,
+        is_strict=args.dynamic_cp_strict,
+        verify=args.dynamic_cp_verify,
+        refine_every=args.dynamic_cp_refine,
+        dump=args.dynamic_cp_dump,
+        replay=args.dynamic_cp_replay,
+        exchange_timeout_s=60 * args.distributed_timeout_minutes,
+    )
+    settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
+    if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
+        return settings
+    _positive(args, "max_seqlen_per_dp_cp_rank")
+
+    from dynamic_cp.search import check_feasible  # here: numpy is needed only once the rest is right
+
+    check_feasible(settings.seq_length, topology, settings.used(settings.options()))
+    return settings
+
+
+def _check_cp_sizes(args: argparse.Namespace, topology: Topology) -> None:
     static = args.context_parallel_size
     if topology.num_lanes % static or not is_power_of_two(static):
         raise InvalidInputError(
@@ -233,18 +293,13 @@ def complete_lanes(args: argparse.Namespace) -> None:
             min_cp_size=args.min_dynamic_cp_size,
             max_cp_size=largest,
         )
-    complete_exchanges(args, topology)
-    if args.max_seqlen_per_dp_cp_rank is None:
-        args.max_seqlen_per_dp_cp_rank = derive.default_max_tokens_per_rank(args)
-    if args.global_batch_size is None:
-        args.global_batch_size = topology.num_lanes
-    if args.max_seqlen_per_dp_cp_rank == "auto":  # found, and --seq-length checked, once memory is known
-        return
-    _positive(args, "max_seqlen_per_dp_cp_rank")
 
-    from dynamic_cp.search import check_feasible  # here: numpy is needed only once the rest is right
 
-    check_feasible(args.seq_length, topology, derive.used_options(args))
+def _default_limit(args: argparse.Namespace) -> int:
+    """Return the padded tokens of a rank that holds one sample of --seq-length at the static CP size."""
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    static_cp_size = args.context_parallel_size
+    return padded_seqlens((args.seq_length,), static_cp_size, multiple)[0] // static_cp_size
 
 
 def _complete_schedule(args: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import time
@@ -16,10 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import MemoryLimitError
-from megatron.dynamic_cp.arguments import cp_comm_types
 from megatron.dynamic_cp.attention.te_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.trainer.model import Built
+from megatron.trainer.planned_runtime import PlannedRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,10 @@ T = TypeVar("T")
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second one from torch 2.9
 
 
-def warm_up_device(
-    args: argparse.Namespace,
-    config: TransformerConfig,
-    chunks: Sequence[GPTModel],
-    wrapped: Sequence[DistributedDataParallel],
-    groups: DynamicCPGroups,
-    device: torch.device,
-) -> None:
+def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
     """Attend once to a pack of each kind, and run one pack of the token limit through each chunk; collective.
 
-    `device` is CUDA's. Leaves gradients at zero and random states as they were.
+    Ranks compute on CUDA devices. Leaves gradients at zero and random states as they were.
 
     Raises:
         MemoryLimitError: the token limit does not fit in this rank's device; only this rank knows.
@@ -48,13 +41,14 @@ def warm_up_device(
     advice = allocator_advice(os.environ)
     if advice:
         logger.info("%s", advice)
-    limit = args.max_seqlen_per_dp_cp_rank
+    config, chunks, groups, device = built.config, built.chunks, runtime.groups, runtime.device
+    limit = runtime.options.max_tokens_per_rank
     tp_size = config.tensor_model_parallel_size
     query_heads = config.num_attention_heads // tp_size
     packs = warm_up_packs(
         groups.groups,
         groups.outer_groups,
-        cp_comm_types(args),
+        runtime.options.cp_comm_types,
         max_tokens_per_rank=limit,
         query_heads=query_heads,
     )
@@ -73,7 +67,7 @@ def warm_up_device(
         limit,
     )
     attended = time.perf_counter()
-    _within_memory(lambda: run_chunks(config, chunks, wrapped, groups, limit, device), limit)
+    _within_memory(lambda: run_chunks(config, chunks, built.wrapped, groups, limit, device), limit)
     logger.info(
         "warm-up: %d packs of attention in %.1f s with %d bytes sent per rank, a pack of %d tokens through each model "
         "chunk in %.1f s; %.2f GB of device memory reserved; a step adds what the optimizer allocates at first use "

@@ -77,28 +77,30 @@ def test_a_job_starts_its_ranks_on_every_node_in_order(
     assert not cluster.calls("scontrol")[1:]  # nothing is requeued
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    args = parse_args(flags_of(started[-1]["words"]), 8 * nodes)
-    assert args.dynamic_cp
-    assert args.lr == 3e-6  # flags behind the job's name win
-    assert args.save == args.load == run_dir
-    limit = memory.max_tokens_per_rank(args, derive.model_shape(args, 128256), load_hardware("h100"))
-    assert limit * derive.topology(args).max_cp_size >= args.seq_length
+    settings = parse_args(flags_of(started[-1]["words"]), 8 * nodes)
+    planning = settings.planning
+    assert planning.policy == "dynamic"
+    assert settings.optimizer.lr == 3e-6  # flags behind the job's name win
+    assert settings.checkpoints.save == settings.checkpoints.load == run_dir
+    shape = derive.model_shape(settings.model, 128256)
+    limit = memory.max_tokens_per_rank(planning, shape, load_hardware("h100"))
+    assert limit * planning.topology.max_cp_size >= planning.seq_length
 
 
 def test_data_are_words_of_their_own(cluster: Cluster) -> None:
     code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long 0.7 /data/short")
     assert code == 0, output
     (call,) = cluster.launches()
-    args = parse_args(flags_of(call["words"]), 8)
-    assert args.data_path == ["0.3", "/data/long", "0.7", "/data/short"]
-    assert not args.mock_data
+    data = parse_args(flags_of(call["words"]), 8).data
+    assert data.data_path == ("0.3", "/data/long", "0.7", "/data/short")
+    assert not data.mock_data
 
 
 def test_data_may_be_on_several_lines(cluster: Cluster) -> None:
     code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long\n0.7 /data/short\n")
     assert code == 0, output
     (call,) = cluster.launches()
-    assert parse_args(flags_of(call["words"]), 8).data_path == ["0.3", "/data/long", "0.7", "/data/short"]
+    assert parse_args(flags_of(call["words"]), 8).data.data_path == ("0.3", "/data/long", "0.7", "/data/short")
 
 
 @pytest.mark.parametrize("job", ["pyxis", "apptainer", "docker"])

@@ -41,21 +41,22 @@ def test_it_starts_from_the_base_and_resumes_itself(tmp_path: Path, monkeypatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     run_dir = tmp_path / "run"
     first = parse_args(started(tmp_path, "--seed", "5", run_dir=run_dir), 8)
-    assert (first.load, first.finetune, first.exit_on_missing_checkpoint) == ("/base", True, True)
-    assert first.save == str(run_dir)
-    assert first.seed == 5
-    assert first.data_path == ["0.7", "/long", "0.3", "/short"]
-    assert first.rotary_base == 8_000_000
+    checkpoints = first.checkpoints
+    assert (checkpoints.load, checkpoints.finetune, checkpoints.exit_on_missing_checkpoint) == ("/base", True, True)
+    assert checkpoints.save == str(run_dir)
+    assert first.training.seed == 5
+    assert first.data.data_path == ("0.7", "/long", "0.3", "/short")
+    assert first.model.rotary_base == 8_000_000
 
     run_dir.mkdir()
     (run_dir / "latest_checkpointed_iteration.txt").write_text("100\n", encoding="utf-8")
-    again = parse_args(started(tmp_path, run_dir=run_dir), 8)
+    again = parse_args(started(tmp_path, run_dir=run_dir), 8).checkpoints
     assert (again.load, again.finetune) == (str(run_dir), False)
 
     model = load_model("llama-3-8b")
-    assert replace(derive.model_shape(first, model.vocab_size), source=model.source) == model
-    limit = memory.max_tokens_per_rank(first, model, load_hardware("h100"))
-    assert limit * derive.topology(first).max_cp_size >= 131072
+    assert replace(derive.model_shape(first.model, model.vocab_size), source=model.source) == model
+    limit = memory.max_tokens_per_rank(first.planning, model, load_hardware("h100"))
+    assert limit * first.planning.topology.max_cp_size >= 131072
 
 
 def test_it_asks_for_what_it_needs() -> None:

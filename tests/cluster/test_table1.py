@@ -37,18 +37,19 @@ def test_the_job_launches_both_arms_as_published(cluster: Cluster, monkeypatch: 
     arms = []
     for call in launches:
         words = call["words"]
-        args = parse_args(words[words.index("pretrain_gpt.py") + 1 :], 64)
-        if args not in arms:
-            arms.append(args)
-    assert [args.dynamic_cp for args in arms] == [False, True]
-    assert derive.policy(arms[0]) == "static"
+        settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], 64)
+        if settings not in arms:
+            arms.append(settings)
+    assert [settings.planning.policy for settings in arms] == ["static", "dynamic"]
     model = load_model("llama-2-13b")
-    for args in arms:
-        assert replace(derive.model_shape(args, model.vocab_size), source=model.source) == model
-        assert (args.global_batch_size, args.train_iters, args.seq_length) == (2048, 10, 131072)
-        assert (args.pipeline_model_parallel_size, args.context_parallel_size) == (8, 8)
-        assert args.recompute_granularity == "full"
-        assert memory.max_tokens_per_rank(args, model, load_hardware("h100")) == 16384
+    for settings in arms:
+        planning = settings.planning
+        assert replace(derive.model_shape(settings.model, model.vocab_size), source=model.source) == model
+        assert (settings.training.global_batch_size, settings.training.train_iters) == (2048, 10)
+        assert planning.seq_length == 131072
+        assert (planning.topology.pp_size, planning.static_cp_size) == (8, 8)
+        assert settings.model.recompute_granularity == planning.recompute == "full"
+        assert memory.max_tokens_per_rank(planning, model, load_hardware("h100")) == 16384
     run_dir = Path(cluster.environment["RUN_DIR"])
     lengths = [int(line) for line in (run_dir / "github_bal.csv").read_text(encoding="utf-8").splitlines()]
     assert len(lengths) == 20480

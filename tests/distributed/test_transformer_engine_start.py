@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,32 +130,27 @@ def test_a_device_with_kernels_for_packed_sequences(
 
 
 def choose_on_this_rank(
-    versions: tuple[str | None, ...], backend: str | AttnBackend = "auto", capability: tuple[int, int] = H100
+    versions: tuple[str | None, ...], backend: str = "auto", capability: tuple[int, int] = H100
 ) -> str:
     """Return the layers of a rank, with the switch of TransformerEngine's ring, or the error."""
     os.environ.pop(layers.BATCHED_RING, None)
     layers.installed_version = lambda: (versions[dist.get_rank()], "not there")
     layers.flash_attention_installed = lambda capability: False
     layers.compute_capability = lambda device: capability
-    args = SimpleNamespace(
-        transformer_impl="transformer_engine",
-        cp_comm_type="p2p",
-        bf16=True,
-        kv_channels=64,
-        attention_backend=backend,
-    )
     try:
-        layers.choose(args, torch.device("cpu"))
+        choice = layers.choose(
+            "transformer_engine", "p2p", backend=backend, bf16=True, head_dim=64, device=torch.device("cpu")
+        )
     except DynamicCPError as error:
         return f"{type(error).__name__}: {error}"
-    return f"{args.transformer_impl} {os.environ.get(layers.BATCHED_RING)}"
+    return f"{choice.impl} {os.environ.get(layers.BATCHED_RING)}"
 
 
 def test_all_ranks_choose_alike() -> None:
     both = ("2.11.0", "2.11.0")
     assert run_ranks(2, choose_on_this_rank, both) == ["transformer_engine 1"] * 2
-    assert run_ranks(2, choose_on_this_rank, both, AttnBackend.fused) == ["transformer_engine 1"] * 2
-    for said in run_ranks(2, choose_on_this_rank, both, AttnBackend.flash):
+    assert run_ranks(2, choose_on_this_rank, both, AttnBackend.fused.name) == ["transformer_engine 1"] * 2
+    for said in run_ranks(2, choose_on_this_rank, both, AttnBackend.flash.name):
         assert "--attention-backend flash" in said
     for said in run_ranks(2, choose_on_this_rank, both, "auto", A100):
         assert said.startswith("UnsupportedFeatureError")

@@ -266,9 +266,9 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only
 
     made: Any = object.__new__(session.Session)
     made._theirs = argparse.Namespace(curr_iteration=2)
-    made.args = argparse.Namespace(dynamic_cp_verify="digest")
     made._refining = SimpleNamespace(forward_step=None)
-    made.flops, made.runtime = SimpleNamespace(add=lambda _: None), SimpleNamespace(model_shape=None)
+    made.flops = SimpleNamespace(add=lambda _: None)
+    made.runtime = SimpleNamespace(model_shape=None, settings=SimpleNamespace(verify="digest"))
     made._wrapper = lambda *_: Wrapper()
     monkeypatch.setattr(session, "run_schedule", run_schedule)
     monkeypatch.setattr(session, "training_flops", lambda *_: 1.0)

@@ -111,7 +111,7 @@ def test_the_token_limit_is_a_number_or_auto() -> None:
         parse("--max-seqlen-per-dp-cp-rank", "many")
 
 
-def planning_arguments(*argv: str, **validated: Any) -> argparse.Namespace:
+def planned(*argv: str, **validated: Any) -> flags.Planned:
     asked = flags.translate(args := parse("--dynamic-cp", "--max-seqlen-per-dp-cp-rank", "auto", *argv))
     values = {
         "world_size": 2,
@@ -126,16 +126,40 @@ def planning_arguments(*argv: str, **validated: Any) -> argparse.Namespace:
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,
+        "bf16": True,
+        "use_distributed_optimizer": False,
+        "distributed_timeout_minutes": 10,
     }
-    return flags.planning_arguments(asked, argparse.Namespace(**{**vars(args), **values, **validated}))
+    return flags.planned(asked, argparse.Namespace(**{**vars(args), **values, **validated}))
 
 
 def test_auto_is_found_once_the_memory_is_known() -> None:
-    assert planning_arguments().max_seqlen_per_dp_cp_rank == "auto"
+    found = planned()
+    assert found.settings.max_tokens_per_rank is None
+    assert found.arguments["max_seqlen_per_dp_cp_rank"] == "auto", "Megatron-LM itself gets none"
     full = {"recompute_granularity": "full", "recompute_num_layers": 1}
-    assert planning_arguments(**full, recompute_method="uniform").max_seqlen_per_dp_cp_rank == "auto"
+    assert planned(**full, recompute_method="uniform").settings.max_tokens_per_rank is None
     with pytest.raises(InvalidInputError, match="auto knows full recomputation of one layer at a time only"):
-        planning_arguments(**full, recompute_method="block")
+        planned(**full, recompute_method="block")
+
+
+def test_without_grouped_queries_every_head_has_its_own_keys() -> None:
+    """Megatron-LM leaves --num-query-groups as it was given, or at 1."""
+    args = argparse.Namespace(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=3,
+        group_query_attention=False,
+        kv_channels=16,
+        padded_vocab_size=128,
+        swiglu=False,
+        untie_embeddings_and_output_weights=False,
+    )
+    assert flags.model_shape(args).num_query_groups == 4
+    args.group_query_attention, args.num_query_groups = True, 2
+    assert flags.model_shape(args).num_query_groups == 2
 
 
 @pytest.mark.parametrize(

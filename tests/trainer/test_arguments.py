@@ -106,7 +106,7 @@ def test_a_model_too_small_for_the_default_width_of_swiglu_is_refused():
     del words[index : index + 2]
     with pytest.raises(InvalidInputError, match=r"--hidden-size 16 .* --swiglu.*give --ffn-hidden-size.*at least 24"):
         parse_args(words, 4)
-    assert parse_args([*words, "--hidden-size", "24"], 4).ffn_hidden_size == 64
+    assert parse_args([*words, "--hidden-size", "24"], 4).model.ffn_hidden_size == 64
 
 
 def test_limits_themselves_are_accepted():
@@ -128,19 +128,19 @@ def test_sequences_longer_than_the_largest_group_are_refused():
 
 def test_auto_lets_the_planner_choose_among_all_exchanges():
     chosen = {
-        choice: derive.plan_options(parse_args(command_line(f"--cp-comm-type {choice}"), 4)).cp_comm_types
+        choice: parse_args(command_line(f"--cp-comm-type {choice}"), 4).planning.options().cp_comm_types
         for choice in ("auto", *EXCHANGES)
     }
     assert chosen == {"auto": EXCHANGES} | {exchange: (exchange,) for exchange in EXCHANGES}
     assert len(EXCHANGES) >= 2
-    assert derive.plan_options(parse_args(command_line(""), 4)).cp_comm_types == EXCHANGES  # the default
+    assert parse_args(command_line(""), 4).planning.options().cp_comm_types == EXCHANGES  # the default
 
 
 def test_search_effort_reaches_the_planner():
     for effort in ("fast", "thorough"):
-        args = parse_args(command_line(f"--dynamic-cp --dynamic-cp-search {effort}"), 4)
-        assert derive.plan_options(args).search == effort
-    assert derive.plan_options(parse_args(command_line("--dynamic-cp"), 4)).search == "fast"
+        settings = parse_args(command_line(f"--dynamic-cp --dynamic-cp-search {effort}"), 4)
+        assert settings.planning.options().search == effort
+    assert parse_args(command_line("--dynamic-cp"), 4).planning.options().search == "fast"
 
 
 MODEL_IDENTITY = {
@@ -166,12 +166,12 @@ MODEL_IDENTITY = {
 
 
 def test_the_identity_of_a_model_stays_as_checkpoints_have_it():
-    assert derive.model_identity(parse_args(command_line(), 4), 264) == MODEL_IDENTITY
+    assert derive.model_identity(parse_args(command_line(), 4).model, 264) == MODEL_IDENTITY
 
 
 def test_the_planner_counts_a_tied_table_once():
     tied, untied = (
-        derive.model_shape(parse_args(command_line(extra), 4), 264).vocabulary_weights
+        derive.model_shape(parse_args(command_line(extra), 4).model, 264).vocabulary_weights
         for extra in ("", "--untie-embeddings-and-output-weights")
     )
     assert (tied, untied) == (264 * 64, 2 * 264 * 64)
@@ -202,11 +202,13 @@ def test_table_fields_exist_in_megatron_core():
 
 
 def test_planning_ahead_is_the_default_and_can_be_switched_off():
-    args = parse_args(command_line(), 4)
-    assert (args.dynamic_cp_lookahead, args.num_workers, args.dynamic_cp_verify) == (2, 1, "digest")
-    assert (args.dynamic_cp_plan_timeout, args.dynamic_cp_strict, args.dynamic_cp_refine) == (300.0, False, 0)
-    args = parse_args(command_line("--dynamic-cp-lookahead 0 --num-workers 0 --dynamic-cp-verify off"), 4)
-    assert (args.dynamic_cp_lookahead, args.num_workers, args.dynamic_cp_verify) == (0, 0, "off")
+    settings = parse_args(command_line(), 4)
+    planning = settings.planning
+    assert (planning.lookahead, settings.data.num_workers, planning.verify) == (2, 1, "digest")
+    assert (planning.plan_timeout_s, planning.is_strict, planning.refine_every) == (300.0, False, 0)
+    settings = parse_args(command_line("--dynamic-cp-lookahead 0 --num-workers 0 --dynamic-cp-verify off"), 4)
+    planning = settings.planning
+    assert (planning.lookahead, settings.data.num_workers, planning.verify) == (0, 0, "off")
 
 
 @pytest.mark.parametrize(
@@ -226,28 +228,30 @@ def test_bad_settings_of_the_runtime_are_refused(flag, said):
 
 
 def test_derived_values():
-    args = parse_args(command_line("--sequence-parallel", *ALREADY_SO), 4)
-    assert not args.sequence_parallel  # one tensor-parallel rank has nothing to split
-    assert args.kv_channels == 16
-    assert (args.train_samples, args.lr_warmup_samples, args.lr_decay_samples) == (96, 24, 96)
-    assert args.max_seqlen_per_dp_cp_rank == 128
-    assert derive.policy(args) == "static"
-    assert parse_args(command_line("--context-parallel-size 4 --seq-length 130"), 4).max_seqlen_per_dp_cp_rank == 34
-    args = parse_args(
+    settings = parse_args(command_line("--sequence-parallel", *ALREADY_SO), 4)
+    assert not settings.parallel.sequence_parallel  # one tensor-parallel rank has nothing to split
+    assert settings.model.kv_channels == 16
+    optimizer = settings.optimizer
+    assert (settings.training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples) == (96, 24, 96)
+    assert settings.planning.max_tokens_per_rank == 128
+    assert settings.planning.policy == "static"
+    longer = parse_args(command_line("--context-parallel-size 4 --seq-length 130"), 4)
+    assert longer.planning.max_tokens_per_rank == 34
+    planning = parse_args(
         command_line("--dynamic-cp --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"), 8
-    )
-    assert (derive.policy(args), derive.topology(args).vp_size, derive.topology(args).num_lanes) == ("dynamic", 2, 4)
-    assert derive.policy(parse_args(command_line("--static-cp-policy balanced"), 4)) == "balanced"
+    ).planning
+    assert (planning.policy, planning.topology.vp_size, planning.topology.num_lanes) == ("dynamic", 2, 4)
+    assert parse_args(command_line("--static-cp-policy balanced"), 4).planning.policy == "balanced"
 
 
 def test_train_samples_are_whole_batches():
     words = command_line("--train-samples 100")
     index = words.index("--train-iters")
     del words[index : index + 2]
-    args = parse_args(words, 4)
-    assert (args.train_iters, args.train_samples, args.train_samples_left_out) == (8, 96, 4)
-    assert parse_args([*words, "--train-samples", "96"], 4).train_samples_left_out == 0
-    assert parse_args(command_line(), 4).train_samples_left_out == 0
+    training = parse_args(words, 4).training
+    assert (training.train_iters, training.train_samples, training.train_samples_left_out) == (8, 96, 4)
+    assert parse_args([*words, "--train-samples", "96"], 4).training.train_samples_left_out == 0
+    assert parse_args(command_line(), 4).training.train_samples_left_out == 0
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])

@@ -83,21 +83,23 @@ def test_wrong_sizes(flags, num_lanes, lanes_per_node, parts, monkeypatch):
     ],
 )
 def test_what_is_left_out_is_filled_in(flags, num_lanes, lanes_per_node, inner, largest, monkeypatch):
-    args = parsed(flags, num_lanes, lanes_per_node, monkeypatch)
-    assert args.num_attention_heads in (NUM_HEADS, 3)
-    assert (args.dynamic_cp_inner_sizes, args.max_dynamic_cp_size) == (inner, largest)
+    settings = parsed(flags, num_lanes, lanes_per_node, monkeypatch)
+    assert settings.model.num_attention_heads in (NUM_HEADS, 3)
+    assert (settings.planning.inner_cp_sizes, settings.planning.max_cp_size) == (inner, largest)
 
 
 def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
     """A long sample on 8 lanes takes a2a+p2p; with which inner size is the flag's to say."""
     for flags, sizes in (("", (2, 4)), ("--dynamic-cp-inner-sizes 2", (2,))):
-        args = parsed(f"--cp-comm-type a2a+p2p {flags}", 8, 4, monkeypatch)
-        options = derive.plan_options(args)
+        settings = parsed(f"--cp-comm-type a2a+p2p {flags}", 8, 4, monkeypatch)
+        options = settings.planning.options()
         assert options.inner_cp_sizes == sizes
-        cost_model = CostModel(derive.model_shape(args, 256), load_hardware("h100"), derive.topology(args), options)
+        cost_model = CostModel(
+            derive.model_shape(settings.model, 256), load_hardware("h100"), settings.planning.topology, options
+        )
         assert set(cost_model.inner_cp_sizes) - {1} == set(sizes)
 
 
 def test_every_exchange_is_a_choice(monkeypatch):
     for exchange in EXCHANGES:
-        assert parsed(f"--cp-comm-type {exchange}", 8, 4, monkeypatch).cp_comm_type == exchange
+        assert parsed(f"--cp-comm-type {exchange}", 8, 4, monkeypatch).planning.cp_comm_type == exchange

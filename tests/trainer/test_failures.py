@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -115,12 +114,13 @@ def test_memory_that_nccl_does_not_get_is_no_lost_rank(error: Exception) -> None
     """Its buffers lie beside torch's; a rank that it cannot allocate them on has not lost another one."""
     phase.enter("iteration 7, forward and backward passes")
     phase.enter_micro_batch("step 7, micro-batch 2, lanes 0..3", 64)
-    args = Namespace(distributed_timeout_minutes=10, max_seqlen_per_dp_cp_rank=4096)
-    with pytest.raises(failures.OutOfDeviceMemoryError) as raised, failures.explained(args):
+    phase.limit_tokens(4096)
+    with pytest.raises(failures.OutOfDeviceMemoryError) as raised, failures.explained(10):
         raise error
     phase.enter("starting up")
     said = str(raised.value)
     assert "NCCL version 2.27.5: Cuda failure 2 'out of memory'; lower --max-seqlen-per-dp-cp-rank, which" in said
+    assert "which is 4096, or" in said
     assert "64 tokens on this rank: " in said
     assert "\n" not in said
     assert "has probably ended" not in said
@@ -152,8 +152,7 @@ LOST_PEERS = {
 def test_a_lost_peer_is_told_in_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also inside megatron-core's collectives, where gloo raises nothing but a RuntimeError."""
     monkeypatch.setenv("RANK", "0")
-    args = Namespace(distributed_timeout_minutes=10, max_seqlen_per_dp_cp_rank=4096)
-    with pytest.raises(failures.LostCollectiveError) as raised, failures.explained(args):
+    with pytest.raises(failures.LostCollectiveError) as raised, failures.explained(10):
         raise error
     said = str(raised.value)
     assert LOST_PEERS[error] in said
@@ -171,7 +170,7 @@ def test_a_lost_peer_is_told_in_one_line(error: Exception, monkeypatch: pytest.M
     ],
 )
 def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
-    with pytest.raises(type(bug)) as raised, failures.explained(Namespace(distributed_timeout_minutes=10)):
+    with pytest.raises(type(bug)) as raised, failures.explained(10):
         raise bug
     assert raised.value is bug
 
@@ -180,8 +179,7 @@ def test_a_rank_that_does_not_get_on_says_where(capsys: pytest.CaptureFixture[st
     """Before NCCL's watchdog, which does not know the iteration, ends the process."""
     phase.enter("iteration 7, forward and backward passes")
     phase.enter_micro_batch("step 7, micro-batch 2, lanes 0..3", 64)
-    args = Namespace(distributed_timeout_minutes=4 / 60, max_seqlen_per_dp_cp_rank=64)
-    with failures.explained(args):
+    with failures.explained(4 / 60):
         time.sleep(0.2)
         assert not capsys.readouterr().err
         said, waits_until_s = "", time.monotonic() + 60
@@ -210,7 +208,7 @@ def test_what_a_process_did_before_its_run_is_no_stall(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(phase, "_since_s", time.monotonic() - 1000)
-    with failures.explained(Namespace(distributed_timeout_minutes=10.0)):
+    with failures.explained(10.0):
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
 

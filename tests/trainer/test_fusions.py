@@ -143,7 +143,7 @@ def choose_on_this_rank(words: list[str], device: torch.device, apex_on: tuple[i
         fake_apex.install()
     fusions.has_triton = lambda: True
     try:
-        return fusions.choose(parse_args(words, dist.get_world_size()), device).describe()
+        return fusions.choose(parse_args(words, dist.get_world_size()).model, device).describe()
     except DynamicCPError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -218,4 +218,4 @@ def test_gelu_needs_a_bias() -> None:
         parse_args([*words, "--bias-gelu-fusion"], 1)
     with pytest.raises(InvalidInputError, match="--bias-swiglu-fusion is not for this model, which has GELU"):
         parse_args([*words, "--bias-swiglu-fusion"], 1)
-    assert parse_args([*words, "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion"], 1).bias_gelu_fusion is False
+    assert parse_args([*words, "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion"], 1).model.bias_gelu_fusion is False

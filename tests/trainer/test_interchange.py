@@ -78,11 +78,11 @@ class Stock:
     """A run of megatron-core on one rank."""
 
     def __init__(self, words: list[str]) -> None:
-        args = self.args = parse_args(words, dist.get_world_size())
+        settings = self.settings = parse_args(words, dist.get_world_size())
         optimizer_checkpoint.install()  # megatron-core cannot load its distributed optimizer around torch's AdamW
         parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
-        initialize.seed(args.seed)
-        config = model.transformer_config(args, CPU)
+        initialize.seed(settings.training.seed)
+        config = model.transformer_config(settings.model, settings.parallel, CPU)
         config.context_parallel_size = CP_SIZE
         spec = get_gpt_layer_local_spec(normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = StaticGroupAttention
@@ -90,20 +90,22 @@ class Stock:
             config,
             spec,
             vocab_size=VOCAB_ROWS,
-            max_sequence_length=args.max_position_embeddings,
+            max_sequence_length=settings.model.max_position_embeddings,
             share_embeddings_and_output_weights=True,
             position_embedding_type="rope",
         )
-        self.wrapped = model.wrap_chunks(args, config, [self.chunk], CP_SIZE * DP_SIZE, CPU)
-        self.optimizer = model.build_optimizer(args, config, self.wrapped)
-        self.scheduler = model.build_scheduler(args, self.optimizer)
-        data = data_config(args)
+        self.wrapped = model.wrap_chunks(
+            settings.parallel, config, [self.chunk], model.ddp_bucket_size(CP_SIZE * DP_SIZE, 1), CPU
+        )
+        self.optimizer = model.build_optimizer(settings.optimizer, settings.parallel, config, self.wrapped)
+        self.scheduler = model.build_scheduler(settings.optimizer, self.optimizer)
+        data = data_config(settings)
         self.stream = build_splits(data, index_once(data, CPU)).train
         self.iteration = self.consumed_samples = 0
 
     def step(self) -> float:
         """Train on the next global batch, one sample per micro-batch; return its loss."""
-        samples = self.stream.global_batch(self.consumed_samples, self.args.global_batch_size)
+        samples = self.stream.global_batch(self.consumed_samples, self.settings.training.global_batch_size)
         mine = list(samples)[parallel_state.get_data_parallel_rank() :: DP_SIZE]
         self.wrapped[0].zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -112,7 +114,7 @@ class Stock:
             data_iterator=map(self._micro_batch, mine),
             model=self.wrapped[0],
             num_microbatches=len(mine),
-            seq_length=self.args.seq_length,
+            seq_length=self.settings.planning.seq_length,
             micro_batch_size=1,
             forward_only=False,
         )
@@ -136,7 +138,7 @@ class Stock:
 
     def _metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self.args.use_distributed_optimizer:
+        if self.settings.parallel.use_distributed_optimizer:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         return metadata
@@ -146,7 +148,7 @@ class Stock:
         group = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         args = argparse.Namespace(
             **MEGATRON_LM_ARGUMENTS,
-            use_distributed_optimizer=self.args.use_distributed_optimizer,
+            use_distributed_optimizer=self.settings.parallel.use_distributed_optimizer,
             consumed_train_samples=self.consumed_samples,
         )
         state = {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}

@@ -21,17 +21,19 @@ CPU = load_hardware("cpu")
 
 
 def limit_of(extra, hbm_bytes, world_size=4):
-    args = parse_args(command_line(extra), world_size)
-    return memory.max_tokens_per_rank(args, derive.model_shape(args, 264), replace(CPU, hbm_bytes=hbm_bytes))
+    settings = parse_args(command_line(extra), world_size)
+    shape = derive.model_shape(settings.model, 264)
+    return memory.max_tokens_per_rank(settings.planning, shape, replace(CPU, hbm_bytes=hbm_bytes))
 
 
 def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):
-    args = parse_args(command_line(extra), 4)
+    settings = parse_args(command_line(extra), 4)
+    planning = settings.planning
     model = MemoryModel(
-        derive.model_shape(args, 264),
+        derive.model_shape(settings.model, 264),
         CPU,
-        derive.topology(args),
-        derive.used_options(args, tokens),
+        planning.topology,
+        planning.used(planning.options(tokens)),
         distributed_optimizer=distributed_optimizer,
     )
     return max(stage.total_bytes for stage in model.peak_at(tokens, cp_size))

@@ -99,7 +99,7 @@ def reference(run, stream, samples, masks):
         config=run.config,
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=ours.vocab_size,
-        max_sequence_length=run.args.seq_length,
+        max_sequence_length=run.settings.planning.seq_length,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ import torch
 from dynamic_cp import load_hardware
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer import start_calibration
+from megatron.trainer.arguments import parse_args
+from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, OVERLAPPED
 from tests.trainer.training_ranks import losses, train
 
@@ -124,9 +125,8 @@ def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capfd
 
 
 def test_gpus_are_not_calibrated_at_start():
-    args = SimpleNamespace(dynamic_cp_calibrate="auto", dynamic_cp_hardware=None, dynamic_cp_replay=None)
-    assert start_calibration.is_wanted(args, torch.device("cpu"))
-    assert not start_calibration.is_wanted(args, torch.device("cuda", 0))
-    args.dynamic_cp_calibrate = "anew"
+    planning = parse_args(command_line(), 4).planning
+    assert start_calibration.is_wanted("auto", planning, torch.device("cpu"))
+    assert not start_calibration.is_wanted("auto", planning, torch.device("cuda", 0))
     with pytest.raises(InvalidInputError, match="dynamic-cp profile"):
-        start_calibration.is_wanted(args, torch.device("cuda", 0))
+        start_calibration.is_wanted("anew", planning, torch.device("cuda", 0))

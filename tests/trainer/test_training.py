@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,11 +144,13 @@ def test_evaluation_and_tensorboard(tmp_path, capfd):
 def _evaluate(words: list[str], num_samples: int) -> tuple[list[float], list[int]]:
     """Return the losses of the first half of `num_samples`, of both halves, and of all at once; tokens of each half."""
     built = run.set_up(parse_args(words, dist.get_world_size()))
-    args, half = built.args, num_samples // 2
+    settings, half = built.settings, num_samples // 2
     losses = []
     with contextlib.closing(built):
-        for args.eval_iters, args.global_batch_size in ((1, half), (2, half), (1, num_samples)):
-            validation = evaluation.Evaluation.of(built, "validation")
+        for eval_iters, size in ((1, half), (2, half), (1, num_samples)):
+            training = replace(settings.training, eval_iters=eval_iters, global_batch_size=size)
+            one = replace(built, settings=replace(settings, training=training))
+            validation = evaluation.Evaluation.of(one, "validation")
             losses.append(validation._loss(validation.stream, len(losses)))
     return losses, [int(validation.stream.global_batch(first, half).seqlens.sum()) for first in (0, half)]
 

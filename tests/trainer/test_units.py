@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
 
 def _learning_rates(global_batch_size: int, *flags: str) -> dict[int, float]:
     """Return consumed samples -> learning rate over a run."""
-    args = parse_args(command_line(*flags, f"--global-batch-size {global_batch_size}"), 4)
+    settings = parse_args(command_line(*flags, f"--global-batch-size {global_batch_size}"), 4)
     optimizer = SimpleNamespace(param_groups=[{"lr": None, "weight_decay": None}])
-    scheduler = build_scheduler(args, optimizer)
+    scheduler = build_scheduler(settings.optimizer, optimizer)
     rates = {0: optimizer.param_groups[0]["lr"]}
-    for iteration in range(args.train_iters):
+    for iteration in range(settings.training.train_iters):
         scheduler.step(increment=global_batch_size)
         rates[(iteration + 1) * global_batch_size] = optimizer.param_groups[0]["lr"]
     return rates

@@ -101,5 +101,5 @@ def test_wandb_flags_that_lack_something_are_refused(request, monkeypatch, words
 
 
 def test_the_files_go_below_save_by_default(told):
-    args = parse_args(command_line(DYNAMIC, "--wandb-project proj --wandb-exp-name exp --save there"), 4)
-    assert args.wandb_save_dir == "there/wandb"
+    settings = parse_args(command_line(DYNAMIC, "--wandb-project proj --wandb-exp-name exp --save there"), 4)
+    assert settings.logging.wandb_save_dir == "there/wandb"

@@ -158,8 +158,8 @@ def check_not_run(words: list[str]) -> None:
         assert ROOT / words[-1] in EXAMPLES
     elif words[0] == "torchrun":
         num_ranks = int(words[words.index("--nproc-per-node") + 1])
-        args = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=num_ranks)
-        assert args.dynamic_cp
+        settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=num_ranks)
+        assert settings.planning.policy == "dynamic"
     elif words[0] == "sh":
         assert (ROOT / words[1]).is_file()
     elif words[0] == "sbatch":
@@ -169,7 +169,8 @@ def check_not_run(words: list[str]) -> None:
         build_parser().parse_args([*needed, *words[words.index(script) + 1 :]])
     elif words[0] == "docker":
         if "pretrain_gpt.py" in words:
-            assert parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8).dynamic_cp
+            settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
+            assert settings.planning.policy == "dynamic"
     else:
         assert words[0] in ("python3", ".venv/bin/pip", "pip", "."), words
 
@@ -258,9 +259,9 @@ def test_training_commands_for_gpus_fit_an_h100() -> None:
         for words in commands_of(block) if block.language == "sh" else ():
             if "pretrain_gpt.py" not in words or "gloo" in words or words[0] not in ("torchrun", "docker"):
                 continue
-            args = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
-            shape = derive.model_shape(args, args.vocab_size or 128256)
-            assert memory.max_tokens_per_rank(args, shape, load_hardware("h100")) >= 1024, block.name
+            settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
+            shape = derive.model_shape(settings.model, settings.data.vocab_size or 128256)
+            assert memory.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) >= 1024, block.name
             looked_at += 1
     assert looked_at >= 3
 

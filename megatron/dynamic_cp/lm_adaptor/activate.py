@@ -63,7 +63,7 @@ class _Adaptor:
         self._elapsed_s = 0.0
         self._loaders: list[Any] = []
         self._asked: Any = None
-        self._planning: Any = None
+        self._planned: Any = None
         self._session: Any = None
         self._samples: Any = None
         self._varlen: Any = None
@@ -184,7 +184,7 @@ class _Adaptor:
             flags.refuse_loaded(args)
             # 0.16.1 needs it for pipeline stages only; without them no lengths are exchanged.
             args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
-            self._planning = flags.planning_arguments(self._asked, args)
+            self._planned = flags.planned(self._asked, args)
             if args.ddp_bucket_size is None and args.ddp_num_buckets is None:
                 from megatron.trainer.model import ddp_bucket_size
 
@@ -214,8 +214,8 @@ class _Adaptor:
 
             optimizer_checkpoint.install()
             DynamicCPGPTModel.enabled = True
-            self._session = Session(self._get_args(), self._planning)
-            DynamicCPGPTModel.transformer_impl = self._session.layers.impl
+            self._session = Session(self._get_args(), self._planned)
+            DynamicCPGPTModel.transformer_impl = self._session.runtime.layers.impl
         return result
 
     def _set_jit_fusion_options(self, original: Any) -> None:
@@ -225,7 +225,7 @@ class _Adaptor:
         if not self._is_on:
             original()
             return
-        seq_length, args.seq_length = args.seq_length, self._planning.max_seqlen_per_dp_cp_rank
+        seq_length, args.seq_length = args.seq_length, self._session.runtime.options.max_tokens_per_rank
         try:
             original()
         finally:

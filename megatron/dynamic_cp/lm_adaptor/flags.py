@@ -11,11 +11,13 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.arguments import (
     EXCHANGES,
     UNSUPPORTED,
@@ -24,8 +26,10 @@ from megatron.dynamic_cp.arguments import (
     tokens_or_auto,
 )
 from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
+from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.trainer import derive
 from megatron.trainer.data.config import OVERLONG_POLICIES
-from megatron.trainer.validation import check_auto_knows_recomputation, check_planning_values, complete_lanes
+from megatron.trainer.validation import check_auto_knows_recomputation, check_planning_values, planning_settings
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
@@ -279,8 +283,21 @@ def overridden(asked: argparse.Namespace, argv: Sequence[str]) -> list[tuple[int
     return lines
 
 
-def planning_arguments(asked: argparse.Namespace, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments of the planner, in the spelling of our own trainer, completed and checked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What is planned of a checkout's run.
+
+    Attributes:
+        settings: as our own trainer has them.
+        arguments: Megatron-LM's, with what the user asked for in the place of what Megatron-LM gets: for a dump.
+    """
+
+    settings: PlanningSettings
+    arguments: Mapping[str, Any]
+
+
+def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
+    """Return how the run is planned, completed and checked.
 
     Args:
         asked: as the user gave them; args: as Megatron-LM validated them.
@@ -288,16 +305,27 @@ def planning_arguments(asked: argparse.Namespace, args: argparse.Namespace) -> a
     Raises:
         DynamicCPError: a CP size, limit or sample length that does not fit the lanes.
     """
-    planning = copy.copy(args)
-    planning.context_parallel_size = asked.context_parallel_size
-    planning.cp_comm_type = exchange_of(asked)
-    planning.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
-    if not args.group_query_attention:
-        planning.num_query_groups = args.num_attention_heads
+    ours = _with_kv_heads(args)
+    ours.context_parallel_size = asked.context_parallel_size
+    ours.cp_comm_type = exchange_of(asked)
+    ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
     if args.recompute_granularity == "full":
-        check_auto_knows_recomputation(planning)
-    complete_lanes(planning)
-    return planning
+        check_auto_knows_recomputation(ours)
+    settings = planning_settings(ours)
+    return Planned(settings=settings, arguments=MappingProxyType({**vars(ours), **settings.completed_flags()}))
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """Return the numbers of a checkout's model that decide its cost, once its vocabulary is known."""
+    return derive.model_shape(_with_kv_heads(args), args.padded_vocab_size)
+
+
+def _with_kv_heads(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy whose `num_query_groups` is the number of KV heads also without --group-query-attention."""
+    copied = copy.copy(args)
+    if not args.group_query_attention:
+        copied.num_query_groups = args.num_attention_heads
+    return copied
 
 
 def environment_is_ready(max_cp_size: int, tp_size: int) -> None:

@@ -18,6 +18,7 @@ from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.lm_adaptor.counts import StepFlops
 from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
+from megatron.dynamic_cp.lm_adaptor.flags import Planned, model_shape
 from megatron.dynamic_cp.lm_adaptor.random_states import choose_lane
 from megatron.dynamic_cp.lm_adaptor.step_log import plan_line, record_step
 from megatron.dynamic_cp.verify import collective_device
@@ -40,30 +41,36 @@ class Session:
 
     Args:
         theirs: Megatron-LM's arguments; iteration and consumed samples are set there later.
-        planning: see `flags.planning_arguments`.
+        planned: see `flags.planned`.
 
     Attributes:
-        args: `planning`.
-        layers: TransformerEngine's or local ones, by --transformer-impl.
         runtime: what plans the run.
         position: with the coefficients of the cost model.
         flops: of the latest steps of the training data.
     """
 
-    def __init__(self, theirs: argparse.Namespace, planning: argparse.Namespace) -> None:
-        self.args = planning
+    def __init__(self, theirs: argparse.Namespace, planned: Planned) -> None:
         self.position = Position()
         self.flops = StepFlops()
         self.device = collective_device()
         self._theirs = theirs
         self._refining: Refining | None = None
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
-        self.layers = layers.choose(planning, self.device)
-        runtime = PlannedRuntime.agree(
-            planning,
+        layer_choice = layers.choose(
+            theirs.transformer_impl,
+            planned.settings.cp_comm_type,
+            backend=theirs.attention_backend.name,
+            bf16=theirs.bf16,
+            head_dim=theirs.kv_channels,
             device=self.device,
-            hardware=first_hardware(planning, self.device),
-            vocab_rows=theirs.padded_vocab_size,
+        )
+        runtime = PlannedRuntime.agree(
+            planned.settings,
+            arguments=planned.arguments,
+            device=self.device,
+            layers=layer_choice,
+            model_shape=model_shape(theirs),
+            hardware=first_hardware(planned.settings, self.device),
         )
         self.runtime = runtime.start()
         try:
@@ -71,7 +78,7 @@ class Session:
         except BaseException:
             self.runtime.close()
             raise
-        for line in (self.layers.describe(), *self.runtime.describe(), ready):
+        for line in (layer_choice.describe(), *self.runtime.describe(), ready):
             log_single_rank(logger, logging.INFO, f"dynamic CP: {line}")
 
     def run_step(
@@ -118,7 +125,7 @@ class Session:
             seq_length,
             forward_only=forward_only,
             rank_tokens=wrapper.rank_tokens,
-            verify_messages=self.args.dynamic_cp_verify == "full",
+            verify_messages=self.runtime.settings.verify == "full",
             forward_step_func=forward_step_func,
         )
         if forward_only:
@@ -139,8 +146,8 @@ class Session:
                     name, self._refining.hardware if name == TRAIN and self._refining is not None else None
                 ),
                 groups=self.runtime.groups,
-                global_batch_size=self.args.global_batch_size,
-                verify=self.args.dynamic_cp_verify,
+                global_batch_size=self._theirs.global_batch_size,
+                verify=self.runtime.settings.verify,
                 first_step=first_step,
                 consumed_samples=consumed_samples,
             )
@@ -155,7 +162,7 @@ class Session:
             return self._theirs.iteration + 1, self._theirs.consumed_train_samples
         if name == VALIDATION and not self._theirs.skip_train:
             consumed_samples = self._theirs.consumed_valid_samples
-            return consumed_samples // self.args.global_batch_size, consumed_samples
+            return consumed_samples // self._theirs.global_batch_size, consumed_samples
         return 0, 0
 
     def end_step(
@@ -196,7 +203,7 @@ class Session:
         """
         self.position.coefficients = getattr(checkpoint.get("args"), COEFFICIENTS, None)
         setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
-        if self.args.hidden_dropout > 0 and not self._theirs.no_load_rng:
+        if self._theirs.hidden_dropout > 0 and not self._theirs.no_load_rng:
             choose_lane(checkpoint, self.runtime.groups.lane, self.runtime.groups.num_lanes)
 
     def describe_step(self, record: StepRecord) -> str:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -339,7 +339,7 @@ def test_help_says_what_is_tried():
 
 
 def parsed(setting, model, architecture, monkeypatch, **more):
-    """Return the arguments that the trainer makes of a recommended line."""
+    """Return the settings that the trainer makes of a recommended line."""
     from megatron.trainer.arguments import parse_args
 
     groups = launch_flags(
@@ -368,20 +368,20 @@ def parsed(setting, model, architecture, monkeypatch, **more):
     ids=str,
 )
 def test_the_trainer_takes_the_flags(recompute, topology, monkeypatch):
-    from megatron.trainer.derive import plan_options
-    from megatron.trainer.derive import topology as topology_of
-
     setting = Setting(
         policy="dynamic", topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
     )
-    args = parsed(setting, MODEL, load_architecture("llama-3-8b"), monkeypatch)
-    assert topology_of(args) == topology
-    options = plan_options(args)
+    settings = parsed(setting, MODEL, load_architecture("llama-3-8b"), monkeypatch)
+    planning = settings.planning
+    assert planning.topology == topology
+    options = planning.options()
     assert options.max_tokens_per_rank == 8192
     assert options.cp_comm_types == CP_COMM_TYPES
     assert (options.recompute, options.search, options.bytes_per_element) == (recompute, "thorough", 2)
-    assert args.dynamic_cp
-    assert (args.seq_length, args.global_batch_size, args.use_distributed_optimizer) == (9000, 18, True)
+    assert planning.policy == "dynamic"
+    assert (planning.seq_length, settings.training.global_batch_size) == (9000, 18)
+    assert settings.parallel.use_distributed_optimizer
+    assert planning.distributed_optimizer
 
 
 LLAMA_CONFIG = {
@@ -418,15 +418,16 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
     model, architecture = load_model(name), load_architecture(name)
     topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
     setting = Setting(policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192)
-    args = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
-    rows = derive.padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, tp_size)
+    settings = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
+    trained_model = settings.model
+    rows = derive.padded_vocab_size(settings.data.vocab_size, trained_model.make_vocab_size_divisible_by, tp_size)
     assert model.vocab_size <= rows < model.vocab_size + tp_size
-    shape = replace(derive.model_shape(args, model.vocab_size), source=model.source)
+    shape = replace(derive.model_shape(trained_model, model.vocab_size), source=model.source)
     compared = {field.name: (getattr(shape, field.name), getattr(model, field.name)) for field in fields(model)}
     trained = {
-        **vars(args),
-        "add_bias_linear": not args.disable_bias_linear,
-        "layernorm_epsilon": args.norm_epsilon,
+        **asdict(trained_model),
+        "add_bias_linear": not trained_model.disable_bias_linear,
+        "layernorm_epsilon": trained_model.norm_epsilon,
         "not_trained": (),
     }
     compared |= {field.name: (trained[field.name], getattr(architecture, field.name)) for field in fields(architecture)}
@@ -501,25 +502,23 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
 
 
 def test_flags_of_policies(monkeypatch):
-    from megatron.trainer.derive import plan_options
-
     setting = Setting(policy="dynamic", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=2048)
 
     def flags(policy, **changes):
         own = replace(setting, policy=policy, **changes)
         words = {"model": MODEL, "architecture": load_architecture("llama-3-8b")}
         group = launch_flags(own, **words, hardware_name="a b.json", max_seqlen=9000, global_batch_size=18)[1]
-        args = parsed(own, **words, monkeypatch=monkeypatch)
-        return group, args, plan_options(args)
+        planning = parsed(own, **words, monkeypatch=monkeypatch).planning
+        return group, planning, planning.options()
 
     for policy in STATIC_POLICIES:
-        group, args, options = flags(policy, static_cp_size=8, cp_comm_types=CP_COMM_TYPES)
+        group, planning, options = flags(policy, static_cp_size=8, cp_comm_types=CP_COMM_TYPES)
         assert "--context-parallel-size 8" in group
-        assert (args.dynamic_cp, options.cp_comm_types) == (False, CP_COMM_TYPES)
+        assert (planning.policy, options.cp_comm_types) == (policy, CP_COMM_TYPES)
         assert options.static_cp_size == 8
     assert "--static-cp-policy balanced" in flags("balanced", static_cp_size=8)[0]
-    group, args, options = flags("dynamic", max_cp_size=8)
-    assert (group[0], args.dynamic_cp, options.max_cp_size) == ("--dynamic-cp", True, 8)
+    group, planning, options = flags("dynamic", max_cp_size=8)
+    assert (group[0], planning.policy, options.max_cp_size) == ("--dynamic-cp", "dynamic", 8)
     assert group[-1] == "--dynamic-cp-hardware 'a b.json'"
 
 

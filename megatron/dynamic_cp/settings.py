@@ -1,0 +1,106 @@
+"""How a run is planned: frozen settings, made once from the checked flags of this trainer or of a Megatron-LM checkout.
+
+What is found out later (a token limit of `auto`, exchanges that the layers lack) is an argument here and part of the
+`PlanOptions` that are made of it; nothing changes a setting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology
+from megatron.dynamic_cp.arguments import EXCHANGES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningSettings:
+    """What both training loops say of a run to have it planned.
+
+    Attributes:
+        topology: arrangement of the job's ranks.
+        seq_length: longest sample in tokens.
+        policy: "dynamic" or a static one.
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch; None: what its memory holds.
+        static_cp_size: CP size of the static policies; min_cp_size, max_cp_size: of the dynamic one, None: the largest.
+        cp_comm_type: the exchange inside a CP group, "auto": the planner chooses.
+        inner_cp_sizes: that a2a+p2p may use, None: every possible one.
+        recompute: activation recomputation; bytes_per_element: of an activation.
+        distributed_optimizer: its state is sharded over the lanes.
+        hardware: name or file for the cost and memory model, None: by the device.
+        search: effort of the planner.
+        lookahead: global batches that are planned ahead.
+        plan_timeout_s: after which a step runs the static plan; is_strict: the run ends instead.
+        verify: what ranks compare in each step, of `arguments.VERIFY_MODES`.
+        refine_every: iterations between corrections of the cost model, 0: never.
+        dump, replay: folders that plans are written to and taken from.
+        exchange_timeout_s: of every exchange in a CP group.
+    """
+
+    topology: Topology
+    seq_length: int
+    policy: str
+    max_tokens_per_rank: int | None
+    static_cp_size: int
+    min_cp_size: int
+    max_cp_size: int | None
+    cp_comm_type: CpCommType | Literal["auto"]
+    inner_cp_sizes: tuple[int, ...] | None
+    recompute: Recompute
+    bytes_per_element: int
+    distributed_optimizer: bool
+    hardware: str | None
+    search: SearchEffort
+    lookahead: int
+    plan_timeout_s: float
+    is_strict: bool
+    verify: str
+    refine_every: int
+    dump: str | None
+    replay: str | None
+    exchange_timeout_s: float
+
+    @property
+    def exchanges(self) -> tuple[CpCommType, ...]:
+        """The exchanges that --cp-comm-type allows."""
+        return EXCHANGES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
+
+    def options(self, max_tokens_per_rank: int | None = None, left_out: tuple[CpCommType, ...] = ()) -> PlanOptions:
+        """Return what the planner may do.
+
+        Args:
+            max_tokens_per_rank: the limit where the settings leave it to memory.
+            left_out: exchanges that `auto` does not choose from, see `LayerChoice`.
+        """
+        limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
+        assert limit is not None, "found once memory is known"
+        if self.cp_comm_type != "auto":
+            left_out = ()
+        return PlanOptions(
+            max_tokens_per_rank=limit,
+            min_cp_size=self.min_cp_size,
+            max_cp_size=self.max_cp_size,
+            static_cp_size=self.static_cp_size,
+            cp_comm_types=tuple(one for one in self.exchanges if one not in left_out),
+            inner_cp_sizes=self.inner_cp_sizes,
+            recompute=self.recompute,
+            bytes_per_element=self.bytes_per_element,
+            search=self.search,
+        )
+
+    def used(self, options: PlanOptions) -> PlanOptions:
+        """Return `options` with the CP sizes that plans of this run have: of a static policy only its own."""
+        if self.policy == "dynamic":
+            return options
+        return replace(options, min_cp_size=self.static_cp_size, max_cp_size=self.static_cp_size)
+
+    def completed_flags(self) -> dict[str, Any]:
+        """Return those flags, under their names, that were filled in or checked when the settings were made."""
+        return {
+            "context_parallel_size": self.static_cp_size,
+            "max_seqlen_per_dp_cp_rank": "auto" if self.max_tokens_per_rank is None else self.max_tokens_per_rank,
+            "max_dynamic_cp_size": self.max_cp_size,
+            "dynamic_cp_inner_sizes": self.inner_cp_sizes,
+            "cp_comm_type": self.cp_comm_type,
+            "ranks_per_node": self.topology.ranks_per_node,
+        }

@@ -1,0 +1,223 @@
+"""A run's settings: frozen values, made once from checked flags, in groups; a function takes the groups that it reads.
+
+Fields have the names of their flags, which are Megatron-LM's. How a run is planned is in
+`megatron.dynamic_cp.settings`, which checkouts of Megatron-LM share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from megatron.dynamic_cp.attention.te_support import TransformerImpl
+from megatron.dynamic_cp.settings import PlanningSettings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What is trained, and in which precision and kernels.
+
+    Attributes:
+        transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
+        gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    max_position_embeddings: int
+    position_embedding_type: str
+    rotary_base: int
+    rotary_percent: float
+    rotary_interleaved: bool
+    qk_layernorm: bool
+    normalization: str
+    norm_epsilon: float
+    swiglu: bool
+    disable_bias_linear: bool
+    add_qkv_bias: bool
+    untie_embeddings_and_output_weights: bool
+    make_vocab_size_divisible_by: int
+    init_method_std: float
+    hidden_dropout: float
+    bf16: bool
+    use_cpu_initialization: bool
+    attention_backend: str
+    transformer_impl: TransformerImpl | None
+    recompute_granularity: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
+    gradient_accumulation_fusion: bool | None
+    bias_swiglu_fusion: bool | None
+    bias_gelu_fusion: bool | None
+    bias_dropout_fusion: bool | None
+    cross_entropy_loss_fusion: bool
+    cross_entropy_fusion_impl: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSettings:
+    """How model, gradients and optimizer are spread over the ranks, and how these meet."""
+
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    distributed_backend: str | None
+    distributed_timeout_minutes: float
+    stopped_process_timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """How long is trained, on how many samples a step, and when is evaluated.
+
+    Attributes:
+        train_samples: whole global batches; train_samples_left_out: what was asked for beyond them.
+        dynamic_cp_calibrate: whether CPU ranks measure how fast they are at start.
+    """
+
+    global_batch_size: int
+    train_iters: int
+    train_samples: int
+    train_samples_left_out: int
+    seed: int
+    exit_interval: int | None
+    exit_duration_in_mins: float | None
+    eval_interval: int | None
+    eval_iters: int
+    dynamic_cp_calibrate: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """The optimizer and the schedule of its learning rate, which is in samples."""
+
+    optimizer: str
+    lr: float
+    min_lr: float
+    lr_decay_style: str
+    lr_warmup_init: float
+    lr_warmup_samples: int
+    lr_decay_samples: int
+    lr_wsd_decay_samples: int | None
+    lr_wsd_decay_style: str
+    override_opt_param_scheduler: bool
+    use_checkpoint_opt_param_scheduler: bool
+    weight_decay: float
+    clip_grad: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Which samples there are, and who reads them; see `data.config.DataConfig`."""
+
+    data_path: tuple[str, ...]
+    data_glob: str
+    data_cache_path: str | None
+    json_key: str
+    overlong: str
+    split: str
+    tokenizer_type: str
+    tokenizer_model: str | None
+    eod_id: int | None
+    vocab_size: int | None
+    sft: bool
+    chat_template: str | None
+    mock_data: bool
+    varlen_mock_dataset_config_json: str | None
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """What is saved when and where, and what a run goes on from."""
+
+    save: str | None
+    save_interval: int | None
+    async_save: bool
+    load: str | None
+    finetune: bool
+    exit_on_missing_checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingSettings:
+    """Where figures go."""
+
+    log_interval: int
+    tensorboard_dir: str | None
+    wandb_project: str | None
+    wandb_exp_name: str | None
+    wandb_entity: str | None
+    wandb_save_dir: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilingSettings:
+    """Which iterations are recorded on which ranks, and how."""
+
+    profile: bool
+    profile_step_start: int
+    profile_step_end: int
+    profile_ranks: tuple[int, ...]
+    use_pytorch_profiler: bool
+    profile_dir: str | None
+    pytorch_profiler_collect_shapes: bool
+    pytorch_profiler_collect_callstack: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that a command line says of a run.
+
+    Attributes:
+        arguments: every flag under its name, completed, read-only: what checkpoints, dumps and Weights & Biases keep.
+    """
+
+    model: ModelSettings
+    parallel: ParallelSettings
+    planning: PlanningSettings
+    training: TrainingSettings
+    optimizer: OptimizerSettings
+    data: DataSettings
+    checkpoints: CheckpointSettings
+    logging: LoggingSettings
+    profiling: ProfilingSettings
+    arguments: Mapping[str, Any]
+
+
+def settings_of(arguments: Mapping[str, Any], planning: PlanningSettings) -> Settings:
+    """Return the settings that checked and completed arguments say."""
+    values = {**arguments, **planning.completed_flags()}
+    return Settings(
+        model=_group(ModelSettings, values),
+        parallel=_group(ParallelSettings, values),
+        planning=planning,
+        training=_group(TrainingSettings, values),
+        optimizer=_group(OptimizerSettings, values),
+        data=_group(DataSettings, values),
+        checkpoints=_group(CheckpointSettings, values),
+        logging=_group(LoggingSettings, values),
+        profiling=_group(ProfilingSettings, values),
+        arguments=MappingProxyType(values),
+    )
+
+
+def _group(group: type[T], values: Mapping[str, Any]) -> T:
+    found = {field.name: values[field.name] for field in fields(group)}  # type: ignore[arg-type]
+    return group(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})

@@ -1,0 +1,123 @@
+"""A run's settings are made once from the flags: nobody changes them, and nobody else sees what argparse parsed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
+from megatron.trainer.settings import Settings
+from tests.trainer.commandline import command_line
+
+MEGATRON = Path(__file__).parents[2] / "megatron"
+SEES_PARSED_ARGUMENTS = {
+    "trainer/validation.py": "makes settings of them",
+    "trainer/interchange.py": "Megatron-LM's checkpoints hold its arguments",
+    "dynamic_cp/lm_adaptor/counts.py": "Megatron-LM's own arguments",
+    "dynamic_cp/lm_adaptor/flags.py": "Megatron-LM's own arguments",
+    "dynamic_cp/lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
+    "dynamic_cp/lm_adaptor/session.py": "Megatron-LM's own arguments",
+    "dynamic_cp/lm_adaptor/varlen.py": "Megatron-LM's own arguments",
+}
+# Flags that only decide what others become, that have one value, or that are accepted without effect.
+IN_NO_GROUP = {
+    "group_query_attention",
+    "recompute_activations",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "lr_decay_iters",
+    "lr_wsd_decay_iters",
+    "micro_batch_size",
+    "ckpt_format",
+    "use_varlen_dataset",
+    *(flag.removeprefix("--").replace("-", "_") for flag in ALREADY_SO),
+}
+PLANNING_FLAGS = {
+    "dynamic_cp": "policy",
+    "static_cp_policy": "policy",
+    "seq_length": "seq_length",
+    "context_parallel_size": "static_cp_size",
+    "max_seqlen_per_dp_cp_rank": "max_tokens_per_rank",
+    "min_dynamic_cp_size": "min_cp_size",
+    "max_dynamic_cp_size": "max_cp_size",
+    "dynamic_cp_hardware": "hardware",
+    "dynamic_cp_search": "search",
+    "dynamic_cp_lookahead": "lookahead",
+    "dynamic_cp_plan_timeout": "plan_timeout_s",
+    "dynamic_cp_strict": "is_strict",
+    "dynamic_cp_refine": "refine_every",
+    "dynamic_cp_dump": "dump",
+    "dynamic_cp_replay": "replay",
+    "dynamic_cp_verify": "verify",
+    "cp_comm_type": "cp_comm_type",
+    "dynamic_cp_inner_sizes": "inner_cp_sizes",
+}
+
+
+def groups(settings: Settings) -> list[object]:
+    """Return the groups of settings."""
+    return [value for field in fields(settings) if is_dataclass(value := getattr(settings, field.name))]
+
+
+def test_settings_cannot_change() -> None:
+    settings = parse_args(command_line(), 4)
+    assert len(groups(settings)) == 9
+    for group in (settings, *groups(settings)):
+        for field in fields(group):  # type: ignore[arg-type]
+            with pytest.raises(FrozenInstanceError):
+                setattr(group, field.name, None)
+    with pytest.raises(TypeError):
+        operator.setitem(settings.arguments, "lr", 1.0)  # type: ignore[arg-type]
+
+
+def test_every_flag_is_a_setting_once() -> None:
+    flags = {action.dest for action in build_parser()._actions if action.help != "==SUPPRESS=="} - {"help"}
+    flags |= {flag.removeprefix("--").replace("-", "_") for flag in ALREADY_SO}
+    found = parse_args(command_line(), 4)
+    named = [
+        field.name for group in groups(found) if not isinstance(group, PlanningSettings) for field in fields(group)
+    ]  # type: ignore[arg-type]
+    assert len(named) == len(set(named))
+    derived = {"world_size", "virtual_pipeline_model_parallel_size", "train_samples_left_out"}
+    assert flags - IN_NO_GROUP - set(PLANNING_FLAGS) == set(named) - derived
+    assert set(PLANNING_FLAGS.values()) <= {field.name for field in fields(PlanningSettings)}
+
+
+def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
+    words = "--dynamic-cp --cp-comm-type a2a --recompute-activations --lr-warmup-fraction 0.25 --split 90,10,0"
+    line = " ".join(command_line(words)).replace("--lr-warmup-iters 2", "")
+    arguments = parse_args(line.split(), 8).arguments
+    parsed = {action.dest for action in build_parser()._actions if action.default != "==SUPPRESS=="}
+    assert parsed <= set(arguments)
+    completed = {
+        "max_seqlen_per_dp_cp_rank": 128,
+        "max_dynamic_cp_size": 4,
+        "dynamic_cp_inner_sizes": (),
+        "recompute_granularity": "selective",
+        "lr_warmup_samples": 24,
+        "kv_channels": 16,
+        "world_size": 8,
+        "ranks_per_node": 8,
+        "split": "90,10,0",
+    }
+    assert {name: arguments[name] for name in completed} == completed
+    auto = parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank auto"), 4)
+    assert (auto.planning.max_tokens_per_rank, auto.arguments["max_seqlen_per_dp_cp_rank"]) == (None, "auto")
+
+
+def test_only_the_command_line_sees_parsed_arguments() -> None:
+    seen = set()
+    for path in sorted(MEGATRON.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        if "Namespace" in names:
+            seen.add(path.relative_to(MEGATRON).as_posix())
+    assert seen == set(SEES_PARSED_ARGUMENTS)
