@@ -1,4 +1,4 @@
-"""Packages of the project: the pure planner `dynamic_cp` and two siblings of `megatron.core`.
+"""Packages of the project: the pure planner `dynamic_cp` and three siblings of `megatron.core`.
 
 `megatron` is a namespace package that the PyPI package megatron-core also lives in, so it has no `__init__.py` here.
 """
@@ -34,7 +34,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(
-        include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*"]
+        include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*", "megatron.lm_adaptor*"]
     ),
     package_data={"dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "report/templates/*", "py.typed"]},
     # click and rich are the command's alone: `import dynamic_cp` imports neither.

@@ -166,10 +166,19 @@ def files_page() -> str:
     parts = [
         "# Where things are\n\n" + _MADE,
         "`dynamic_cp/` describes, prices, packs, simulates and chooses: numpy only, no torch, no megatron. "
-        "`megatron/dynamic_cp/` executes on megatron-core; `megatron/trainer/` is a small trainer. `megatron/` is a "
+        "`megatron/dynamic_cp/` executes on megatron-core; `megatron/trainer/` is a small trainer; "
+        "`megatron/lm_adaptor/` makes a Megatron-LM checkout train so. Each imports those before it. `megatron/` is a "
         "namespace that megatron-core shares: it has no `__init__.py` here.\n",
     ]
-    for top in ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "benchmarks", "examples", "tools"):
+    for top in (
+        "dynamic_cp",
+        "megatron/dynamic_cp",
+        "megatron/trainer",
+        "megatron/lm_adaptor",
+        "benchmarks",
+        "examples",
+        "tools",
+    ):
         folders = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
         for folder in folders:
             modules = sorted(path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py"))

@@ -22,7 +22,7 @@ def parse(argv: list[str]) -> Any:
     from megatron.training import arguments, global_vars
     from megatron.training.tokenizer import build_tokenizer
 
-    from megatron.dynamic_cp.lm_adaptor import flags
+    from megatron.lm_adaptor import flags
 
     sys.argv = ["pretrain_gpt.py", *argv]
     args = arguments.parse_args(extra_args_provider=flags.add_flags)
@@ -41,7 +41,7 @@ def documents(argv: list[str]) -> list[dict[str, Any] | None]:
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     import pretrain_gpt
-    from megatron.dynamic_cp.lm_adaptor import varlen
+    from megatron.lm_adaptor import varlen
     from tests.megatron_lm.gpt_documents import as_document, gpt_documents, varlen_documents
 
     args = parse(argv)
@@ -78,8 +78,8 @@ def chats(argv: list[str]) -> list[list[Any]]:
 
     import pretrain_gpt
     from megatron.dynamic_cp.foreign_samples import read_item
-    from megatron.dynamic_cp.lm_adaptor.data import only_item
     from megatron.dynamic_cp.micro_batches import ChunkNeeds
+    from megatron.lm_adaptor.data import only_item
 
     args = parse(argv)
     config = pretrain_gpt.core_gpt_dataset_config_from_args(args)
@@ -96,14 +96,14 @@ def chats(argv: list[str]) -> list[list[Any]]:
 
 def main() -> None:
     checkout, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    from megatron.dynamic_cp.lm_adaptor.activate import activate
-    from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout
+    from megatron.lm_adaptor.activate import activate
+    from megatron.lm_adaptor.checkout import open_checkout
 
     with contextlib.redirect_stdout(sys.stderr):
         activate(open_checkout(checkout / "pretrain_gpt.py"))
         import torch.distributed as dist
 
-        from megatron.dynamic_cp.lm_adaptor import cpu
+        from megatron.lm_adaptor import cpu
 
         cpu.load_dataset_helpers()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -72,7 +72,7 @@ def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.datasets import data_schedule
 
-    from megatron.dynamic_cp.lm_adaptor.scheduler import register
+    from megatron.lm_adaptor.scheduler import register
 
     chosen = register(hardware="cpu")
     parallel_state.initialize_model_parallel(context_parallel_size=1)

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.lm_adaptor import activate, flags
-from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
+from megatron.lm_adaptor import activate, flags
+from megatron.lm_adaptor.activate import _Adaptor
 
 
 def adaptor(**values: Any) -> Any:
@@ -136,7 +136,7 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
     )
     modules = {
         "megatron.training.utils": SimpleNamespace(print_rank_last=shown.append),
-        "megatron.dynamic_cp.lm_adaptor.step_log": SimpleNamespace(write_scalars=lambda *given: written.append(given)),
+        "megatron.lm_adaptor.step_log": SimpleNamespace(write_scalars=lambda *given: written.append(given)),
     }
     monkeypatch.setattr(activate.importlib, "import_module", modules.__getitem__)
     for iteration in range(1, 7):
@@ -180,7 +180,7 @@ def test_cpu_ranks_keep_outputs_that_gloo_still_sends(on_cpu: bool) -> None:
 
 
 def test_cpu_ranks_load_what_the_distributed_optimizer_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.dynamic_cp.lm_adaptor import cpu
+    from megatron.lm_adaptor import cpu
 
     done: list[str] = []
     monkeypatch.setattr(cpu.cpu_backend, "enable", lambda: done.append("shims"))
@@ -249,7 +249,7 @@ def test_errors_say_where_a_run_was() -> None:
 @pytest.mark.usefixtures("starting_up")
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only: bool) -> None:
-    from megatron.dynamic_cp.lm_adaptor import session
+    from megatron.lm_adaptor import session
 
     seen: list[str] = []
 

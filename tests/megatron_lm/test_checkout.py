@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.lm_adaptor.checkout import NEEDED, open_checkout, put_first
+from megatron.lm_adaptor.checkout import NEEDED, open_checkout, put_first
 
 PACKAGE_INFO = 'MAJOR = 0\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "{pre}"\nVERSION = (MAJOR, MINOR)\n'
 

@@ -14,7 +14,7 @@ LOGGED = [[[10.0, 2.0], [9.0, 3.0], [0.0, 0.0]], [[700.0, 100.0]]]
 
 
 def _sum(width: int) -> list[list[float]]:
-    from megatron.dynamic_cp.lm_adaptor.session import sum_over_lanes
+    from megatron.lm_adaptor.session import sum_over_lanes
 
     initialize_model_parallel()
     assert sum_over_lanes([]) == [], "stages before the last"

@@ -10,7 +10,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.arguments import UNSUPPORTED
-from megatron.dynamic_cp.lm_adaptor import flags
+from megatron.lm_adaptor import flags
 
 
 def theirs() -> argparse.ArgumentParser:

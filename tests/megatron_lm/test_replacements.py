@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dynamic_cp.lm_adaptor import activate, model, replacements
-from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, table_row
+from megatron.lm_adaptor import activate, model, replacements
+from megatron.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, table_row
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "megatron-lm.md"
@@ -18,9 +18,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "megatron-lm.md"
 SHOW_REPLACED = """
 import importlib, sys
 from pathlib import Path
-from megatron.dynamic_cp.lm_adaptor.activate import activate
-from megatron.dynamic_cp.lm_adaptor.checkout import open_checkout
-from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT
+from megatron.lm_adaptor.activate import activate
+from megatron.lm_adaptor.checkout import open_checkout
+from megatron.lm_adaptor.replacements import REPLACEMENTS, SCRIPT
 root = Path(sys.argv[1])
 activate(open_checkout(root / "pretrain_gpt.py"))
 for one in REPLACEMENTS:
@@ -30,7 +30,7 @@ for one in REPLACEMENTS:
     assert Path(module.__file__).is_relative_to(root), module.__file__
     now = getattr(module, one.symbol)
     ours = getattr(now, "func", now)
-    assert ours.__module__.startswith("megatron.dynamic_cp.lm_adaptor"), (one, ours)
+    assert ours.__module__.startswith("megatron.lm_adaptor"), (one, ours)
     print("replaced", one.where)
 import megatron.training, megatron.training.training
 assert megatron.training.pretrain is megatron.training.training.pretrain

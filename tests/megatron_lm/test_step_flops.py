@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.dynamic_cp.lm_adaptor.activate import _Adaptor
+from megatron.lm_adaptor.activate import _Adaptor
 
 
 def adaptor_after(session: Any) -> Any:
@@ -15,7 +15,7 @@ def adaptor_after(session: Any) -> Any:
 
 
 def test_an_interval_begins_without_the_step_before_it() -> None:
-    from megatron.dynamic_cp.lm_adaptor.counts import StepFlops
+    from megatron.lm_adaptor.counts import StepFlops
 
     flops = StepFlops()
     for steps, mean in (((8.0,), 8.0), ((2.0,), 2.0), ((1.0, 4.0, 4.0), 3.0)):
@@ -28,7 +28,7 @@ def test_an_interval_begins_without_the_step_before_it() -> None:
 
 
 def test_the_sum_over_a_run_takes_each_step_as_it_was() -> None:
-    from megatron.dynamic_cp.lm_adaptor.counts import StepFlops
+    from megatron.lm_adaptor.counts import StepFlops
 
     flops = StepFlops()
     adaptor = adaptor_after(SimpleNamespace(flops=flops))

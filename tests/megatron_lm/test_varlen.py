@@ -23,8 +23,8 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.dynamic_cp.lm_adaptor import varlen
-from megatron.dynamic_cp.lm_adaptor.data import only_item
+from megatron.lm_adaptor import varlen
+from megatron.lm_adaptor.data import only_item
 from tests.megatron_lm.gpt_documents import as_document, gpt_documents, varlen_documents
 from tests.unit.data.made_tokenizers import write_tokenizer
 

@@ -18,11 +18,11 @@ MEGATRON = Path(__file__).parents[2] / "megatron"
 SEES_PARSED_ARGUMENTS = {
     "trainer/validation.py": "makes settings of them",
     "trainer/interchange.py": "Megatron-LM's checkpoints hold its arguments",
-    "dynamic_cp/lm_adaptor/counts.py": "Megatron-LM's own arguments",
-    "dynamic_cp/lm_adaptor/flags.py": "Megatron-LM's own arguments",
-    "dynamic_cp/lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
-    "dynamic_cp/lm_adaptor/session.py": "Megatron-LM's own arguments",
-    "dynamic_cp/lm_adaptor/varlen.py": "Megatron-LM's own arguments",
+    "lm_adaptor/counts.py": "Megatron-LM's own arguments",
+    "lm_adaptor/flags.py": "Megatron-LM's own arguments",
+    "lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
+    "lm_adaptor/session.py": "Megatron-LM's own arguments",
+    "lm_adaptor/varlen.py": "Megatron-LM's own arguments",
 }
 # Flags that only decide what others become, that have one value, or that are accepted without effect.
 IN_NO_GROUP = {

@@ -198,10 +198,10 @@ LISTED = {
     # A tensor.
     ("megatron/dynamic_cp/calibration/links.py", ".recv"): 1,
     # The script that the user names.
-    ("megatron/dynamic_cp/run.py", "exec"): 1,
-    ("megatron/dynamic_cp/run.py", "compile"): 1,
+    ("megatron/lm_adaptor/run.py", "exec"): 1,
+    ("megatron/lm_adaptor/run.py", "compile"): 1,
     # Between the ranks of a job, when Megatron-LM saves; it does the same with the rest of the checkpoint.
-    ("megatron/dynamic_cp/lm_adaptor/random_states.py", ".all_gather_object"): 1,
+    ("megatron/lm_adaptor/random_states.py", ".all_gather_object"): 1,
 }
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.lm_adaptor import flags
-from megatron.dynamic_cp.lm_adaptor.checkout import (
+from megatron.lm_adaptor import flags
+from megatron.lm_adaptor.checkout import (
     SUPPORTED_VERSIONS,
     Checkout,
     explain_missing_package,
     import_without_triton,
     put_first,
 )
-from megatron.dynamic_cp.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
+from megatron.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def activate(checkout: Checkout) -> None:
             raise
         _active.install()
     else:
-        from megatron.dynamic_cp.lm_adaptor.scheduler import register, take_choice
+        from megatron.lm_adaptor.scheduler import register, take_choice
 
         sys.argv[1:], ours = take_choice(sys.argv[1:])
         register(hardware=ours.dynamic_cp_hardware, search=ours.dynamic_cp_search, as_theirs=ours.is_chosen)
@@ -91,7 +91,7 @@ class _Adaptor:
         return self._asked is not None
 
     def _GPTModel(self, _original: type) -> type:  # named after what it replaces
-        from megatron.dynamic_cp.lm_adaptor.model import DynamicCPGPTModel
+        from megatron.lm_adaptor.model import DynamicCPGPTModel
 
         return DynamicCPGPTModel
 
@@ -123,7 +123,7 @@ class _Adaptor:
 
     def _end_workers(self) -> None:
         if self._loaders:
-            from megatron.dynamic_cp.lm_adaptor.data import end_workers
+            from megatron.lm_adaptor.data import end_workers
 
             for loader in self._loaders:
                 end_workers(loader)
@@ -144,7 +144,7 @@ class _Adaptor:
             == "gloo"
         )
         if self._on_cpu:
-            from megatron.dynamic_cp.lm_adaptor import cpu
+            from megatron.lm_adaptor import cpu
 
             parsed.distributed_backend = "gloo"
             cpu.enable(parsed.distributed_timeout_minutes)
@@ -168,7 +168,7 @@ class _Adaptor:
 
     def _use_get_batch(self) -> None:
         """Exchange get_batch in the script that defines the forward step."""
-        from megatron.dynamic_cp.lm_adaptor.session import get_batch
+        from megatron.lm_adaptor.session import get_batch
 
         script = getattr(self._forward_step, "__globals__", {})
         if "get_batch" not in script or "get_batch" not in self._forward_step.__code__.co_names:
@@ -195,7 +195,7 @@ class _Adaptor:
         if not self._is_on:
             original(*args, **kwargs)
             return
-        from megatron.dynamic_cp.lm_adaptor.counts import Samples
+        from megatron.lm_adaptor.counts import Samples
 
         settings = self._get_args()
         calculators = importlib.import_module("megatron.core.num_microbatches_calculator")
@@ -209,8 +209,8 @@ class _Adaptor:
         result = original(*args, **kwargs, allow_no_cuda=not torch.cuda.is_available())
         if self._is_on:
             from megatron.dynamic_cp import optimizer_checkpoint
-            from megatron.dynamic_cp.lm_adaptor.model import DynamicCPGPTModel
-            from megatron.dynamic_cp.lm_adaptor.session import Session
+            from megatron.lm_adaptor.model import DynamicCPGPTModel
+            from megatron.lm_adaptor.session import Session
 
             optimizer_checkpoint.install()
             DynamicCPGPTModel.enabled = True
@@ -243,11 +243,11 @@ class _Adaptor:
         if not self._is_on or dataset is None or args.dataloader_type == "external":
             loader = original(dataset, consumed_samples)
             if self._on_cpu:
-                from megatron.dynamic_cp.lm_adaptor.cpu import keep_random_states
+                from megatron.lm_adaptor.cpu import keep_random_states
 
                 keep_random_states(loader)
             return loader
-        from megatron.dynamic_cp.lm_adaptor.data import LaneSampler, build_loader, ignoring
+        from megatron.lm_adaptor.data import LaneSampler, build_loader, ignoring
 
         sampler = LaneSampler(
             num_samples=len(dataset),
@@ -264,12 +264,12 @@ class _Adaptor:
     def _build_train_valid_test_data_iterators(self, original: Any, provider: Any) -> Any:
         if not self._is_on:
             return original(provider)
-        from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
-        from megatron.dynamic_cp.lm_adaptor.session import TEST, TRAIN, VALIDATION
+        from megatron.lm_adaptor.data import LaneIterator
+        from megatron.lm_adaptor.session import TEST, TRAIN, VALIDATION
 
         if self._get_args().use_varlen_dataset and self._varlen is None:
-            from megatron.dynamic_cp.lm_adaptor import varlen
             from megatron.dynamic_cp.verify import collective_device
+            from megatron.lm_adaptor import varlen
 
             self._varlen = varlen.build_on_all_ranks(self._get_args(), collective_device())
         iterators = original(provider)
@@ -333,7 +333,7 @@ class _Adaptor:
             importlib.import_module("megatron.training.utils").print_rank_last(self._session.describe_step(record))
             self._session.flops.start_interval()
         if iteration % settings.tensorboard_log_interval == 0:
-            importlib.import_module("megatron.dynamic_cp.lm_adaptor.step_log").write_scalars(record, iteration)
+            importlib.import_module("megatron.lm_adaptor.step_log").write_scalars(record, iteration)
         return outcome
 
     def _get_rng_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +341,7 @@ class _Adaptor:
         if self._is_on and self._get_args().hidden_dropout > 0:
             from megatron.core.parallel_state import get_data_parallel_group
 
-            from megatron.dynamic_cp.lm_adaptor.random_states import add_lanes
+            from megatron.lm_adaptor.random_states import add_lanes
 
             add_lanes(states, get_data_parallel_group())
         return states
@@ -374,7 +374,7 @@ class _Adaptor:
     def _told_of_one_device(self, original: Any) -> Any:
         if not self._on_cpu:
             return original
-        from megatron.dynamic_cp.lm_adaptor.cpu import with_one_device
+        from megatron.lm_adaptor.cpu import with_one_device
 
         return with_one_device(original)
 
@@ -391,7 +391,7 @@ class _Adaptor:
         if not self._on_cpu:
             original()
             return
-        from megatron.dynamic_cp.lm_adaptor.cpu import load_dataset_helpers
+        from megatron.lm_adaptor.cpu import load_dataset_helpers
 
         load_dataset_helpers()
 

@@ -16,12 +16,12 @@ from dynamic_cp.errors import DataError
 from megatron.dynamic_cp import phase
 from megatron.dynamic_cp.flops import training_flops
 from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
-from megatron.dynamic_cp.lm_adaptor.counts import StepFlops
-from megatron.dynamic_cp.lm_adaptor.data import LaneIterator
-from megatron.dynamic_cp.lm_adaptor.flags import Planned, model_shape
-from megatron.dynamic_cp.lm_adaptor.random_states import choose_lane
-from megatron.dynamic_cp.lm_adaptor.step_log import plan_line, record_step
 from megatron.dynamic_cp.verify import collective_device
+from megatron.lm_adaptor.counts import StepFlops
+from megatron.lm_adaptor.data import LaneIterator
+from megatron.lm_adaptor.flags import Planned, model_shape
+from megatron.lm_adaptor.random_states import choose_lane
+from megatron.lm_adaptor.step_log import plan_line, record_step
 from megatron.trainer import layers
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.interchange import COEFFICIENTS

@@ -19,7 +19,7 @@ from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
-from megatron.dynamic_cp.lm_adaptor.groups import Groups, check_groups, groups_of
+from megatron.lm_adaptor.groups import Groups, check_groups, groups_of
 
 logger = logging.getLogger(__name__)
 
