@@ -2,7 +2,8 @@
 
 Compiled code is kept on disk. Numba by itself notices an edit only in the file of the function, not in the files of
 what it calls, and would go on planning with old prices; so the folder is named by a digest of all sources that hold
-compiled functions, and of those from which these import constants (written in capitals).
+compiled functions, and of those from which these take constants (written in capitals) or plain functions to
+compile.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _kernels: set[int] = set()
 """Ids of what numba made of our functions, which live as long as the process."""
 
 _IMPORTS = re.compile(r"^from dynamic_cp\.([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
+_PLAIN = re.compile(r"(?:compiled|inlined)\((\w+)\.\w+\)")
 _CONSTANT = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -133,7 +135,7 @@ def _cache_folder() -> Path | None:
 
 
 def sources_of_kernels(package: Path) -> list[Path]:
-    """Return the files of `package` that hold compiled functions or constants that these import."""
+    """Return the files of `package` with compiled functions, or with constants or plain functions that these compile."""
     sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
     kernels = {file: text for file, text in sources.items() if "@compiled" in text or "@inlined" in text}
     constants = {
@@ -142,7 +144,8 @@ def sources_of_kernels(package: Path) -> list[Path]:
         for module, names in _IMPORTS.findall(text)
         if _CONSTANT.search(names)
     }
-    return sorted({*kernels, *constants} & sources.keys())
+    plain = {package / f"{module}.py" for text in kernels.values() for module in _PLAIN.findall(text)}
+    return sorted({*kernels, *constants, *plain} & sources.keys())
 
 
 def _writable(parent: Path, name: str) -> Path:

@@ -128,8 +128,8 @@ class CostModel:
         rank_tokens = tokens / cp_size
         embedding_forward, embedding_backward, head_forward, head_backward = self._edges
         return BucketCost(
-            prices.seconds(terms, row, 0, tokens, tokens_squared),
-            prices.seconds(terms, row, 1, tokens, tokens_squared),
+            prices.price(terms, row, 0, tokens, tokens_squared),
+            prices.price(terms, row, 1, tokens, tokens_squared),
             rank_tokens * self.table.hop_s_per_token,
             rank_tokens * embedding_forward,
             rank_tokens * embedding_backward,
@@ -138,11 +138,10 @@ class CostModel:
         )
 
     def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
-        """Return forward + backward on the slowest stage in whole nanoseconds, as `prices.duration_ns`."""
-        terms, row = self.table.terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
-        tokens, tokens_squared = float(tokens), float(tokens_squared)
-        both_s = sum(prices.seconds(terms, row, direction, tokens, tokens_squared) for direction in range(2))
-        return nanoseconds(both_s + self.table.slowest_s_per_token * tokens / cp_size)
+        """Return forward + backward on the slowest stage in whole nanoseconds, at the fastest exchange."""
+        k, link = self._place(cp_size, first_lane)
+        self._check_served(k, link)
+        return int(prices.duration_ns(self.table, k, link, float(tokens), float(tokens_squared)))
 
     def best_cp_comm_type(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> CpCommType:
         """Return the fastest exchange of the options; "p2p" for cp_size 1, which exchanges nothing."""
@@ -203,17 +202,16 @@ class CostModel:
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         k, link = self._place(cp_size, first_lane)
-        first = int(self.table.first_option[k, link])
-        num_options = int(self.table.end_option[k, link]) - first
-        if num_options == 0:
-            self._check_possible(self.options.cp_comm_types, cp_size)
-        if num_options == 1:
-            return first
+        self._check_served(k, link)
         return int(prices.best_option(self.table, k, link, float(tokens), float(tokens_squared)))
 
     def _place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
         k = cp_size.bit_length() - 1
         return k, int(self.table.links[k, first_lane >> k])
+
+    def _check_served(self, k: int, link: int) -> None:
+        if self.table.first_option[k, link] == self.table.end_option[k, link]:
+            self._check_possible(self.options.cp_comm_types, 1 << k)
 
     def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> None:
         sizes = [size for exchange in exchanges for size in self._attention.inner_sizes(exchange, cp_size)]

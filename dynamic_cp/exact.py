@@ -31,10 +31,10 @@ import numpy as np
 from dynamic_cp.bounds import bound_at
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.padding import round_up
+from dynamic_cp.padding import padded_seqlen, round_up
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.prices import NUM_KINKS, Floats
+from dynamic_cp.prices import Convex, convex_of
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
 
 TOLERANCE = 1e-6
@@ -231,7 +231,7 @@ class _Program:
         return self.pulp.LpVariable(name, cat="Binary")
 
     def _tokens(self, sample: Sample, k: int) -> int:
-        return round_up(sample.seqlen, int(self.cost_model.table.multiples[k])) if self.padded else sample.seqlen
+        return padded_seqlen(sample.seqlen, int(self.cost_model.table.multiples[k])) if self.padded else sample.seqlen
 
     def _latest_s(self) -> float:
         """Return a time by which every sensible plan has ended: every sample in a micro-batch of its own."""
@@ -301,17 +301,17 @@ class _Program:
         for direction, side in enumerate(("forward", "backward")):
             duration = self._number(f"{side}_{name}")
             for option in group.options:
-                terms = table.terms[option, direction]
+                convex = convex_of(table.terms[option, direction])
                 exposed = []
-                for kink in range(NUM_KINKS):
-                    weight, a, b, c = terms[3 + 4 * kink : 7 + 4 * kink]
-                    if weight > 0.0:
-                        shown = self._number(f"shown_{name}_{option}_{direction}_{kink}")
-                        exposed.append(shown)
-                        self.problem += shown >= weight / self.unit_s * (a * runs + b * tokens - c * squares)
-                price = terms[0] * runs + terms[1] * tokens + terms[2] * squares
+                for number, (weight, inner) in enumerate(convex.kinks):
+                    shown = self._number(f"shown_{name}_{option}_{direction}_{number}")
+                    exposed.append(shown)
+                    line = inner.constant * runs + inner.per_token * tokens + inner.per_token2 * squares
+                    self.problem += shown >= weight / self.unit_s * line
+                linear = convex.linear
+                price = linear.constant * runs + linear.per_token * tokens + linear.per_token2 * squares
                 price = price / self.unit_s + pulp.lpSum(exposed)
-                most = 0.0 if len(group.options) == 1 else self._most(terms, group) / self.unit_s
+                most = 0.0 if len(group.options) == 1 else self._most_s(convex, group) / self.unit_s
                 self.problem += duration >= price - most * (runs - used[option])
             if empty is not None:
                 # A bucket with samples costs at least as much as an empty place.
@@ -324,14 +324,14 @@ class _Program:
             self.problem += rank_tokens >= runs
         return sides[0], sides[1], rank_tokens
 
-    def _most(self, terms: Floats, group: _Group) -> float:
-        """Return seconds that no bucket of the group exceeds with the exchange of `terms`."""
+    def _most_s(self, convex: Convex, group: _Group) -> float:
+        """Return seconds that no bucket of the group exceeds at the price `convex`."""
         capacity = float(self.cost_model.table.capacities[group.k])
-        most = terms[0] + max(0.0, terms[1]) * capacity + max(0.0, terms[2]) * capacity * self.samples[0].seqlen * 2
-        for kink in range(NUM_KINKS):
-            weight, a, b, _ = terms[3 + 4 * kink : 7 + 4 * kink]
-            most += max(0.0, weight) * (max(0.0, a) + max(0.0, b) * capacity)
-        return float(most)
+        constant, per_token, per_token2 = convex.linear
+        most = constant + max(0.0, per_token) * capacity + max(0.0, per_token2) * capacity * self.samples[0].seqlen * 2
+        for weight, inner in convex.kinks:
+            most += weight * (max(0.0, inner.constant) + max(0.0, inner.per_token) * capacity)
+        return most
 
     def _schedule(self) -> None:
         """Ends of all operations of all lanes, as in `pipeline/longest_path.py`."""

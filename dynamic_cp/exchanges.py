@@ -26,43 +26,13 @@ from typing import NamedTuple
 from dynamic_cp.exchange_bytes import sent_bytes
 from dynamic_cp.heads import heads_of_rank, inner_sizes, kv_heads_of
 from dynamic_cp.links import lanes_in_one_node
-from dynamic_cp.prices import ACROSS_NODES
+from dynamic_cp.prices import ACROSS_NODES, Convex, Kink, Linear, merged
 from dynamic_cp.types import CP_COMM_TYPES, Hardware, ModelShape, PlanOptions, Topology
 
 PRICED_CP_COMM_TYPES = CP_COMM_TYPES
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
-
-
-class Linear(NamedTuple):
-    """constant + per_token * T + per_token2 * Q, in seconds."""
-
-    constant: float = 0.0
-    per_token: float = 0.0
-    per_token2: float = 0.0
-
-    def plus(self, other: Linear, times: float = 1.0) -> Linear:
-        """Return self + times * other."""
-        return Linear(
-            self.constant + times * other.constant,
-            self.per_token + times * other.per_token,
-            self.per_token2 + times * other.per_token2,
-        )
-
-
-class Kink(NamedTuple):
-    """weight * max(0, inner)."""
-
-    weight: float
-    inner: Linear
-
-
-class Convex(NamedTuple):
-    """Seconds of one direction: a linear part and what is exposed of hidden exchanges."""
-
-    linear: Linear
-    kinks: tuple[Kink, ...] = ()
 
 
 class _Kernel(NamedTuple):
@@ -148,14 +118,6 @@ class AttentionPrices:
 
     def _copies(self, inner: int) -> int:
         return kv_heads_of(*self._heads, inner).copies if self._heads and inner > 1 else 1
-
-
-def merged(kinks: tuple[Kink, ...]) -> tuple[Kink, ...]:
-    """Return `kinks` with those of equal numbers added up and without those of weight 0."""
-    weights: dict[Linear, float] = {}
-    for weight, inner in kinks:
-        weights[inner] = weights.get(inner, 0.0) + weight
-    return tuple(Kink(weight, inner) for inner, weight in weights.items() if weight)
 
 
 def _kernels(

@@ -39,19 +39,14 @@ def lanes_in_one_node(topology: Topology) -> int:
 @lru_cache(maxsize=64)
 def links_of(topology: Topology) -> Links:
     """Return `topology.spans_nodes` of every aligned group at once."""
-    num_lanes, tp_size = topology.num_lanes, topology.tp_size
-    stage_ranks = num_lanes * tp_size
-    num_stages = topology.pp_size if stage_ranks % topology.ranks_per_node else 1
-    lanes = np.arange(num_lanes, dtype=np.int64) * tp_size
-    starts = lanes + stage_ranks * np.arange(num_stages, dtype=np.int64)[:, None]
-    first_node, last_node = starts // topology.ranks_per_node, (starts + tp_size - 1) // topology.ranks_per_node
+    num_lanes = topology.num_lanes
     links = np.zeros((num_lanes.bit_length(), num_lanes), np.int64)
     used: list[tuple[int, ...]] = [(IN_NODE,)]
     for k in range(1, num_lanes.bit_length()):
         blocks = num_lanes >> k
-        firsts = first_node[:, : blocks << k : 1 << k]
-        lasts = last_node[:, (1 << k) - 1 : blocks << k : 1 << k]
-        links[k, :blocks] = (firsts != lasts).any(axis=0)
+        first_lanes = np.arange(blocks, dtype=np.int64) << k
+        for stage in topology.stages_that_differ:
+            links[k, :blocks] |= topology.spans_nodes_on(stage, first_lanes, 1 << k)
         num_across = int(links[k, :blocks].sum())
         used.append(((IN_NODE,) if num_across < blocks else ()) + ((ACROSS_NODES,) if num_across else ()))
     links.flags.writeable = False

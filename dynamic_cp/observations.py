@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.prices import NUM_KINKS
+from dynamic_cp.prices import seconds_of_rows
 from dynamic_cp.types import is_power_of_two
 
 Floats = npt.NDArray[np.float64]
@@ -106,12 +106,7 @@ class PricedObservations:
         Args:
             cost_model: with the topology and options of the one given at first.
         """
-        terms = cost_model.table.terms[self._rows]
-        tokens, squares = self._tokens[:, None], self._squares[:, None]
-        seconds = terms[..., 0] + terms[..., 1] * tokens + terms[..., 2] * squares
-        for kink in range(NUM_KINKS):
-            weight, constant, per_token, per_square = np.moveaxis(terms[..., 3 + 4 * kink : 7 + 4 * kink], -1, 0)
-            seconds += weight * np.maximum(0.0, constant + per_token * tokens - per_square * squares)
+        seconds = seconds_of_rows(cost_model.table, self._rows, self._tokens, self._squares)
         embedding, head = cost_model.table.edges_s_per_token.reshape(2, 2)
         edges = self._is_first[:, None] * embedding + self._is_last[:, None] * head
         return np.asarray(seconds / cost_model.topology.vp_size + self._rank_tokens[:, None] * edges)

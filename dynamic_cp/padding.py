@@ -1,5 +1,8 @@
 """Padded lengths of a bucket: the one place that knows how much padding a plan costs.
 
+The inner loops of packing compile `padded_seqlen`, `rank_multiple` and `missing_tokens` as they stand here
+(`packing/padded.py`). This file itself needs neither numba nor numpy, so that every rank can import it.
+
 Each sample is padded after planning to a multiple of 2 * cp_size (the two zigzag chunks of every rank) if cp_size > 1,
 and not at all if cp_size == 1. With sequence parallelism the tokens of a rank are then rounded up to a multiple of
 tp_size; that rest is added to the last sample. Padding before planning to 2 * DP * CP, as other schedulers do, costs
@@ -9,9 +12,14 @@ tp_size; that rest is added to the last sample. Padding before planning to 2 * D
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import lcm
+from typing import TYPE_CHECKING, TypeVar
 
 from dynamic_cp.types import Bucket, MicroBatch, Plan
+
+if TYPE_CHECKING:
+    from dynamic_cp.prices import Ints
+
+    Lengths = TypeVar("Lengths", int, Ints)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -22,6 +30,21 @@ def round_up(value: int, multiple: int) -> int:
 def sample_multiple(cp_size: int) -> int:
     """Return the number of tokens that a sample's padded length is a multiple of."""
     return 2 * cp_size if cp_size > 1 else 1
+
+
+def padded_seqlen(seqlen: Lengths, multiple: int) -> Lengths:
+    """Return `seqlen`, or each of an array, rounded up to `multiple`: the power of two of `sample_multiple`."""
+    return (seqlen + multiple - 1) & -multiple
+
+
+def rank_multiple(cp_size: int, rank_token_multiple: int) -> int:
+    """Return what the tokens of a rank are a multiple of: `rank_token_multiple`, and 2 if `cp_size` > 1."""
+    return 2 * rank_token_multiple if cp_size > 1 and rank_token_multiple % 2 else rank_token_multiple
+
+
+def missing_tokens(tokens: int, cp_size: int, multiple_of_rank: int) -> int:
+    """Return what the last sample of a bucket of `tokens` padded tokens takes so that its ranks hold such multiples."""
+    return -(tokens // cp_size) % multiple_of_rank * cp_size
 
 
 def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: int = 1) -> tuple[int, ...]:
@@ -37,9 +60,8 @@ def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: in
     sample takes the rest, (8, 16), 12 tokens a rank.
     """
     multiple = sample_multiple(cp_size)
-    padded = [round_up(seqlen, multiple) for seqlen in seqlens] or [multiple]
-    missing = -(sum(padded) // cp_size) % _rank_multiple(cp_size, rank_token_multiple)
-    padded[-1] += missing * cp_size
+    padded = [padded_seqlen(seqlen, multiple) for seqlen in seqlens] or [multiple]
+    padded[-1] += missing_tokens(sum(padded), cp_size, rank_multiple(cp_size, rank_token_multiple))
     return tuple(padded)
 
 
@@ -49,13 +71,7 @@ def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
         return sum([sample.seqlen for sample in bucket.samples]) or 1
     multiple = sample_multiple(bucket.cp_size)
     units = sum([-(-sample.seqlen // multiple) for sample in bucket.samples]) or 1
-    tokens = units * multiple // bucket.cp_size
-    return round_up(tokens, _rank_multiple(bucket.cp_size, rank_token_multiple))
-
-
-def _rank_multiple(cp_size: int, rank_token_multiple: int) -> int:
-    """Return what the tokens of a rank are a multiple of: growing a sample by one step gives a rank 1 or 2 tokens."""
-    return lcm(rank_token_multiple, sample_multiple(cp_size) // cp_size)
+    return round_up(units * multiple // bucket.cp_size, rank_multiple(bucket.cp_size, rank_token_multiple))
 
 
 def micro_batch_padded_tokens(micro_batch: MicroBatch, rank_token_multiple: int = 1) -> int:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamic_cp import prices
 from dynamic_cp.edges import edges_s_per_token, tensor_s_per_token
-from dynamic_cp.exchanges import AttentionPrices, Convex, Linear, merged
+from dynamic_cp.exchanges import AttentionPrices
 from dynamic_cp.links import links_of
 from dynamic_cp.packing.limits import capacity_tokens
 from dynamic_cp.padding import sample_multiple
+from dynamic_cp.prices import Convex, Linear, PriceTable, merged, terms_of
 from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
 _ALONE: list[tuple[CpCommType, int]] = [("p2p", 1)]
@@ -66,7 +66,7 @@ class StagePrices:
         elif self._recompute == "selective":
             backward = backward.plus(attention.linear)
             kinks += attention.kinks
-        return _row(Convex(forward, attention.kinks)), _row(Convex(backward, merged(kinks)))
+        return terms_of(Convex(forward, attention.kinks)), terms_of(Convex(backward, merged(kinks)))
 
 
 def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
@@ -77,7 +77,7 @@ def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> in
 
 def make_table(
     model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, stage: StagePrices
-) -> tuple[prices.PriceTable, tuple[tuple[CpCommType, int], ...]]:
+) -> tuple[PriceTable, tuple[tuple[CpCommType, int], ...]]:
     """Return the table, and the exchange and inner size of each row of its terms.
 
     A CP size that none of the exchanges can serve has no rows and capacity 0.
@@ -101,7 +101,7 @@ def make_table(
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
     hop_bytes = model.hidden_size * options.bytes_per_element / topology.rank_token_multiple
-    table = prices.PriceTable(
+    table = PriceTable(
         terms=np.array(terms),
         first_option=first,
         end_option=end,
@@ -114,11 +114,3 @@ def make_table(
         slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
     )
     return table, tuple(exchanges)
-
-
-def _row(convex: Convex) -> list[float]:
-    """Return the NUM_TERMS numbers of `convex`."""
-    numbers = list(convex.linear)
-    for weight, inner in convex.kinks:
-        numbers += (weight, inner.constant, inner.per_token, -inner.per_token2)
-    return numbers + [0.0] * (prices.NUM_TERMS - len(numbers))

@@ -30,7 +30,7 @@ from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.prices import Ints
+from dynamic_cp.prices import Ints, linear_parts
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 
@@ -303,7 +303,7 @@ class _Search:
         """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its compute, spread evenly."""
         table, topology = self.cost_model.table, self.cost_model.topology
         rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
-        constant, per_token, per_token2 = table.terms[rows, :, :3].sum(axis=1).min(axis=0).tolist()
+        constant, per_token, per_token2 = linear_parts(table.terms[rows]).sum(axis=1).min(axis=0).tolist()
         seqlens = self.seqlens.astype(np.float64)
         # Every stage computes this; the slowest one the edges in addition.
         per_token += table.slowest_s_per_token / (1 << k)

@@ -13,9 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from dynamic_cp.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    LaneOrLanes = TypeVar("LaneOrLanes", int, NDArray[np.int64])
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
@@ -165,13 +171,18 @@ class Topology:
 
         Ranks are numbered TP first, then lanes, then pipeline stages, as megatron-core does.
         """
-        stage_ranks = self.num_lanes * self.tp_size
-        first, last = first_lane * self.tp_size, (first_lane + cp_size) * self.tp_size - 1
-        stages = range(self.pp_size if stage_ranks % self.ranks_per_node else 1)
-        return cp_size > 1 and any(
-            (stage * stage_ranks + first) // self.ranks_per_node != (stage * stage_ranks + last) // self.ranks_per_node
-            for stage in stages
-        )
+        return cp_size > 1 and any(self.spans_nodes_on(stage, first_lane, cp_size) for stage in self.stages_that_differ)
+
+    @property
+    def stages_that_differ(self) -> range:
+        """Pipeline stages whose lanes may lie otherwise on nodes than those of the stages before."""
+        return range(self.pp_size if self.num_lanes * self.tp_size % self.ranks_per_node else 1)
+
+    def spans_nodes_on(self, stage: int, first_lane: LaneOrLanes, cp_size: int) -> LaneOrLanes:
+        """Return whether the ranks of a group lie on several nodes on `stage`; of an array of first lanes: of each."""
+        first = (stage * self.num_lanes + first_lane) * self.tp_size
+        last = first + cp_size * self.tp_size - 1
+        return first // self.ranks_per_node != last // self.ranks_per_node  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

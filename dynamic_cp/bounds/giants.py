@@ -17,7 +17,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.bounds.ways import Ways
-from dynamic_cp.prices import Floats, Ints, seconds
+from dynamic_cp.prices import Floats, Ints, price
 from dynamic_cp.types import Topology
 
 _MAX_COUNTS = 64
@@ -72,8 +72,8 @@ def _at_most_s(
         fitting, too_many = 0, int(capacities[way] // tokens) + 1
         while too_many - fitting > 1:  # by ones at first: mostly few fit
             held = fitting + 1 if fitting < 4 else (fitting + too_many) // 2
-            both_s = seconds(terms, way, 0, held * tokens, held * tokens * tokens)
-            both_s += seconds(terms, way, 1, held * tokens, held * tokens * tokens)
+            both_s = price(terms, way, 0, held * tokens, held * tokens * tokens)
+            both_s += price(terms, way, 1, held * tokens, held * tokens * tokens)
             # 1e-6 s: prices are rounded to nanoseconds.
             if pp_size * both_s <= limit_s + 1e-6:
                 fitting = held
@@ -81,8 +81,8 @@ def _at_most_s(
                 too_many = held
         if fitting:
             per_lane = max(per_lane, fitting / cp_sizes[way])
-            forward_s = min(forward_s, seconds(terms, way, 0, tokens, tokens * tokens))
-            backward_s = min(backward_s, seconds(terms, way, 1, tokens, tokens * tokens))
+            forward_s = min(forward_s, price(terms, way, 0, tokens, tokens * tokens))
+            backward_s = min(backward_s, price(terms, way, 1, tokens, tokens * tokens))
     if per_lane == 0.0:
         return np.inf
     held = np.ceil(count / (per_lane * num_lanes) - 1e-9)

@@ -26,7 +26,7 @@ from dynamic_cp.bounds.work import Work, least_work, sum_of_least
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.padding import round_up
-from dynamic_cp.prices import Floats, Ints, PriceTable, seconds
+from dynamic_cp.prices import Floats, Ints, PriceTable, price
 from dynamic_cp.types import Sample, Topology
 
 Effort = Literal["quick", "report", "exhaustive"]
@@ -248,7 +248,7 @@ def _lone_s(batch: _Batch, ways: Ways) -> Floats:
     """Return [way that the longest sample may run in, direction] -> seconds of a bucket with only that sample."""
     tokens = float(batch.seqlens[0])
     rows = np.flatnonzero(ways.longest >= tokens).tolist()
-    both = [[seconds(ways.terms, way, direction, tokens, tokens * tokens) for direction in range(2)] for way in rows]
+    both = [[price(ways.terms, way, direction, tokens, tokens * tokens) for direction in range(2)] for way in rows]
     return np.array(both).reshape(-1, 2)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.prices import NUM_KINKS, NUM_TERMS, Floats, Ints, PriceTable, seconds
+from dynamic_cp.prices import NUM_KINKS, NUM_TERMS, Floats, Ints, PriceTable, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):
@@ -17,7 +17,7 @@ class Ways(NamedTuple):
         cp_sizes: [way] lanes.
         longest: [way] tokens of the longest sample that may run so.
         capacities: [way] true tokens that a bucket may hold.
-        terms: [way, forward or backward, NUM_TERMS] of `prices.seconds`.
+        terms: [way, forward or backward, NUM_TERMS] seconds, of `prices.price`.
         floors_s: [forward or backward] what every bucket pays at least.
     """
 
@@ -41,7 +41,7 @@ def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
     sizes = np.array([1 << k for k, _ in rows], np.int64)
     capacities = sizes * max_tokens_per_rank
     allowed = np.array([table.capacities[k] > 0 for k, _ in rows])
-    return Ways(sizes, np.where(allowed, capacities, 0), capacities, terms, terms[:, :, 0].min(axis=0))
+    return Ways(sizes, np.where(allowed, capacities, 0), capacities, terms, linear_parts(terms)[:, :, 0].min(axis=0))
 
 
 @compiled
@@ -55,8 +55,8 @@ def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: f
         low, high = 0, longest[way] + 1  # low fits, high does not
         while high - low > 1:
             tokens = (low + high) // 2
-            both = seconds(ways.terms, way, 0, tokens, float(tokens) * tokens)
-            both += seconds(ways.terms, way, 1, tokens, float(tokens) * tokens)
+            both = price(ways.terms, way, 0, tokens, float(tokens) * tokens)
+            both += price(ways.terms, way, 1, tokens, float(tokens) * tokens)
             if times * both + edge_s_per_token * tokens / ways.cp_sizes[way] <= limit_s:
                 low = tokens
             else:
@@ -83,10 +83,10 @@ def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
         lines[:] = 0.0
         for direction in range(2):
             for kink in range(NUM_KINKS):
-                at, line = 3 + 4 * kink, lines[direction * NUM_KINKS + kink]
-                if ways.terms[way, direction, at] > 0.0:
-                    line[0], line[1] = ways.terms[way, direction, at + 1], ways.terms[way, direction, at + 2]
-                    line[2] = -ways.terms[way, direction, at + 3]
+                weight, constant, per_token, per_token2 = kink_at(ways.terms, way, direction, kink)
+                if weight > 0.0:
+                    line = lines[direction * NUM_KINKS + kink]
+                    line[0], line[1], line[2] = constant, per_token, -per_token2
         lines[-4] = np.array([0.0, 1.0, 0.0])  # no tokens
         lines[-3] = np.array([-capacity, 1.0, 0.0])
         lines[-2] = np.array([0.0, 1.0, -1.0])  # samples of one token
@@ -104,8 +104,8 @@ def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
                     continue
                 if squares < tokens - close or squares > longest * (tokens + close):
                     continue
-                forward = seconds(ways.terms, way, 0, tokens, squares) - ways.floors_s[0]
-                backward = seconds(ways.terms, way, 1, tokens, squares) - ways.floors_s[1]
+                forward = price(ways.terms, way, 0, tokens, squares) - ways.floors_s[0]
+                backward = price(ways.terms, way, 1, tokens, squares) - ways.floors_s[1]
                 if forward > 1e-12:
                     least, largest = min(least, backward / forward), max(largest, backward / forward)
                 elif backward > 1e-12:

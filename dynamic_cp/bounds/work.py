@@ -20,7 +20,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.bounds.ways import Ways
-from dynamic_cp.prices import NUM_KINKS, Floats, Ints
+from dynamic_cp.prices import NUM_KINKS, Floats, Ints, kink_at, kinks_of, line_below
 
 _MAX_GROUPS = 256
 """Samples that the search for lambdas looks at; the sum itself is taken over all."""
@@ -61,8 +61,7 @@ def least_work(seqlens: Floats, ways: Ways, forward_weight: float = 1.0, backwar
 
 def _exposed_at(tokens: float, ways: Ways) -> Floats:
     """Return lambda 1 for the kinks that even a lone sample of `tokens` exposes, 0 for the others."""
-    kinks = ways.terms[:, :, 3:].reshape(-1, 2, NUM_KINKS, 4)
-    weight, constant, per_token, per_token2 = np.moveaxis(kinks, -1, 0)
+    weight, constant, per_token, per_token2 = kinks_of(ways.terms)
     exposed = constant + per_token * tokens - per_token2 * tokens * tokens > 0.0
     return np.where(exposed & (weight > 0.0) & (constant >= 0.0), 1.0, 0.0)
 
@@ -93,14 +92,7 @@ def _additive_price(ways: Ways, way: int, weights: Floats, lambdas: Floats) -> t
     """Return lane-seconds per token and per token squared of samples that run in `way`; `lambdas`: [2, NUM_KINKS]."""
     per_token = per_token2 = constant = 0.0
     for direction in range(2):
-        terms = ways.terms[way, direction]
-        linear, square = terms[1], terms[2]
-        fixed = terms[0] - ways.floors_s[direction]
-        for kink in range(NUM_KINKS):
-            at, times = 3 + 4 * kink, lambdas[direction, kink] * terms[3 + 4 * kink]
-            fixed += times * terms[at + 1]
-            linear += times * terms[at + 2]
-            square -= times * terms[at + 3]
+        fixed, linear, square = line_below(ways.terms, way, direction, lambdas[direction], ways.floors_s[direction])
         constant += weights[direction] * fixed
         per_token += weights[direction] * linear
         per_token2 += weights[direction] * square
@@ -135,10 +127,9 @@ def _raise_lambdas(
                         others[index] = min(others[index], price)
             for direction in range(2):
                 for kink in range(NUM_KINKS):
-                    terms = ways.terms[way, direction]
-                    at = 3 + 4 * kink
+                    weight, a, b, c = kink_at(ways.terms, way, direction, kink)
                     # A negative constant would be gained by empty buckets too.
-                    if terms[at] <= 0.0 or terms[at + 1] < 0.0 or weights[direction] <= 0.0:
+                    if weight <= 0.0 or a < 0.0 or weights[direction] <= 0.0:
                         continue
                     low, high, value = 0.0, 1.0, 1.0
                     for _ in range(bisections):
@@ -147,11 +138,11 @@ def _raise_lambdas(
                         slope = -1.0
                         if square >= 0.0:
                             slope = 0.0
-                            gain = terms[at + 1] / ways.capacities[way] + terms[at + 2]
+                            gain = a / ways.capacities[way] + b
                             for index in range(seqlens.shape[0]):
                                 tokens = seqlens[index]
                                 if tokens <= ways.longest[way] and _price(tokens, linear, square) < others[index]:
-                                    slope += counts[index] * tokens * (gain - terms[at + 3] * tokens)
+                                    slope += counts[index] * tokens * (gain - c * tokens)
                         if slope >= 0.0:
                             low = value
                         else:

@@ -20,7 +20,7 @@ import numpy as np
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.prices import NUM_KINKS, Floats, Ints
+from dynamic_cp.prices import Floats, Ints, seconds_of_rows
 from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology
 
 _FREE_BYTES_PER_S = 1e30
@@ -166,11 +166,7 @@ class _Buckets(NamedTuple):
     def seconds(self, cost_model: CostModel, sums: Floats) -> Floats:
         """Return [bucket] -> forward + backward seconds, mean over the stages, of a bucket with `sums`."""
         table = cost_model.table
-        terms, tokens, squares = table.terms[self.rows], sums[:, :1], sums[:, 1:]
-        both = terms[:, :, 0] + terms[:, :, 1] * tokens + terms[:, :, 2] * squares
-        for kink in range(NUM_KINKS):
-            weight, constant, per_token, per_token2 = (terms[:, :, 3 + 4 * kink + one] for one in range(4))
-            both += weight * np.maximum(0.0, constant + per_token * tokens - per_token2 * squares)
+        both = seconds_of_rows(table, self.rows, sums[:, 0], sums[:, 1])
         edges = float(table.edges_s_per_token.sum()) / self.topology.pp_size
         total: Floats = both.sum(axis=1) + edges * sums[:, 0] / self.cp_sizes
         return total

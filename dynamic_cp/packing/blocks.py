@@ -32,7 +32,7 @@ from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
-from dynamic_cp.prices import Floats, Ints, seconds
+from dynamic_cp.prices import Floats, Ints, price
 from dynamic_cp.types import largest_power_of_two
 
 _CLOSE_BLOCKS = 0.02
@@ -210,8 +210,8 @@ class _BlockPacker:
         base = int(np.flatnonzero(durations.capacities)[0])
         first = int(table.first_option[base, 0])
         totals = float(seqlens.sum()), float((seqlens.astype(np.float64) ** 2).sum())
-        self.empty_ns = [1e9 * seconds(table.terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
-        batch_ns = [1e9 * seconds(table.terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
+        self.empty_ns = [1e9 * price(table.terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
+        batch_ns = [1e9 * price(table.terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
         self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))

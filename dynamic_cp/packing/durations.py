@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.prices import ACROSS_NODES, IN_NODE, NUM_KINKS, Floats, Ints, PriceTable
-
-_NUM_TERMS = 3 + 4 * 2 * NUM_KINKS
+from dynamic_cp.packing.padded import padded_seqlen
+from dynamic_cp.prices import ACROSS_NODES, IN_NODE, NUM_TERMS_OF_BOTH, Floats, Ints, PriceTable, both_ns, price_inlined
 
 
 class Durations(NamedTuple):
@@ -19,8 +18,8 @@ class Durations(NamedTuple):
     as if all did; the simulator then prices each bucket by its own lanes.
 
     Attributes:
-        terms: [log2 of CP size, exchange, _NUM_TERMS] nanoseconds: constant, per token, per token squared, then the
-            kinks (weight, a, b, c) of `prices.py` of both directions, equal ones merged.
+        terms: [log2 of CP size, exchange, NUM_TERMS_OF_BOTH] nanoseconds of forward and backward together, of
+            `prices.both_ns`.
         num_exchanges: [log2 of CP size].
         multiples, capacities: [log2 of CP size], as in the price table; capacity 0 where a CP size is not allowed.
     """
@@ -37,20 +36,10 @@ def durations_of(table: PriceTable, num_lanes: int) -> Durations:
     links = [ACROSS_NODES if row[: num_lanes >> k].max() else IN_NODE for k, row in enumerate(table.links[:num_sizes])]
     first = [int(table.first_option[k, link]) for k, link in enumerate(links)]
     num_exchanges = np.array([table.end_option[k, link] - first[k] for k, link in enumerate(links)], np.int64)
-    terms = np.zeros((num_sizes, max(1, num_exchanges.max()), _NUM_TERMS))
+    terms = np.zeros((num_sizes, max(1, num_exchanges.max()), NUM_TERMS_OF_BOTH))
     for k in range(num_sizes):
         for exchange in range(num_exchanges[k]):
-            forward, backward = table.terms[first[k] + exchange]
-            both = terms[k, exchange]
-            both[:3] = 1e9 * (forward[:3] + backward[:3])
-            both[1] += 1e9 * table.slowest_s_per_token / (1 << k)
-            kinks: dict[tuple[float, ...], float] = {}
-            for direction in (forward, backward):
-                for weight, *inner in direction[3:].reshape(NUM_KINKS, 4).tolist():
-                    if weight:
-                        kinks[tuple(inner)] = kinks.get(tuple(inner), 0.0) + weight
-            for position, (inner_terms, weight) in enumerate(kinks.items()):
-                both[3 + 4 * position : 7 + 4 * position] = (1e9 * weight, *inner_terms)
+            terms[k, exchange] = both_ns(table.terms[first[k] + exchange], table.slowest_s_per_token / (1 << k))
     return Durations(terms, num_exchanges, table.multiples[:num_sizes], table.capacities[:num_sizes])
 
 
@@ -65,28 +54,14 @@ def fastest_ns(terms: Floats, num_exchanges: Ints, k: int, tokens: float, square
     """Return `bucket_ns`; for inner loops, which are faster with the arrays themselves than with a tuple of them."""
     least = np.inf
     for e in range(num_exchanges[k]):
-        total = terms[k, e, 0] + terms[k, e, 1] * tokens + terms[k, e, 2] * squares
-        at = 3
-        while at < _NUM_TERMS and terms[k, e, at] != 0.0:
-            exposed = terms[k, e, at + 1] + terms[k, e, at + 2] * tokens - terms[k, e, at + 3] * squares
-            if exposed > 0.0:
-                total += terms[k, e, at] * exposed
-            at += 4
-        least = min(least, total)
+        least = min(least, price_inlined(terms, k, e, tokens, squares))
     return np.rint(least)  # type: ignore[no-any-return]
 
 
 @compiled
 def sample_ns(durations: Durations, k: int, seqlen: int) -> float:
     """Return whole nanoseconds of a sample alone in a bucket of CP size 2^k; infinite where it does not fit."""
-    padded = padded_seqlen(durations, k, seqlen)
+    padded = padded_seqlen(seqlen, durations.multiples[k])
     if padded > durations.capacities[k]:
         return np.inf
     return bucket_ns(durations, k, float(padded), float(padded) * float(padded))
-
-
-@compiled
-def padded_seqlen(durations: Durations, k: int, seqlen: int) -> int:
-    """Return the tokens of a sample in a bucket of CP size 2^k."""
-    multiple = durations.multiples[k]  # a power of two
-    return (seqlen + multiple - 1) & -multiple  # type: ignore[no-any-return]

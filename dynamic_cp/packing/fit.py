@@ -6,7 +6,8 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.packing.durations import Durations, fastest_ns
-from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.packing.padded import padded_seqlen
+from dynamic_cp.prices import Floats, Ints, tangent
 
 
 @compiled
@@ -66,16 +67,7 @@ def longest_within(
     num_samples = len(seqlens)
     room = capacities[k] - tokens
     # The root of the price of the first exchange, as if what hides now went on hiding.
-    linear, quadratic = terms[k, 0, 1], terms[k, 0, 2]
-    constant = terms[k, 0, 0] + linear * tokens + quadratic * squares
-    at = 3
-    while at < terms.shape[2] and terms[k, 0, at] != 0.0:
-        exposed = terms[k, 0, at + 1] + terms[k, 0, at + 2] * tokens - terms[k, 0, at + 3] * squares
-        if exposed > 0.0:
-            constant += terms[k, 0, at] * exposed
-            linear += terms[k, 0, at] * terms[k, 0, at + 2]
-            quadratic -= terms[k, 0, at] * terms[k, 0, at + 3]
-        at += 4
+    constant, linear, quadratic, has_kinks = tangent(terms, k, 0, tokens, squares)
     slack_ns = limit_ns - constant
     most = room
     if slack_ns < 0.0:
@@ -94,12 +86,12 @@ def longest_within(
         else:
             low = middle + 1
     # Without kinks and padding the root is exact. Else it is close: walk from there, in growing steps.
-    if num_exchanges[k] > 1 or at > 3 or multiples[k] > 1:
+    if num_exchanges[k] > 1 or has_kinks or multiples[k] > 1:
         guess, step = low, 1
         low, high = start, num_samples
         while low < high:
             middle = min(guess, high - 1)
-            padded = float((seqlens[middle] + multiples[k] - 1) & -multiples[k])
+            padded = float(padded_seqlen(seqlens[middle], multiples[k]))
             total, total2 = tokens + padded, squares + padded * padded
             if padded <= room and fastest_ns(terms, num_exchanges, k, total, total2) <= limit_ns:
                 high = middle

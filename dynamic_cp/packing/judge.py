@@ -9,11 +9,12 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.cost_model import CostModel
+from dynamic_cp.packing.padded import sums_of_buckets
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
-from dynamic_cp.prices import Floats, Ints, PriceTable, best_option, seconds
+from dynamic_cp.prices import Floats, Ints, PriceTable, best_option, price
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
 
 
@@ -121,35 +122,10 @@ def _exchanges(
 
 
 def bucket_sums(seqlens: Ints, packing: Packing, table: PriceTable) -> tuple[Floats, Floats]:
-    """Return [bucket] -> (sum, sum of squares) of padded lengths, with what the last sample is charged for the rank."""
+    """Return [bucket] -> (sum, sum of squares) of padded lengths, with what the last sample takes for the rank."""
     return sums_of_buckets(
         seqlens, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
     )  # fmt: skip
-
-
-@compiled
-def sums_of_buckets(
-    seqlens: Ints, bucket_of_sample: Ints, log2_cp_sizes: Ints, multiples: Ints, rank_token_multiple: int
-) -> tuple[Floats, Floats]:
-    num_buckets = len(log2_cp_sizes)
-    tokens, squares = np.zeros(num_buckets), np.zeros(num_buckets)
-    last = np.zeros(num_buckets)
-    for sample in range(len(seqlens)):
-        bucket = bucket_of_sample[sample]
-        multiple = multiples[log2_cp_sizes[bucket]]
-        padded = float((seqlens[sample] + multiple - 1) & -multiple)
-        tokens[bucket] += padded
-        squares[bucket] += padded * padded
-        last[bucket] = padded
-    for bucket in range(num_buckets):
-        k = log2_cp_sizes[bucket]
-        step = multiples[k] >> k  # tokens of a rank come in steps of 1 or 2
-        step = rank_token_multiple if rank_token_multiple % step == 0 else rank_token_multiple * step
-        rank_tokens = int(tokens[bucket]) >> k
-        missing = float((-(-rank_tokens // step) * step - rank_tokens) << k)
-        tokens[bucket] += missing
-        squares[bucket] += (last[bucket] + missing) ** 2 - last[bucket] ** 2
-    return tokens, squares
 
 
 @compiled
@@ -181,7 +157,7 @@ def fill_grid(
         for lane in range(first_lane, first_lane + lanes):
             sizes[row, lane], all_hop_ns[row, lane] = lanes, hop_ns
         for direction in range(2):
-            chunk_ns = int(np.rint(seconds(terms, option, direction, total, total2) / vp_size * 1e9))
+            chunk_ns = int(np.rint(price(terms, option, direction, total, total2) / vp_size * 1e9))
             for lane in range(first_lane, first_lane + lanes):
                 all_chunk_ns[direction, row, lane] = chunk_ns
             for edge in range(2):

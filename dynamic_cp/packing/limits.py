@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import lcm
-
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.padding import sample_multiple
+from dynamic_cp.padding import rank_multiple
 from dynamic_cp.types import PlanOptions, Topology
 
 
@@ -34,5 +32,5 @@ def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> i
 
     A rank holds a multiple of 2 tokens (two zigzag chunks) if cp_size > 1, and of the topology's rank_token_multiple.
     """
-    unit = lcm(sample_multiple(cp_size) // cp_size, topology.rank_token_multiple)
+    unit = rank_multiple(cp_size, topology.rank_token_multiple)
     return options.max_tokens_per_rank // unit * unit * cp_size

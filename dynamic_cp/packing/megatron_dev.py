@@ -25,9 +25,11 @@ from math import ceil, sqrt
 
 import numpy as np
 
+from dynamic_cp import padding
 from dynamic_cp._jit import compiled
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.packing.fit import first_unused, next_unused, skip
+from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.prices import Floats, Ints, PriceTable
 
@@ -66,8 +68,7 @@ def pack_megatron_dev(
     sizes = 1 << np.arange(len(capacities), dtype=np.int64)
     # The lower limit must leave the longest sample, padded, a place in the largest group.
     k = int(np.flatnonzero(capacities)[-1])
-    multiple = int(table.multiples[k])
-    limit = max(max_tokens_per_rank, ceil(-(-longest // multiple) * multiple / (1 << k)))
+    limit = max(max_tokens_per_rank, ceil(padding.padded_seqlen(longest, int(table.multiples[k])) / (1 << k)))
     capacities = np.minimum(capacities, limit * sizes) // table.multiples * table.multiples
 
     num_groups, group_of_sample, rows, log2_sizes, previous, last = _place(
@@ -168,7 +169,7 @@ def _place(
             group_of_sample[sample] = group
             previous[sample] = last[group]
             last[group] = sample
-            room[place] -= -(-seqlen // multiples[k]) * multiples[k]
+            room[place] -= padded_seqlen(seqlen, multiples[k])
             work[place] += squared / (1 << k)
             most_work = max(most_work, work[place])
             reach[place] = _largest(room[place], (most_allowed - work[place]) * (1 << k))
@@ -261,7 +262,7 @@ def _fill_lanes(
                 tokens = 0  # twice the lanes may mean more padding
                 sample = last[group]
                 while sample >= 0:
-                    tokens += -(-seqlens[sample] // multiples[k + 1]) * multiples[k + 1]
+                    tokens += padded_seqlen(seqlens[sample], multiples[k + 1])
                     sample = previous[sample]
                 if tokens <= capacities[k + 1]:
                     log2_sizes[group] += 1

@@ -24,11 +24,12 @@ from math import ceil
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen, sample_ns
+from dynamic_cp.packing.durations import Durations, bucket_ns, sample_ns
 from dynamic_cp.packing.fit import longest_that_fits, next_unused, skip
 from dynamic_cp.packing.heap import find_room, push, sift_down
+from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.prices import Floats, Ints, growth_while_hidden
 
 _WORTHWHILE_GAIN = 0.98
 """A larger CP size must take at most this share of the time of the smaller one."""
@@ -142,7 +143,7 @@ def _gather(
     places, spare = 0, 0.0
     for sample in range(num_large):
         k = log2_cp_sizes[sample]
-        tokens[sample] = float(padded_seqlen(durations, k, seqlens[sample]))
+        tokens[sample] = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
         squares[sample] = tokens[sample] ** 2
         bucket_of_sample[sample] = sample
         places += 1 << (k - base)
@@ -170,7 +171,7 @@ def _gather(
                 own = log2_cp_sizes[sample]
                 places -= 1 << (own - base)
                 spare -= durations.capacities[own] - tokens[sample]
-                padded = float(padded_seqlen(durations, k, seqlens[sample]))
+                padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
                 spare -= padded
                 tokens[host] += padded
                 squares[host] += padded * padded
@@ -203,12 +204,11 @@ def _gather(
 @compiled
 def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, seqlen: int) -> bool:
     """Return whether a sample of `seqlen` adds compute to the bucket, but no exchange in the open."""
-    padded = float(padded_seqlen(durations, k, seqlen))
+    padded = float(padded_seqlen(seqlen, durations.multiples[k]))
     grown_ns = bucket_ns(durations, k, tokens + padded, squares + padded * padded)
     compute_ns = np.inf
     for exchange in range(durations.num_exchanges[k]):
-        terms = durations.terms[k, exchange]
-        compute_ns = min(compute_ns, terms[1] * padded + terms[2] * padded * padded)
+        compute_ns = min(compute_ns, growth_while_hidden(durations.terms, k, exchange, padded))
     return grown_ns - bucket_ns(durations, k, tokens, squares) <= 1.001 * compute_ns
 
 
@@ -231,7 +231,7 @@ def _top_up(
                     break
                 if only_hidden and not _is_hidden(durations, k, tokens[bucket], squares[bucket], seqlens[sample]):
                     break
-                padded = float(padded_seqlen(durations, k, seqlens[sample]))
+                padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
                 tokens[bucket] += padded
                 squares[bucket] += padded * padded
                 bucket_of_sample[sample] = bucket
@@ -300,7 +300,7 @@ def _spread(
     for sample in range(len(seqlens)):
         if bucket_of_sample[sample] >= 0:
             continue
-        padded = float(padded_seqlen(durations, base, seqlens[sample]))
+        padded = float(padded_seqlen(seqlens[sample], durations.multiples[base]))
         num_open, num_parked = find_room(end_ns, by_end, num_open, minus_room, by_room, num_parked, padded)
         if num_open == 0:
             num_missing += 1

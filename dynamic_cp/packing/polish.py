@@ -13,8 +13,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.packing.judge import fill_grid, num_microbatches_of, sums_of_buckets
+from dynamic_cp.packing.judge import fill_grid, num_microbatches_of
 from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
+from dynamic_cp.packing.padded import padded_seqlen, sums_of_buckets
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, end_times
@@ -231,8 +232,7 @@ def _is_legal(
     tokens = np.zeros(num_samples, np.int64)
     for sample in range(num_samples):
         bucket = bucket_of_sample[sample]
-        multiple = table.multiples[size_of[bucket]]
-        tokens[bucket] += (seqlens[sample] + multiple - 1) & -multiple
+        tokens[bucket] += padded_seqlen(seqlens[sample], table.multiples[size_of[bucket]])
     taken = np.zeros((num_rows, num_lanes), np.bool_)
     for bucket in range(num_samples):
         if tokens[bucket] == 0:

@@ -12,6 +12,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.packing.durations import Durations, sample_ns
 from dynamic_cp.packing.fit import first_unused, longest_within, next_unused, skip
+from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.prices import Floats, Ints
 
 
@@ -96,7 +97,7 @@ def _fill(
             rows[bucket], first_lanes[bucket], sizes[bucket] = row, lane, k
             tokens = squares = 0.0
             while sample < num_samples:
-                padded = float((seqlens[sample] + multiples[k] - 1) & -multiples[k])
+                padded = float(padded_seqlen(seqlens[sample], multiples[k]))
                 tokens += padded
                 squares += padded * padded
                 bucket_of_sample[sample] = bucket

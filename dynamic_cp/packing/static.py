@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dynamic_cp import padding
 from dynamic_cp._jit import compiled
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
-from dynamic_cp.packing.durations import Durations, bucket_ns, padded_seqlen
+from dynamic_cp.packing.durations import Durations, bucket_ns
 from dynamic_cp.packing.heap import find_room, sift_down
 from dynamic_cp.packing.limits import capacity_tokens
+from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import round_up
 from dynamic_cp.prices import Floats, Ints
 from dynamic_cp.types import is_power_of_two
 
@@ -51,9 +52,8 @@ def check_static_cp_size(cp_size: int, longest: Sample, topology: Topology, opti
 
 def fewest_rows(seqlens: Ints, durations: Durations, k: int, num_lanes: int) -> int:
     """Return the fewest rows whose buckets of CP size 2^k hold all padded tokens."""
-    multiple, capacity = int(durations.multiples[k]), int(durations.capacities[k])
-    tokens = int((-(-seqlens // multiple) * multiple).sum())
-    return -(-tokens // ((num_lanes >> k) * capacity))
+    tokens = int(padding.padded_seqlen(seqlens, int(durations.multiples[k])).sum())
+    return -(-tokens // ((num_lanes >> k) * int(durations.capacities[k])))
 
 
 def pack_next_fit(
@@ -69,11 +69,11 @@ def pack_next_fit(
         num_lanes: lanes.
         rows_multiple: wanted divisor of the number of rows.
     """
-    multiple, capacity = int(durations.multiples[k]), int(durations.capacities[k])
-    padded = (seqlens + multiple - 1) & -multiple
+    capacity = int(durations.capacities[k])
+    padded = padding.padded_seqlen(seqlens, int(durations.multiples[k]))
     num_bins, bucket_of_sample = _next_fit(padded, input_order, capacity)
     blocks = num_lanes >> k
-    wanted = round_up(num_bins, blocks * rows_multiple)
+    wanted = padding.round_up(num_bins, blocks * rows_multiple)
     inside = np.bincount(bucket_of_sample)
     # The last sample of the last bin that has two goes into a bin of its own, until there are enough.
     for sample in input_order[::-1].tolist():
@@ -132,7 +132,7 @@ def _spread_evenly(seqlens: Ints, durations: Durations, k: int, num_buckets: int
     num_open, num_parked, num_missing = num_buckets, 0, 0
     bucket_of_sample = np.full(len(seqlens), -1, np.int64)
     for sample in range(len(seqlens)):
-        padded = float(padded_seqlen(durations, k, seqlens[sample]))
+        padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
         num_open, num_parked = find_room(price, by_price, num_open, minus_room, by_room, num_parked, padded)
         if num_open == 0:
             num_missing += 1

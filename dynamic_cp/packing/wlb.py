@@ -16,8 +16,8 @@ from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.heap import sift_down
 from dynamic_cp.packing.static import in_rows
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import round_up
-from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.padding import padded_seqlen, round_up
+from dynamic_cp.prices import Floats, Ints, linear_parts
 
 SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)
 """Numbers of micro-batches, as multiples of the least that holds all tokens."""
@@ -32,11 +32,12 @@ def packings_like_wlb(seqlens: Ints, cost_model: CostModel, k: int) -> Iterator[
         k: log2 of the CP size.
     """
     topology, table = cost_model.topology, cost_model.table
-    blocks, capacity, multiple = topology.num_lanes >> k, int(table.capacities[k]), int(table.multiples[k])
-    padded = (seqlens + multiple - 1) & -multiple
+    blocks, capacity = topology.num_lanes >> k, int(table.capacities[k])
+    padded = padded_seqlen(seqlens, int(table.multiples[k]))
     fewest = -(-int(padded.sum()) // (blocks * capacity))
     # Workload of a sample: the slopes of forward and backward. Exchange that attention hides has no price here.
-    per_token, per_token2 = table.terms[table.first_option[k, table.links[k, 0]]].sum(axis=0)[1:3].tolist()
+    row = table.terms[table.first_option[k, table.links[k, 0]]]
+    _, per_token, per_token2 = linear_parts(row).sum(axis=0).tolist()
     tried = set()
     for factor in SWEEP:
         num_rows = round_up(ceil(factor * fewest), topology.num_microbatches_multiple)

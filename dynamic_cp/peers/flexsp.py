@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.padding import round_up
+from dynamic_cp.padding import padded_seqlen
 from dynamic_cp.peers.peer import PeerBucket, PeerResult, best_order, longest_first
-from dynamic_cp.prices import NUM_KINKS, Floats
+from dynamic_cp.prices import Convex, convex_of
 from dynamic_cp.types import Sample
 
 MAX_CLASSES = 16
@@ -117,7 +117,7 @@ def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> 
     opened: dict[tuple[int, int], Any] = {}
     taken: dict[tuple[int, int, int], Any] = {}
     for k, capacity in enumerate(table.capacities.tolist()):
-        padded = [round_up(length, int(table.multiples[k])) for length in longest]
+        padded = [padded_seqlen(length, int(table.multiples[k])) for length in longest]
         if not capacity or padded[-1] > capacity:
             continue
         for group in range(num_lanes >> k):
@@ -140,7 +140,9 @@ def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> 
             edges_ms = 1e3 * table.slowest_s_per_token / (1 << k)
             total = edges_ms * tokens
             for direction in range(2):
-                total += _price_ms(row[direction], is_open, tokens, squares, f"{name}_{direction}", problem, pulp)
+                total += _price_ms(
+                    convex_of(row[direction]), is_open, tokens, squares, f"{name}_{direction}", problem, pulp
+                )
             problem += total <= slowest
     start = _uniform_start(longest, sizes, cost_model)
     for key, variable in taken.items():
@@ -184,7 +186,7 @@ def _uniform_start(
         groups = [(0, 0.0, 0.0, group) for group in range(num_groups)]  # nanoseconds, tokens, squares
         taken: dict[tuple[int, int, int], int] = {}
         for index in [index for index, size in enumerate(sizes) for _ in range(size)]:
-            length = round_up(longest[index], int(table.multiples[k]))
+            length = padded_seqlen(longest[index], int(table.multiples[k]))
             fitting = [group for group in groups if group[1] + length <= capacity]
             if not fitting:
                 break
@@ -199,14 +201,13 @@ def _uniform_start(
     return best
 
 
-def _price_ms(terms: Floats, is_open, tokens, squares, name: str, problem, pulp):  # type: ignore[no-untyped-def]
+def _price_ms(convex: Convex, is_open, tokens, squares, name: str, problem, pulp):  # type: ignore[no-untyped-def]
     """Return the milliseconds of one direction of a group as a linear expression; kinks become variables."""
-    ms = (1e3 * terms).tolist()
-    total = ms[0] * is_open + ms[1] * tokens + ms[2] * squares
-    for kink in range(NUM_KINKS):
-        weight, constant, per_token, per_token2 = terms[3 + 4 * kink : 7 + 4 * kink].tolist()
-        if weight:
-            exposed = pulp.LpVariable(f"exposed_{name}_{kink}", 0)
-            problem += exposed >= 1e3 * (constant * is_open + per_token * tokens - per_token2 * squares)
-            total += weight * exposed
+    constant, per_token, per_token2 = (1e3 * seconds for seconds in convex.linear)
+    total = constant * is_open + per_token * tokens + per_token2 * squares
+    for number, (weight, inner) in enumerate(convex.kinks):
+        exposed = pulp.LpVariable(f"exposed_{name}_{number}", 0)
+        line = inner.constant * is_open + inner.per_token * tokens + inner.per_token2 * squares
+        problem += exposed >= 1e3 * line
+        total += weight * exposed
     return total

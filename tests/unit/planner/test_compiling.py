@@ -105,6 +105,7 @@ def test_all_that_kernels_read_is_in_the_name_of_their_folder() -> None:
                         read.add(module if module.exists() else module.with_suffix("") / f"{alias.name}.py")
     assert package / "pipeline" / "graph.py" in read, "constants and a tuple, no kernel"
     assert read <= digested, read - digested
+    assert package / "padding.py" in digested, "its plain functions are compiled"
 
 
 def test_an_edit_of_a_constant_that_kernels_import_is_another_folder(tmp_path: Path) -> None:
@@ -119,5 +120,9 @@ def test_an_edit_of_a_constant_that_kernels_import_is_another_folder(tmp_path: P
     ):
         kernel.write_text(text)
         assert _jit.sources_of_kernels(tmp_path) == [kernel, numbers]
+    plain = tmp_path / "plain.py"
+    plain.write_text("def add(): ...\n")
+    kernel.write_text("from dynamic_cp import plain\nadd = inlined(plain.add)\n@compiled\n")
+    assert _jit.sources_of_kernels(tmp_path) == [kernel, plain]
     kernel.write_text("from dynamic_cp.room.numbers import STEP\n")
     assert _jit.sources_of_kernels(tmp_path) == []

@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.durations import bucket_ns, durations_of, padded_seqlen
+from dynamic_cp.packing.durations import bucket_ns, durations_of
 from dynamic_cp.packing.fit import first_unused, longest_that_fits, next_unused, skip
 from dynamic_cp.packing.heap import sift_down, sift_up
+from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.types import Topology
 from tests.unit.planner.packings import descending
 from tests.unit.planner.support import tiny_cost_model
@@ -79,7 +80,7 @@ def test_the_longest_that_fits_is_what_a_linear_search_finds(exchange, tp_size):
         limit_ns = rng.choice([np.inf, bucket_ns(durations, k, 100.0, 5000.0) + 0.25, 0.0])
 
         def fits(sample, k=k, tokens=tokens, squares=squares, limit_ns=limit_ns, seqlens=seqlens):
-            padded = float(padded_seqlen(durations, k, seqlens[sample]))
+            padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
             room = tokens + padded <= durations.capacities[k]
             return room and bucket_ns(durations, k, tokens + padded, squares + padded**2) <= limit_ns
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.judge import bucket_sums, build_plan, grid_of_packing, makespan_ns, num_microbatches_of
+from dynamic_cp.packing.padded import sums_of_buckets
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.padding import padded_seqlens, rank_multiple, sample_multiple
 from dynamic_cp.pipeline.simulator import grid_of
 from dynamic_cp.pipeline.simulator import makespan_ns as simulated_ns
 from dynamic_cp.types import PlanOptions, Topology
@@ -48,6 +49,26 @@ def random_packing(rng: random.Random, model: CostModel) -> tuple[np.ndarray, Pa
     rows, first_lanes, sizes = (np.array(column) for column in zip(*buckets or [(0, 0, 0)], strict=True))
     of_sample = np.array([index for _, index in lengths])
     return descending(seqlen for seqlen, _ in lengths), Packing(num_rows, of_sample, rows, first_lanes, sizes)
+
+
+def test_compiled_padding_is_that_of_a_bucket():
+    """`padding.py` is the one place; the loops that sum over buckets agree with it."""
+    rng = random.Random(11)
+    num_missing = 0
+    for _ in range(100):
+        rank_token_multiple = rng.choice([1, 2, 3, 4, 8])
+        sizes = np.array([rng.randrange(5) for _ in range(4)])
+        seqlens = descending(rng.randrange(1, 300) for _ in range(12))
+        of_sample = np.array([rng.randrange(4) for _ in range(12)])
+        multiples = np.array([sample_multiple(1 << k) for k in range(5)])
+        tokens, squares = sums_of_buckets(seqlens, of_sample, sizes, multiples, rank_token_multiple)
+        for bucket in set(of_sample.tolist()):
+            cp_size, held = 1 << sizes[bucket], seqlens[of_sample == bucket].tolist()
+            padded = padded_seqlens(held, int(cp_size), rank_token_multiple)
+            assert (tokens[bucket], squares[bucket]) == (sum(padded), sum(length**2 for length in padded))
+            assert tokens[bucket] % (cp_size * rank_multiple(int(cp_size), rank_token_multiple)) == 0
+            num_missing += sum(padded) > sum(padded_seqlens(held, int(cp_size)))
+    assert num_missing > 100
 
 
 def random_model(rng: random.Random) -> CostModel:

@@ -10,8 +10,9 @@ import pytest
 
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.packing.durations import bucket_ns, durations_of, padded_seqlen, sample_ns
+from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
 from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.prices import duration_ns
@@ -78,7 +79,7 @@ def test_durations_are_the_price_of_a_group_across_nodes_where_there_is_one(exch
 
 def test_the_duration_of_a_sample_is_infinite_where_it_does_not_fit():
     durations = durations_of(tiny_cost_model(Topology(num_lanes=4), max_tokens_per_rank=10).table, 4)
-    assert [padded_seqlen(durations, k, 13) for k in range(3)] == [13, 16, 16]
+    assert [padded_seqlen(13, durations.multiples[k]) for k in range(3)] == [13, 16, 16]
     assert np.isinf(sample_ns(durations, 0, 11))
     assert sample_ns(durations, 1, 20) == bucket_ns(durations, 1, 20.0, 400.0)
     assert np.isinf(sample_ns(durations, 1, 21))

@@ -28,12 +28,81 @@ def python_of(function):
 def test_seconds_by_hand():
     terms = terms_of(1, 2, 3, 2, 1, 1, 1, 3, 10, 0, 1)
     # 1 + 2*5 + 3*8 = 35; the first kink is max(0, 1 + 5 - 8) = 0, the second 3 * max(0, 10 - 8) = 6.
-    assert prices.seconds(terms, 0, 0, 5.0, 8.0) == 41
-    assert prices.seconds(terms, 0, 0, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
+    assert prices.price(terms, 0, 0, 5.0, 8.0) == 41
+    assert prices.price(terms, 0, 0, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
+
+
+def random_convex(rng: random.Random, num_kinks: int) -> prices.Convex:
+    def line() -> prices.Linear:
+        return prices.Linear(rng.uniform(0, 1e-3), rng.uniform(0, 1e-6), rng.uniform(-1e-9, 1e-9))
+
+    return prices.Convex(line(), tuple(prices.Kink(rng.uniform(0.5, 7), line()) for _ in range(num_kinks)))
+
+
+def test_all_forms_of_a_price_agree():
+    """Compiled, interpreted, as an array, as a formula, as a tangent; forward and backward together; lines below it."""
+    rng = random.Random(3)
+    num_exposed = 0
+    for _ in range(200):
+        sides = [random_convex(rng, rng.randrange(prices.NUM_KINKS + 1)) for _ in range(2)]
+        terms = np.array([[prices.terms_of(side) for side in sides]])
+        assert [prices.convex_of(row) for row in terms[0]] == sides
+        tokens = float(rng.randrange(1, 100_000))
+        squares = tokens * rng.randrange(1, 50_000)
+        whole = prices.prices_of(terms[0], np.array([tokens, tokens]), np.array([squares, squares]))
+        by_rows = prices.prices_of(np.repeat(terms, 3, axis=0), np.array([[tokens]]), np.array([[squares]]))
+        assert (by_rows == whole).all()
+        assert by_rows.shape == (3, 2)
+        for column, (linear, kinks) in enumerate(sides):
+            found = prices.price(terms, 0, column, tokens, squares)
+            assert found == python_of(prices.price_inlined)(terms, 0, column, tokens, squares) == whole[column]
+            lines = [(weight, line[0] + line[1] * tokens + line[2] * squares) for weight, line in kinks]
+            by_formula = linear[0] + linear[1] * tokens + linear[2] * squares
+            by_formula += sum(weight * max(0.0, exposed) for weight, exposed in lines)
+            assert found == pytest.approx(by_formula, rel=1e-12, abs=1e-12)
+            num_exposed += sum(exposed > 0 for _, exposed in lines)
+            value, per_token, per_token2, has_kinks = python_of(prices.tangent)(terms, 0, column, tokens, squares)
+            assert (value, has_kinks) == (found, bool(kinks))
+            assert per_token == pytest.approx(
+                linear[1] + sum(w * k[1] for (w, k), (_, at) in zip(kinks, lines, strict=True) if at > 0)
+            )
+            assert per_token2 == pytest.approx(
+                linear[2] + sum(w * k[2] for (w, k), (_, at) in zip(kinks, lines, strict=True) if at > 0)
+            )
+            grown = python_of(prices.growth_while_hidden)(terms, 0, column, tokens)
+            assert grown == pytest.approx(linear[1] * tokens + linear[2] * tokens**2)
+        both = np.array([[prices.both_ns(terms[0], 1e-7)]])
+        assert both.shape == (1, 1, prices.NUM_TERMS_OF_BOTH)
+        assert prices.price(both, 0, 0, tokens, squares) == pytest.approx(1e9 * (sum(whole) + 1e-7 * tokens), rel=1e-12)
+    assert num_exposed > 100
+
+
+def test_kinks_and_lines_below():
+    rng = random.Random(4)
+    num_equal = 0
+    for _ in range(50):
+        convex = random_convex(rng, 3)
+        terms = np.array([[prices.terms_of(convex)]])
+        arrays = np.array(prices.kinks_of(terms))
+        for kink in range(prices.NUM_KINKS):
+            expected = (0.0, 0.0, 0.0, 0.0)
+            if kink < 3:
+                weight, line = convex.kinks[kink]
+                expected = (weight, line[0], line[1], -line[2])
+            assert tuple(arrays[:, 0, 0, kink]) == python_of(prices.kink_at)(terms, 0, 0, kink) == expected
+        assert prices.linear_parts(terms).tolist() == [[list(convex.linear)]]
+        shares = np.array([rng.choice([0.0, 0.5, 1.0]) for _ in range(prices.NUM_KINKS)])
+        constant, per_token, per_token2 = python_of(prices.line_below)(terms, 0, 0, shares, 0.25)
+        for tokens in (0.0, 10.0, 1e5):
+            below = constant + 0.25 + per_token * tokens + per_token2 * tokens**2
+            found = prices.price(terms, 0, 0, tokens, tokens**2)
+            assert below <= found + 1e-12 * abs(found)
+            num_equal += below == pytest.approx(found)
+    assert 0 < num_equal < 150
 
 
 def test_a_weight_of_zero_ends_the_kinks():
-    assert prices.seconds(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 0, 0, 1.0, 1.0) == 1
+    assert prices.price(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 0, 0, 1.0, 1.0) == 1
 
 
 @pytest.mark.parametrize("hardware", [TINY_HARDWARE, CURVED_HARDWARE], ids=lambda hardware: hardware.name)
@@ -60,8 +129,8 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
             row = option if exchange is None or k == 0 else next(r for r in rows if model.exchanges[r] == exchange)
             for direction, seconds_of_model in enumerate((cost.forward_s, cost.backward_s)):
                 arguments = (model.table.terms, row, direction, float(tokens), float(squares))
-                assert prices.seconds(*arguments) == seconds_of_model
-                assert python_of(prices.seconds)(*arguments) == seconds_of_model
+                assert prices.price(*arguments) == seconds_of_model
+                assert python_of(prices.price)(*arguments) == seconds_of_model
             seen.add((k, link, exchange))
         best = model.cost(cp_size, first_lane, tokens, squares)
         duration_ns = model.duration_ns(cp_size, first_lane, tokens, squares)
