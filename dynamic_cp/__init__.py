@@ -23,10 +23,10 @@ from dynamic_cp.types import (
 if TYPE_CHECKING:  # type checkers read these; at run time `__getattr__` imports them
     from dynamic_cp.bounds import lower_bound
     from dynamic_cp.catalog import load_hardware, load_model
-    from dynamic_cp.cost_model import CostModel
     from dynamic_cp.memory_model import MemoryModel
     from dynamic_cp.pipeline.simulator import simulate
     from dynamic_cp.plan_arrays import PlanArrays, plan_lengths
+    from dynamic_cp.pricing.cost_model import CostModel
     from dynamic_cp.search import plan_global_batch
     from dynamic_cp.serialize import format_plan
     from dynamic_cp.validate import check_plan
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _AT_FIRST_USE = {
-    "CostModel": "dynamic_cp.cost_model",
+    "CostModel": "dynamic_cp.pricing.cost_model",
     "MemoryModel": "dynamic_cp.memory_model",
     "PlanArrays": "dynamic_cp.plan_arrays",
     "check_plan": "dynamic_cp.validate",

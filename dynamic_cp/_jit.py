@@ -135,7 +135,7 @@ def _cache_folder() -> Path | None:
 
 
 def sources_of_kernels(package: Path) -> list[Path]:
-    """Return the files of `package` with compiled functions, or with constants or plain functions that these compile."""
+    """Return the files of `package` with compiled functions, and with constants and plain functions that these need."""
     sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
     kernels = {file: text for file, text in sources.items() if "@compiled" in text or "@inlined" in text}
     constants = {

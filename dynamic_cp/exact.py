@@ -29,12 +29,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dynamic_cp.bounds import bound_at
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.convex import Convex
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.padding import padded_seqlen, round_up
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.prices import Convex, convex_of
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.terms import convex_of
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
 
 TOLERANCE = 1e-6

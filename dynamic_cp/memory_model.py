@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.activations import activation_bytes
-from dynamic_cp.edges import GRADIENT_BYTES
+from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.heads import heads_of_rank, inner_sizes, kv_heads_of
-from dynamic_cp.links import lanes_in_one_node
+from dynamic_cp.mechanisms.heads import heads_of_rank, inner_sizes, kv_heads_of
+from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
-from dynamic_cp.prices import Floats
+from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Topology
 
 SAFETY_FRACTION = 0.92

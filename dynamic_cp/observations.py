@@ -9,8 +9,8 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 
-from dynamic_cp.cost_model import CostModel
-from dynamic_cp.prices import seconds_of_rows
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.table import seconds_of_rows
 from dynamic_cp.types import is_power_of_two
 
 Floats = npt.NDArray[np.float64]
@@ -123,11 +123,6 @@ class PricedObservations:
             p95=float(np.percentile(relative, 95)),
             predicted_over_measured=float(predicted.sum() / measured.sum()),
         )
-
-
-def prediction_error(observations: Iterable[Observation], cost_model: CostModel) -> PredictionError:
-    """Return how far `cost_model` is from `observations`; those that cannot be are left out."""
-    return PricedObservations(observations, cost_model).error(cost_model)
 
 
 def _row(one: Observation, cost_model: CostModel) -> int | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dynamic_cp.types import Bucket, MicroBatch, Plan
 
 if TYPE_CHECKING:
-    from dynamic_cp.prices import Ints
+    from dynamic_cp.arrays import Ints
 
     Lengths = TypeVar("Lengths", int, Ints)
 

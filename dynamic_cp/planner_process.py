@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
 from dynamic_cp.global_batch import GlobalBatch
 from dynamic_cp.lane_plan import PlanFacts, encode_lanes
-from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.packing.static import check_static_cp_size
+from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search import check_feasible, plan_global_batch
 from dynamic_cp.serialize import dumps
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology

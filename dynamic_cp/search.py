@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns, num_microbatches_of
-from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.orders import ORDERS, in_orders
@@ -30,7 +29,9 @@ from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.prices import Ints, linear_parts
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 

@@ -19,6 +19,8 @@ from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
 
 SCHEMA_VERSION = 1
+_UNUSED = {"all_lanes_coupled": False}
+"""A field of topologies that nothing ever used: plans still carry it, so that their digests stay what they were."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
-        "topology": asdict(plan.topology),
+        "topology": _topology_to_dict(plan.topology),
         "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
     }
 
@@ -42,15 +44,13 @@ def plan_from_dict(data: object) -> Plan:
             schema_version=version,
         )
     plan = _Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
-    topology = _Fields(plan.get("topology", dict), "topology", tuple(field.name for field in fields(Topology)))
+    kinds = {field.name: bool if field.name == "sequence_parallel" else int for field in fields(Topology)}
+    topology = _Fields(plan.get("topology", dict), "topology", (*kinds, *_UNUSED))
+    for name in _UNUSED:
+        topology.get(name, bool)
     plan.get("schema_version", int)
     return Plan(
-        topology=Topology(
-            **{
-                name: topology.get(name, bool if name in ("sequence_parallel", "all_lanes_coupled") else int)
-                for name in topology.names
-            }
-        ),
+        topology=Topology(**{name: topology.get(name, kind) for name, kind in kinds.items()}),
         max_tokens_per_rank=plan.get("max_tokens_per_rank", int),
         policy=plan.get("policy", str),
         micro_batches=tuple(
@@ -63,6 +63,10 @@ def plan_from_dict(data: object) -> Plan:
             for i, row in enumerate(plan.get("micro_batches", list))
         ),
     )
+
+
+def _topology_to_dict(topology: Topology) -> dict[str, Any]:
+    return {**asdict(topology), **_UNUSED}
 
 
 def dumps(plan: Plan) -> str:
@@ -94,7 +98,11 @@ def format_plan(plan: Plan) -> str:
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
     """
-    settings = {"policy": plan.policy, "max_tokens_per_rank": plan.max_tokens_per_rank, **asdict(plan.topology)}
+    settings = {
+        "policy": plan.policy,
+        "max_tokens_per_rank": plan.max_tokens_per_rank,
+        **_topology_to_dict(plan.topology),
+    }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
     for index, micro_batch in enumerate(plan.micro_batches):
         lines.append(f"{index} |" + "".join(f" {_format_bucket(bucket)} |" for bucket in micro_batch.buckets))

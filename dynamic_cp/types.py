@@ -107,8 +107,6 @@ class Topology:
         num_lanes: world size / (tp_size * pp_size); any integer >= 1.
         ranks_per_node: ranks of one node; lanes of a node are adjacent.
         sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
-        all_lanes_coupled: lanes share other collectives inside a micro-batch (expert parallel, delayed-scaling FP8),
-            so they must run micro-batches in one common order, which plans of this package always do.
     """
 
     num_lanes: int
@@ -117,7 +115,6 @@ class Topology:
     vp_size: int = 1
     ranks_per_node: int = 8
     sequence_parallel: bool = False
-    all_lanes_coupled: bool = False
 
     def __post_init__(self) -> None:
         _require_at_least(
@@ -343,11 +340,6 @@ class Bucket:
                 first_lane=self.first_lane,
             )
         object.__setattr__(self, "inner_cp_size", implied)
-
-    @property
-    def outer_cp_size(self) -> int:
-        """Members of the outer ring."""
-        return self.cp_size // self.inner_cp_size
 
     @property
     def lanes(self) -> range:

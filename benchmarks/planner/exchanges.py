@@ -1,6 +1,6 @@
 """Tables F: what the choice of the exchange gives, on the frozen prices extended by all-to-all and on the H100 profile.
 
-The frozen prices know the flat ring only. The further terms are those of `dynamic_cp/exchanges.py` at the frozen
+The frozen prices know the flat ring only. The further terms are those of `dynamic_cp/mechanisms` at the frozen
 constants: all-to-alls inside a node at its bandwidth, fully exposed, four latencies each way; a ring over the nodes.
 """
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.problem import Problem
+from dynamic_cp.arrays import Ints
 from dynamic_cp.cost_model import BucketCost, CostModel
-from dynamic_cp.prices import Ints
 from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
 from dynamic_cp.workloads import draw_lengths
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.bounds.ways import Ways
-from dynamic_cp.prices import Floats, Ints, price
+from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import Topology
 
 _MAX_COUNTS = 64

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
-from dynamic_cp.prices import Floats, Ints
 
 NUM_DIRECTIONS = 5
 """Directions (1 - t, t) of (forward, backward), t = 0, 1/4, .. 1, in which the work is bounded."""

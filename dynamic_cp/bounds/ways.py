@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.prices import NUM_KINKS, NUM_TERMS, Floats, Ints, PriceTable, kink_at, linear_parts, price
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.pricing.table import PriceTable
+from dynamic_cp.pricing.terms import NUM_KINKS, NUM_TERMS, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):

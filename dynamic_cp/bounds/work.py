@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.bounds.ways import Ways
-from dynamic_cp.prices import NUM_KINKS, Floats, Ints, kink_at, kinks_of, line_below
+from dynamic_cp.pricing.terms import NUM_KINKS, kink_at, kinks_of, line_below
 
 _MAX_GROUPS = 256
 """Samples that the search for lambdas looks at; the sum itself is taken over all."""

@@ -23,9 +23,9 @@ import numpy as np
 from dynamic_cp.calibration.least_squares import Floats, fit_seconds
 from dynamic_cp.calibration.measurements import Measurement, Measurements, Setup
 from dynamic_cp.calibration.results import Calibration, FitError, Point
-from dynamic_cp.cost_model import CostModel
-from dynamic_cp.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
 from dynamic_cp.types import Hardware, PlanOptions, Topology
 
 BUCKET_LAYERS = 2
@@ -42,7 +42,7 @@ _GROWTH = 0.01
 """The longest layers must spend this share of their time on tokens, or there is no rate to see."""
 _DIGITS = 4
 _BACKWARD_FLOPS = 2.5
-"""Of attention, over forward, as `dynamic_cp.exchanges` counts them."""
+"""Of attention, over forward, as `dynamic_cp.mechanisms.attention_prices` counts them."""
 
 
 def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.multipliers import MOST, Multipliers
 from dynamic_cp.observations import Observation
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.refinement import refine
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Topology
 

@@ -89,8 +89,8 @@ def _plan(
     batch: BatchInput, job: JobInput, policy: str, bound: bool, steps: Progress
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
-    from dynamic_cp.cost_model import CostModel
     from dynamic_cp.plan_in_memory import plan_in_memory
+    from dynamic_cp.pricing.cost_model import CostModel
     from dynamic_cp.serialize import digest
 
     (samples,) = batches = batch.draw()

@@ -17,10 +17,10 @@ from dataclasses import replace
 from dynamic_cp.comparison.job import Job, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.packing.limits import allowed_cp_sizes
+from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology

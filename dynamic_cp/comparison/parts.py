@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.prices import Floats, Ints, seconds_of_rows
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.table import seconds_of_rows
 from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology
 
 _FREE_BYTES_PER_S = 1e30

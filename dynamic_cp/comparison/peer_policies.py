@@ -11,10 +11,10 @@ from typing import cast
 
 from dynamic_cp.comparison.job import Job, batch_outcome, rates
 from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.peers.peer import PeerResult
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlannedBatch, PlanOptions, Sample
 from dynamic_cp.validate import check_plan
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
@@ -32,7 +32,8 @@ from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
-from dynamic_cp.prices import Floats, Ints, price
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import largest_power_of_two
 
 _CLOSE_BLOCKS = 0.02

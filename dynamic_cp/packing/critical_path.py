@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph
 from dynamic_cp.pipeline.longest_path import Grid, end_times
-from dynamic_cp.prices import Floats, Ints
 
 
 @compiled

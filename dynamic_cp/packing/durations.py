@@ -7,8 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.mechanisms.links import ACROSS_NODES, IN_NODE
 from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.prices import ACROSS_NODES, IN_NODE, NUM_TERMS_OF_BOTH, Floats, Ints, PriceTable, both_ns, price_inlined
+from dynamic_cp.pricing.table import PriceTable
+from dynamic_cp.pricing.terms import NUM_TERMS_OF_BOTH, both_ns, price_inlined
 
 
 class Durations(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, fastest_ns
 from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.prices import Floats, Ints, tangent
+from dynamic_cp.pricing.terms import tangent
 
 
 @compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.arrays import Floats, Ints
 
 
 @compiled

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.arrays import Ints
 from dynamic_cp.packing.judge import grid_of_packing, makespan_of_grid_ns
 from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.prices import Ints
+from dynamic_cp.pricing.cost_model import CostModel
 
 ORDERS = ("pyramid", "descending", "ascending")
 """Packers make descending rows."""

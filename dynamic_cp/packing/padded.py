@@ -6,7 +6,7 @@ import numpy as np
 
 from dynamic_cp import padding
 from dynamic_cp._jit import compiled, inlined
-from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.arrays import Floats, Ints
 
 padded_seqlen = inlined(padding.padded_seqlen)
 _rank_multiple = inlined(padding.rank_multiple)

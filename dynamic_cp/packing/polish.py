@@ -12,14 +12,15 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.arrays import Ints
 from dynamic_cp.packing.judge import fill_grid, num_microbatches_of
 from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
 from dynamic_cp.packing.padded import padded_seqlen, sums_of_buckets
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, end_times
-from dynamic_cp.prices import Ints, PriceTable
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.table import PriceTable
 
 _SMALL = 1000
 _HOTTEST, _COLDEST = 0.02, 0.0003

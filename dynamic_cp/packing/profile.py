@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph
-from dynamic_cp.prices import Floats, Ints
 
 SMALLEST_SHARE = 3e-4
 """No row gets less than this share of the even work of a row, so that it can grow again."""

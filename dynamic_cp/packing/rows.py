@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, sample_ns
 from dynamic_cp.packing.fit import first_unused, longest_within, next_unused, skip
 from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.prices import Floats, Ints
 
 
 @compiled

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.prices import Floats, Ints
+from dynamic_cp.arrays import Floats, Ints
 
 
 class Packing(NamedTuple):

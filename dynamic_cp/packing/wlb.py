@@ -12,12 +12,13 @@ from math import ceil
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.heap import sift_down
 from dynamic_cp.packing.static import in_rows
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import padded_seqlen, round_up
-from dynamic_cp.prices import Floats, Ints, linear_parts
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.terms import linear_parts
 
 SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)
 """Numbers of micro-batches, as multiples of the least that holds all tokens."""

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.judge import build_plan
 from dynamic_cp.packing.orders import in_orders
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.peers.peer import PeerResult, longest_first
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Sample
 
 

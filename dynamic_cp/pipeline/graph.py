@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.schedule import KINDS, Operation, stage_operations
-from dynamic_cp.prices import Ints
 
 FORWARD, BACKWARD = 0, 1
 """Indexes of `schedule.KINDS`."""

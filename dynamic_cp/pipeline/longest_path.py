@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.graph import Graph
-from dynamic_cp.prices import Ints
 
 
 class Grid(NamedTuple):

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel, nanoseconds
+from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
-from dynamic_cp.prices import Ints
+from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import Plan
 
 

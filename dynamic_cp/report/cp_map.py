@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynamic_cp.prices import Ints
+from dynamic_cp.arrays import Ints
 from dynamic_cp.report.drawing import (
     FONT_PT,
     MEDIUM_IN,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from dynamic_cp.comparison.parts import PART_LABELS, TimeParts
 from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
 from dynamic_cp.comparison.verdict import Verdict, verdict_of
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.pipeline.timeline import Timeline
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_count, format_s
 from dynamic_cp.report.files import write_whole

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.prices import Floats, Ints
 from dynamic_cp.report.drawing import FONT_PT, MEDIUM_IN, SMALL_PT, format_count, format_tokens, new_figure
 from dynamic_cp.report.theme import Theme
 

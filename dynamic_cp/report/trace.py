@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
+from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pipeline.graph import FORWARD
 from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns, rank_tokens_of
-from dynamic_cp.prices import Ints
 from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events
 from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, write_trace
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.heads import inner_sizes
+from dynamic_cp.mechanisms.heads import inner_sizes
 from dynamic_cp.types import is_power_of_two
 from megatron.dynamic_cp.settings import PlanningSettings
 
@@ -26,7 +26,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     Raises:
         InvalidInputError: an inner size or a CP size that the exchange cannot have; the message has both numbers.
     """
-    from dynamic_cp.links import lanes_in_one_node  # here: it imports numpy
+    from dynamic_cp.mechanisms.links import lanes_in_one_node  # here: it imports numpy
 
     exchange, exchanges = settings.cp_comm_type, settings.exchanges
     node_lanes = lanes_in_one_node(settings.topology)

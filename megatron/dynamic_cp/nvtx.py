@@ -78,11 +78,6 @@ def record_with(opener: Open | None) -> None:
     _open = opener
 
 
-def is_recording() -> bool:
-    """Return whether spans are recorded."""
-    return _open is not None
-
-
 def span(label: str, *values: object) -> AbstractContextManager[Any]:
     """Return a context manager that records its body as `label % values`."""
     if _open is None:

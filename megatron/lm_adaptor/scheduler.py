@@ -59,7 +59,6 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
                 pp_size=pp_group.size(),
                 vp_size=config.virtual_pipeline_model_parallel_size or 1,
                 sequence_parallel=config.sequence_parallel,
-                all_lanes_coupled=config.num_moe_experts is not None,
             )
             self.bytes_per_element = 2 if config.bf16 or config.fp16 else 4
             return super().run(data_iterator, num_microbatches, *groups_and_config)

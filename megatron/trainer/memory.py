@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory_model import MemoryModel
-from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.types import CpCommType, Hardware, ModelShape
 from megatron.dynamic_cp.settings import PlanningSettings
 

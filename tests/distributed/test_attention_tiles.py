@@ -7,8 +7,8 @@ import torch
 
 from megatron.dynamic_cp.attention import kernels_portable, merge
 from megatron.dynamic_cp.attention.kernels import CPU, PORTABLE, Kernel
-from megatron.dynamic_cp.attention.tiles import tile_backward, tile_forward
 from tests.distributed.naive_attention import HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
+from tests.distributed.tiles import tile_backward, tile_forward
 
 BLOCK = 16
 KERNELS = pytest.mark.parametrize("kernel", [CPU, PORTABLE], ids=lambda kernel: kernel.name)

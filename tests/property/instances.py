@@ -14,10 +14,10 @@ import numpy as np
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
-from dynamic_cp.packing.limits import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.padding import padding_fraction
 from dynamic_cp.peers import wlb
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.search import POLICIES, plan_global_batch
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import (
@@ -123,8 +123,8 @@ def draw_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int 
         vp_size=int(rng.choice([1, 1, 2, 3])) if pp_size > 1 else 1,
         ranks_per_node=int(rng.choice([1, 3, 4, 6, 8])),
         sequence_parallel=bool(rng.integers(2)),
-        all_lanes_coupled=bool(rng.integers(8) == 0),
     )
+    rng.integers(8)  # a field that went; the cases of a seed stay the same
     num_sizes = topology.max_cp_size.bit_length()
     smallest = int(min(rng.choice([0, 0, 0, 1, 2]), num_sizes - 1))
     largest = int(rng.integers(smallest, num_sizes))

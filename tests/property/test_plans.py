@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search import POLICIES, check_feasible
 from dynamic_cp.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology

@@ -124,7 +124,7 @@ def test_a_span_that_is_off_formats_nothing():
         def __str__(self) -> str:
             raise AssertionError("formatted")
 
-    assert not nvtx.is_recording()
+    nvtx.record_with(None)
     with nvtx.span("%s", Unprintable()), nvtx.bucket_span("forward", Unprintable()):
         pass
     with pytest.raises(ValueError, match="passed on"), nvtx.span("raises"):

@@ -6,8 +6,8 @@ and the rows are whole sequences; with a2a+p2p the rows are a proper zigzag shar
 and the ring of lanes with equal index does the rest with the longer shard and fewer heads. The output goes back by
 another all-to-all; backward does the same in reverse, two collectives again.
 
-Every lane gets as many query heads; the KV heads they use go with them (`dynamic_cp.heads` has the rule). With fewer
-KV heads than lanes a KV head goes to several lanes and the row's owner adds up what they return for it.
+Every lane gets as many query heads; the KV heads they use go with them (`dynamic_cp.mechanisms.heads` has the rule).
+With fewer KV heads than lanes a KV head goes to several lanes and the row's owner adds up what they return for it.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP (arXiv 2405.07719) for the two together.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamic_cp.heads import kv_heads_of
+from dynamic_cp.mechanisms.heads import kv_heads_of
 from megatron.dynamic_cp.attention.exchange import all_to_all_heads
 from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients

@@ -29,7 +29,7 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.exchange_bytes import sent_bytes
+from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.heads import HeadExchange
 from megatron.dynamic_cp.attention.te_heads import GatherHeads, ScatterHeads

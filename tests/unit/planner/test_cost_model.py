@@ -228,9 +228,9 @@ def test_the_fastest_exchange_is_taken_for_every_bucket():
     assert short == unit_cost(cp_comm_types=("a2a",)) != unit_cost()
     assert long == unit_cost(tokens=64) != unit_cost(cp_comm_types=("a2a",), tokens=64)
     model = CostModel(UNIT_MODEL, UNIT_HARDWARE, FOUR_LANES, PlanOptions(max_tokens_per_rank=256, cp_comm_types=both))
-    assert model.best_cp_comm_type(4, 0, 16, 256) == "a2a"
-    assert model.best_cp_comm_type(4, 0, 64, 4096) == "p2p"
-    assert model.best_cp_comm_type(1, 0, 64, 4096) == "p2p"
+    assert model.best_exchange(4, 0, 16, 256) == ("a2a", 4)
+    assert model.best_exchange(4, 0, 64, 4096) == ("p2p", 1)
+    assert model.best_exchange(1, 0, 64, 4096) == ("p2p", 1)
     # A bucket says itself which one it uses.
     bucket = Bucket(first_lane=0, cp_size=4, samples=samples_of([16]), cp_comm_type="p2p")
     assert model.bucket_cost(bucket) == unit_cost()

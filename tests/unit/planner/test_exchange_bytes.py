@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.exchange_bytes import sent_bytes_of
-from dynamic_cp.heads import kv_heads_of
+from dynamic_cp.mechanisms.heads import kv_heads_of
+from dynamic_cp.mechanisms.sent_bytes import sent_bytes_of
 from dynamic_cp.types import Bucket
 from tests.unit.planner.support import TINY_MODEL
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.heads import heads_of_rank, kv_heads_of
+from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from tests.unit.planner.support import TINY_MODEL
 
 

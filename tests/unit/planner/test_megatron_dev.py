@@ -13,7 +13,7 @@ from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.prices import PriceTable
+from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
 from tests.unit.planner.support import (

@@ -7,16 +7,19 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp import prices
-from dynamic_cp.cost_model import CostModel, nanoseconds
-from dynamic_cp.links import lanes_in_one_node, links_of
+from dynamic_cp.arrays import Floats
+from dynamic_cp.convex import Convex, Kink, Linear
+from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
+from dynamic_cp.pricing import terms as prices
+from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
+from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
 EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
-def terms_of(*numbers: float) -> prices.Floats:
+def terms_of(*numbers: float) -> Floats:
     return np.array([[[*numbers, *[0.0] * (prices.NUM_TERMS - len(numbers))]]])
 
 
@@ -32,11 +35,11 @@ def test_seconds_by_hand():
     assert prices.price(terms, 0, 0, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
 
 
-def random_convex(rng: random.Random, num_kinks: int) -> prices.Convex:
-    def line() -> prices.Linear:
-        return prices.Linear(rng.uniform(0, 1e-3), rng.uniform(0, 1e-6), rng.uniform(-1e-9, 1e-9))
+def random_convex(rng: random.Random, num_kinks: int) -> Convex:
+    def line() -> Linear:
+        return Linear(rng.uniform(0, 1e-3), rng.uniform(0, 1e-6), rng.uniform(-1e-9, 1e-9))
 
-    return prices.Convex(line(), tuple(prices.Kink(rng.uniform(0.5, 7), line()) for _ in range(num_kinks)))
+    return Convex(line(), tuple(Kink(rng.uniform(0.5, 7), line()) for _ in range(num_kinks)))
 
 
 def test_all_forms_of_a_price_agree():
@@ -120,7 +123,7 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
         lengths = [rng.randrange(1, 4000) * 2 * cp_size for _ in range(rng.randrange(1, 5))]
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
         link = int(model.table.links[k, first_lane >> k])
-        option = int(prices.best_option(model.table, k, link, float(tokens), float(squares)))
+        option = int(best_option(model.table, k, link, float(tokens), float(squares)))
         for exchange in (None, *EXCHANGES):
             if (exchange == "a2a" and cp_size > 4) or (exchange == "a2a+p2p" and 1 < cp_size < 4):
                 continue  # 4 query heads
@@ -133,14 +136,13 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
                 assert python_of(prices.price)(*arguments) == seconds_of_model
             seen.add((k, link, exchange))
         best = model.cost(cp_size, first_lane, tokens, squares)
-        duration_ns = model.duration_ns(cp_size, first_lane, tokens, squares)
-        assert duration_ns == prices.duration_ns(model.table, k, link, float(tokens), float(squares))
-        assert duration_ns == python_of(prices.duration_ns)(model.table, k, link, float(tokens), float(squares))
+        found_ns = model.duration_ns(cp_size, first_lane, tokens, squares)
+        assert found_ns == duration_ns(model.table, k, link, float(tokens), float(squares))
+        assert found_ns == python_of(duration_ns)(model.table, k, link, float(tokens), float(squares))
         slowest_s = max(
             best.embedding_forward_s + best.embedding_backward_s, best.head_forward_s + best.head_backward_s
         )
-        assert abs(duration_ns - nanoseconds(best.forward_s + best.backward_s + slowest_s)) <= 1
-        assert model.best_cp_comm_type(cp_size, first_lane, tokens, squares) == model.exchanges[option]
+        assert abs(found_ns - nanoseconds(best.forward_s + best.backward_s + slowest_s)) <= 1
         chosen = model.best_exchange(cp_size, first_lane, tokens, squares)
         assert chosen == (model.exchanges[option], model.inner_cp_sizes[option])
         assert model.row_of(cp_size, first_lane, *chosen) == option
@@ -154,9 +156,9 @@ def test_the_fastest_option_wins_and_the_first_of_equals():
     first = table.first_option[1, 0]
     assert table.end_option[1, 0] - first == 2
     # Long samples hide the ring's exchange; nothing hides without attention, where both cost the same.
-    assert prices.best_option(table, 1, 0, 4096.0, 4096.0**2) == first + 1
+    assert best_option(table, 1, 0, 4096.0, 4096.0**2) == first + 1
     flat = table._replace(terms=np.repeat(table.terms[first : first + 1], len(table.terms), axis=0))
-    assert prices.best_option(flat, 1, 0, 4096.0, 4096.0**2) == first
+    assert best_option(flat, 1, 0, 4096.0, 4096.0**2) == first
 
 
 @pytest.mark.parametrize(

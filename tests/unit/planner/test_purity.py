@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dynamic_cp import prices
+from dynamic_cp.pricing.table import duration_ns
 from dynamic_cp.types import Topology
 from tests.unit.planner.support import CASES, tiny_cost_model
 
@@ -31,12 +31,12 @@ print(len(names), *sorted(name for name in sys.modules if name.partition(".")[0]
 """
 
 PRICE = """
-from dynamic_cp import prices
+from dynamic_cp.pricing.table import duration_ns
 from dynamic_cp.types import Topology
 from tests.unit.planner.support import tiny_cost_model
 model = tiny_cost_model(Topology(num_lanes=4))
-duration_ns = prices.duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
-print("numba" in sys.modules, duration_ns, *map(float.hex, model.cost(4, 0, 64, 500)))
+found_ns = duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
+print("numba" in sys.modules, found_ns, *map(float.hex, model.cost(4, 0, 64, 500)))
 """
 
 
@@ -60,8 +60,8 @@ def test_no_module_of_dynamic_cp_needs_torch_megatron_numba_or_pulp():
 
 
 def test_prices_without_numba_are_the_same_to_the_bit():
-    has_numba, duration_ns, *cost = run(PRICE, "numba")
+    has_numba, found_ns, *cost = run(PRICE, "numba")
     assert has_numba == "False"
     model = tiny_cost_model(Topology(num_lanes=4))
-    assert int(duration_ns) == prices.duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
+    assert int(found_ns) == duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
     assert cost == [float(seconds).hex() for seconds in model.cost(4, 0, 64, 500)]

@@ -13,7 +13,7 @@ import pytest
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.multipliers import MOST, TERMS, Multipliers
-from dynamic_cp.observations import Observation, PricedObservations, prediction_error
+from dynamic_cp.observations import Observation, PricedObservations
 from dynamic_cp.padding import round_up
 from dynamic_cp.refinement import MIN_OBSERVATIONS, MOST_AT_ONCE, RefinedHardware, refine
 from dynamic_cp.search import plan_global_batch
@@ -290,13 +290,13 @@ def test_error_figures_by_hand() -> None:
     cost_model = CostModel(TINY_MODEL, HARDWARE, TOPOLOGY, OPTIONS)
     one = observe(Multipliers(), num=1, noise=0.0)[0]
     slow = [replace(one, forward_s=f * one.forward_s, backward_s=f * one.backward_s) for f in (1.0, 1.25, 2.0)]
-    error = prediction_error(slow, cost_model)
+    error = PricedObservations(slow, cost_model).error(cost_model)
     assert error.num_observations == 3
     assert error.median == pytest.approx(0.2)
     assert error.p95 == pytest.approx(np.percentile([0, 0.2, 0.5], 95))
     assert error.predicted_over_measured == pytest.approx(3 / 4.25)
     assert "median error 20.0%" in error.describe()
-    assert prediction_error([], cost_model).describe() == "no bucket compared"
+    assert PricedObservations([], cost_model).error(cost_model).describe() == "no bucket compared"
 
 
 def test_multipliers_survive_a_checkpoint() -> None:

@@ -14,7 +14,7 @@ from dynamic_cp.serialize import digest, dumps, format_plan, loads, parse_plan, 
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 
 PLAN = Plan(
-    topology=Topology(num_lanes=7, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True, all_lanes_coupled=True),
+    topology=Topology(num_lanes=7, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True),
     max_tokens_per_rank=64,
     policy="static",
     micro_batches=(
@@ -46,6 +46,18 @@ def test_round_trips():
     assert loads(dumps(PLAN)) == PLAN
     assert plan_from_dict(json.loads(json.dumps(plan_to_dict(PLAN)))) == PLAN
     assert parse_plan(format_plan(PLAN)) == PLAN
+
+
+def test_a_field_that_nothing_used_is_still_written_and_may_be_either():
+    """Digests of earlier plans stay what they were; such a plan with the field set is read, too."""
+    data = plan_to_dict(PLAN)
+    assert data["topology"].pop("all_lanes_coupled") is False
+    for value in (False, True):
+        assert plan_from_dict({**data, "topology": {**data["topology"], "all_lanes_coupled": value}}) == PLAN
+    with pytest.raises(InvalidInputError, match="topology lacks all_lanes_coupled"):
+        plan_from_dict(data)
+    with pytest.raises(InvalidInputError, match="all_lanes_coupled is 1, "):
+        plan_from_dict({**data, "topology": {**data["topology"], "all_lanes_coupled": 1}})
 
 
 def test_text_has_one_line_per_micro_batch():

@@ -12,8 +12,8 @@ from dynamic_cp.calibration.ladder import ladder
 from dynamic_cp.calibration.step_fit import fit_steps, step_s
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.observations import Observation
-from dynamic_cp.packing.limits import allowed_cp_sizes
 from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan

@@ -75,7 +75,7 @@ def test_weights_by_hand():
 )
 def test_an_exchange_implies_its_inner_size(exchange, cp_size, inner, found):
     bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
-    assert (bucket.inner_cp_size, bucket.outer_cp_size) == (found, cp_size // found)
+    assert bucket.inner_cp_size == found
 
 
 @pytest.mark.parametrize(

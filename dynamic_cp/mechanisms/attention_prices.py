@@ -13,7 +13,7 @@ computes:
     a2a+p2p     a2a among the u lanes of an inner group inside a node, then the ring of p2p over the n = cp/u inner
                 groups: each rank sees L = S / n tokens with 1/u of the heads in every step
 
-`exchange_bytes.py` counts the bytes, `heads.py` says which heads change hands: the query heads of a TP rank must be a
+`sent_bytes.py` counts the bytes, `heads.py` says which heads change hands: the query heads of a TP rank must be a
 multiple of u. The ring uses the NIC where the group spans nodes, an inner group never does; of an a2a over nodes only
 the part that leaves the node does. Exchanges of keys and values carry twice the bytes backward (keys and values, and
 their gradients); a2a carries as many as forward.
@@ -23,13 +23,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynamic_cp.exchange_bytes import sent_bytes
-from dynamic_cp.heads import heads_of_rank, inner_sizes, kv_heads_of
-from dynamic_cp.links import lanes_in_one_node
-from dynamic_cp.prices import ACROSS_NODES, Convex, Kink, Linear, merged
-from dynamic_cp.types import CP_COMM_TYPES, Hardware, ModelShape, PlanOptions, Topology
-
-PRICED_CP_COMM_TYPES = CP_COMM_TYPES
+from dynamic_cp.convex import Convex, Kink, Linear, merged
+from dynamic_cp.mechanisms.heads import heads_of_rank, inner_sizes, kv_heads_of
+from dynamic_cp.mechanisms.links import ACROSS_NODES, lanes_in_one_node
+from dynamic_cp.mechanisms.sent_bytes import sent_bytes
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""

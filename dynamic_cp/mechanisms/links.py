@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.prices import ACROSS_NODES, IN_NODE, Ints
+from dynamic_cp.arrays import Ints
 from dynamic_cp.types import Topology
+
+IN_NODE, ACROSS_NODES = 0, 1
 
 
 class Links(NamedTuple):

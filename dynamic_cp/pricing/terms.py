@@ -1,28 +1,21 @@
-"""The price of a bucket as numbers in arrays: what the compiled inner loops of packing and simulation read.
+"""A price as a row of numbers: what the compiled inner loops of packing and simulation evaluate.
 
-A bucket of a given CP size, link and exchange costs, on one stage and in one direction,
+The *terms* of a price, on one stage and in one direction, stand for
 
     constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T - c_k * Q)
 
-with T = sum of its padded lengths and Q = sum of their squares. A kink is a step of the exchange that hides behind the
-attention of the whole bucket, so prices are not additive over samples; they are convex, piecewise linear, increasing.
-
-A price has two forms: `Convex`, which formulas are written in, and its *terms*, a row of numbers that compiled loops
-evaluate. Only this file knows what stands where in such a row. Everyone else asks for the price itself (`price`, or
-`prices_of` for many rows at once), its tangent, a line below it, its linear part or its kinks.
+with T = sum of the padded lengths of a bucket and Q = sum of their squares (`convex.py` has the same as a formula).
+Only this file knows what stands where in such a row. Everyone else asks for the price itself (`price`, or `prices_of`
+for many rows at once), its tangent, a line below it, its linear part or its kinks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
 from dynamic_cp._jit import compiled, inlined
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from dynamic_cp.arrays import Floats
+from dynamic_cp.convex import Convex, Kink, Linear, merged
 
 NUM_KINKS = 4
 """Kinks of one direction: two of its own (first and later steps) and two of the forward pass that it repeats."""
@@ -31,46 +24,6 @@ NUM_TERMS = _FIRST_KINK + _NUMBERS_OF_KINK * NUM_KINKS
 """constant, per_token, per_token2, then (weight, a, b, c) of every kink; a weight of 0 ends the kinks."""
 NUM_TERMS_OF_BOTH = _FIRST_KINK + _NUMBERS_OF_KINK * 2 * NUM_KINKS
 """The same for forward and backward together."""
-
-IN_NODE, ACROSS_NODES = 0, 1
-
-
-class Linear(NamedTuple):
-    """constant + per_token * T + per_token2 * Q, in seconds."""
-
-    constant: float = 0.0
-    per_token: float = 0.0
-    per_token2: float = 0.0
-
-    def plus(self, other: Linear, times: float = 1.0) -> Linear:
-        """Return self + times * other."""
-        return Linear(
-            self.constant + times * other.constant,
-            self.per_token + times * other.per_token,
-            self.per_token2 + times * other.per_token2,
-        )
-
-
-class Kink(NamedTuple):
-    """weight * max(0, inner)."""
-
-    weight: float
-    inner: Linear
-
-
-class Convex(NamedTuple):
-    """Seconds of one direction: a linear part and what is exposed of hidden exchanges."""
-
-    linear: Linear
-    kinks: tuple[Kink, ...] = ()
-
-
-def merged(kinks: tuple[Kink, ...]) -> tuple[Kink, ...]:
-    """Return `kinks` with those of equal numbers added up and without those of weight 0."""
-    weights: dict[Linear, float] = {}
-    for weight, inner in kinks:
-        weights[inner] = weights.get(inner, 0.0) + weight
-    return tuple(Kink(weight, inner) for inner, weight in weights.items() if weight)
 
 
 def terms_of(convex: Convex, num_terms: int = NUM_TERMS) -> list[float]:
@@ -208,58 +161,3 @@ def line_below(terms: Floats, row: int, column: int, shares: Floats, floor: floa
         per_token += weight * b
         per_token2 -= weight * c
     return constant, per_token, per_token2
-
-
-class PriceTable(NamedTuple):
-    """All prices of one cost model. `k` is log2 of a CP size, `link` IN_NODE or ACROSS_NODES.
-
-    Attributes:
-        terms: [exchange option, forward or backward, NUM_TERMS] seconds.
-        first_option, end_option: [k, link] -> rows of `terms` that a bucket may choose from.
-        links: [k, first_lane >> k] -> link of the group.
-        multiples: [k] -> padded lengths are multiples of this.
-        capacities: [k] -> padded tokens that a bucket may hold; 0 where the CP size is not allowed.
-        rank_token_multiple: tokens of a rank are a multiple of this.
-        hop_s_per_token: seconds per token of a rank to the next stage.
-        edges_s_per_token: [embedding forward, embedding backward, head forward, head backward], per token of a rank.
-        slowest_s_per_token: what the slowest stage pays of the edges, forward + backward, per token of a rank.
-    """
-
-    terms: Floats
-    first_option: Ints
-    end_option: Ints
-    links: Ints
-    multiples: Ints
-    capacities: Ints
-    rank_token_multiple: int
-    hop_s_per_token: float
-    edges_s_per_token: Floats
-    slowest_s_per_token: float
-
-
-def seconds_of_rows(table: PriceTable, rows: Ints, tokens: Floats, squares: Floats) -> Floats:
-    """Return [bucket, forward or backward] -> seconds of buckets that pay `rows` of the table."""
-    return prices_of(table.terms[rows], tokens[:, None], squares[:, None])
-
-
-@compiled
-def best_option(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
-    """Return the row of `table.terms` with the least forward + backward seconds; the first of equals."""
-    terms, best, end = table.terms, table.first_option[k, link], table.end_option[k, link]
-    if end - best == 1:
-        return best  # type: ignore[no-any-return]
-    least = np.inf
-    for option in range(best, end):
-        both = price(terms, option, 0, tokens, squares) + price(terms, option, 1, tokens, squares)
-        if both < least:
-            best, least = option, both
-    return best  # type: ignore[no-any-return]
-
-
-@compiled
-def duration_ns(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
-    """Return forward + backward of a bucket on the slowest stage, in whole nanoseconds."""
-    option = best_option(table, k, link, tokens, squares)
-    both = price(table.terms, option, 0, tokens, squares) + price(table.terms, option, 1, tokens, squares)
-    both += table.slowest_s_per_token * tokens / (1 << k)
-    return int(np.rint(both * 1e9))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.heads import heads_of_rank, kv_heads_of
+from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.types import Bucket, ModelShape
 
 COLLECTIVES_OF_A2A = 4

@@ -34,3 +34,9 @@ def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> i
     """
     unit = rank_multiple(cp_size, topology.rank_token_multiple)
     return options.max_tokens_per_rank // unit * unit * cp_size
+
+
+def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
+    """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size."""
+    largest = options.max_cp_size or topology.max_cp_size
+    return capacity_tokens(cp_size, topology, options) if options.min_cp_size <= cp_size <= largest else 0

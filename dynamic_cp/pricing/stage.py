@@ -1,8 +1,8 @@
-"""The price table of a cost model: what one bucket costs on one stage, as numbers for compiled loops.
+"""What one bucket costs on one pipeline stage, and the table of all these prices.
 
 linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the device
 tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
-attention, exposed                            `exchanges.py`
+attention, exposed                            `mechanisms/`
 forward   = overhead + linear + tensor + attention + exposed
 backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
             exposed)
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamic_cp.edges import edges_s_per_token, tensor_s_per_token
-from dynamic_cp.exchanges import AttentionPrices
-from dynamic_cp.links import links_of
-from dynamic_cp.packing.limits import capacity_tokens
+from dynamic_cp.convex import Convex, Linear, merged
+from dynamic_cp.mechanisms.attention_prices import AttentionPrices
+from dynamic_cp.mechanisms.links import links_of
 from dynamic_cp.padding import sample_multiple
-from dynamic_cp.prices import Convex, Linear, PriceTable, merged, terms_of
+from dynamic_cp.pricing.capacity import token_capacity
+from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
+from dynamic_cp.pricing.table import PriceTable
+from dynamic_cp.pricing.terms import terms_of
 from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
 _ALONE: list[tuple[CpCommType, int]] = [("p2p", 1)]
@@ -67,12 +69,6 @@ class StagePrices:
             backward = backward.plus(attention.linear)
             kinks += attention.kinks
         return terms_of(Convex(forward, attention.kinks)), terms_of(Convex(backward, merged(kinks)))
-
-
-def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
-    """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size."""
-    largest = options.max_cp_size or topology.max_cp_size
-    return capacity_tokens(cp_size, topology, options) if options.min_cp_size <= cp_size <= largest else 0
 
 
 def make_table(

@@ -1,0 +1,7 @@
+"""The types of arrays that the planner computes with."""
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]

@@ -1,0 +1,12 @@
+"""What a bucket costs: seconds of one bucket on one pipeline stage.
+
+Read in this order:
+    cost_model    CostModel: the price of a bucket, and which way to compute attention is the fastest for it
+    stage         the formulas of one stage's layers, and the table of all prices made of them
+    edges         what a step pays besides its layers: embedding, head and loss, TP collectives, gradients
+    capacity      which CP sizes a bucket may have and how many tokens it may hold
+    table         all prices as arrays, and the two questions that compiled loops ask of them
+    terms         the numbers of one price: the only file that knows what stands where
+
+How attention is computed and exchanged is priced in `dynamic_cp/mechanisms`.
+"""

@@ -1,0 +1,224 @@
+"""Seconds of one bucket on one pipeline stage: linear layers, attention, exposed exchange, edges, fixed overheads.
+
+The price of a bucket is NOT the sum of its samples' prices: the exchange of the whole bucket hides behind the attention
+of the whole bucket. For a fixed CP size it is convex, piecewise linear and increasing in (tokens, tokens squared);
+`stage.py` has the formulas, `mechanisms/` those of attention.
+
+Structure matters most: plans made by tokens squared alone take 1.2 to 8.8 times the step time and without the exchange
+1.03 to 1.8 times, with a 20 % error in one coefficient at most 1.04 (planner experiments on the frozen cost model,
+2026-11-20).
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.mechanisms.attention_prices import AttentionPrices
+from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.pricing.capacity import token_capacity
+from dynamic_cp.pricing.edges import gradient_reduction_s
+from dynamic_cp.pricing.stage import StagePrices, make_table
+from dynamic_cp.pricing.table import best_option, duration_ns
+from dynamic_cp.pricing.terms import price
+from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return `seconds` in whole nanoseconds: every comparison of the planner is one of integers."""
+    return round(seconds * 1e9)
+
+
+class BucketCost(NamedTuple):
+    """Seconds of one bucket on one pipeline stage, all its model chunks together.
+
+    Attributes:
+        forward_s, backward_s: compute and exposed exchange; backward_s includes recomputation.
+        p2p_s: delay of one hop to the next pipeline stage (0 without pipelining).
+        embedding_forward_s, embedding_backward_s: what the first virtual stage pays in addition.
+        head_forward_s, head_backward_s: what the last virtual stage pays in addition, loss included.
+    """
+
+    forward_s: float
+    backward_s: float
+    p2p_s: float
+    embedding_forward_s: float = 0.0
+    embedding_backward_s: float = 0.0
+    head_forward_s: float = 0.0
+    head_backward_s: float = 0.0
+
+
+class CostModel:
+    """Prices buckets of one model on one kind of device.
+
+    Attributes:
+        table: all prices as arrays.
+        exchanges: row of `table.terms` -> exchange.
+        inner_cp_sizes: row of `table.terms` -> inner size of the exchange, as in `Bucket`.
+        gradient_reduction_s: end-of-step reduction of gradients and gathering of parameters, an upper bound (they may
+            overlap); it does not depend on the plan.
+
+    Args:
+        model: shape of the transformer.
+        hardware: coefficients, each with its source in `dynamic_cp/data/hardware/`.
+        topology: tensor, pipeline and lane layout.
+        options: exchanges, recomputation, bytes of an element, limits.
+
+    Raises:
+        UnsupportedFeatureError: no exchange that any allowed CP size can use.
+
+    Limits: the optimizer step is not priced; all stages have num_layers / pp_size layers; no link contention.
+    """
+
+    def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
+        self.topology = topology
+        self.options = options
+        self._attention = AttentionPrices(model, hardware, topology, options)
+        self._stage = StagePrices(model, hardware, topology, options, self._attention)
+        self.gradient_reduction_s = gradient_reduction_s(model, hardware, topology, options)
+        self.table, rows = make_table(model, hardware, topology, options, self._stage)
+        self.exchanges: tuple[CpCommType, ...] = tuple(exchange for exchange, _ in rows)
+        self.inner_cp_sizes = tuple(inner for _, inner in rows)
+        if not self.table.capacities.any():
+            for cp_size in (1 << k for k in range(len(self.table.capacities))):
+                if token_capacity(cp_size, topology, options):
+                    self._check_possible(options.cp_comm_types, cp_size)
+        # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
+        self._edges = tuple(self.table.edges_s_per_token.tolist())
+
+    def bucket_cost(self, bucket: Bucket) -> BucketCost:
+        """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence."""
+        padded = padded_seqlens(
+            (sample.seqlen for sample in bucket.samples), bucket.cp_size, self.topology.rank_token_multiple
+        )
+        return self.cost(
+            bucket.cp_size,
+            bucket.first_lane,
+            sum(padded),
+            sum(tokens * tokens for tokens in padded),
+            cp_comm_type=bucket.cp_comm_type,
+            inner_cp_size=bucket.inner_cp_size,
+        )
+
+    def cost(
+        self,
+        cp_size: int,
+        first_lane: int,
+        tokens: float,
+        tokens_squared: float,
+        cp_comm_type: str | None = None,
+        inner_cp_size: int | None = None,
+    ) -> BucketCost:
+        """Return the seconds of a bucket from its sums.
+
+        Args:
+            cp_size: lanes of the group.
+            first_lane: its first lane; decides which link the exchange uses.
+            tokens: sum of the (padded) lengths.
+            tokens_squared: sum of the squares of the (padded) lengths.
+            cp_comm_type: exchange; None = the fastest of the options.
+            inner_cp_size: of the exchange; None = what it implies, a2a+p2p: the largest possible.
+
+        Raises:
+            UnsupportedFeatureError: an exchange or inner size that this CP size cannot use.
+        """
+        terms, row = self._price(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size)
+        tokens, tokens_squared = float(tokens), float(tokens_squared)
+        rank_tokens = tokens / cp_size
+        embedding_forward, embedding_backward, head_forward, head_backward = self._edges
+        return BucketCost(
+            price(terms, row, 0, tokens, tokens_squared),
+            price(terms, row, 1, tokens, tokens_squared),
+            rank_tokens * self.table.hop_s_per_token,
+            rank_tokens * embedding_forward,
+            rank_tokens * embedding_backward,
+            rank_tokens * head_forward,
+            rank_tokens * head_backward,
+        )
+
+    def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
+        """Return forward + backward on the slowest stage in whole nanoseconds, at the fastest exchange."""
+        k, link = self._place(cp_size, first_lane)
+        self._check_served(k, link)
+        return int(duration_ns(self.table, k, link, float(tokens), float(tokens_squared)))
+
+    def best_exchange(
+        self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float
+    ) -> tuple[CpCommType, int]:
+        """Return the fastest exchange of the options and its inner size; ("p2p", 1) for cp_size 1."""
+        row = self._best_row(cp_size, first_lane, tokens, tokens_squared)
+        return self.exchanges[row], self.inner_cp_sizes[row]
+
+    def with_only(self, cp_comm_type: CpCommType) -> CostModel:
+        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size."""
+        first, end = self.table.first_option.copy(), self.table.end_option.copy()
+        for place in np.ndindex(first.shape):
+            rows = [row for row in range(first[place], end[place]) if self.exchanges[row] == cp_comm_type]
+            if rows:
+                first[place], end[place] = rows[0], rows[-1] + 1
+        other = copy(self)
+        other.table = self.table._replace(first_option=first, end_option=end)
+        return other
+
+    def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:
+        """Return the row of the table that a bucket pays; None where the options do not have its exchange.
+
+        Args:
+            cp_size, first_lane, cp_comm_type: of the bucket.
+            inner_cp_size: of the bucket; None = the first, and largest, that the exchange has.
+        """
+        k, link = self._place(cp_size, first_lane)
+        first, end = int(self.table.first_option[k, link]), int(self.table.end_option[k, link])
+        if cp_size == 1:
+            return first
+        for row in range(first, end):
+            if self.exchanges[row] == cp_comm_type and inner_cp_size in (None, self.inner_cp_sizes[row]):
+                return row
+        return None
+
+    def _price(
+        self,
+        cp_size: int,
+        first_lane: int,
+        tokens: float,
+        tokens_squared: float,
+        cp_comm_type: str | None,
+        inner_cp_size: int | None,
+    ) -> tuple[Floats, int]:
+        """Return terms and the row of them that the bucket pays."""
+        if cp_comm_type is None or cp_size == 1:
+            return self.table.terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
+        row = self.row_of(cp_size, first_lane, cp_comm_type, inner_cp_size)
+        if row is not None:
+            return self.table.terms, row
+        self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
+        inner = inner_cp_size or self._attention.inner_sizes(cp_comm_type, cp_size)[0]
+        return np.array([self._stage.terms(cp_comm_type, cp_size, inner, self._place(cp_size, first_lane)[1])]), 0
+
+    def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
+        k, link = self._place(cp_size, first_lane)
+        self._check_served(k, link)
+        return int(best_option(self.table, k, link, float(tokens), float(tokens_squared)))
+
+    def _place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
+        k = cp_size.bit_length() - 1
+        return k, int(self.table.links[k, first_lane >> k])
+
+    def _check_served(self, k: int, link: int) -> None:
+        if self.table.first_option[k, link] == self.table.end_option[k, link]:
+            self._check_possible(self.options.cp_comm_types, 1 << k)
+
+    def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> None:
+        sizes = [size for exchange in exchanges for size in self._attention.inner_sizes(exchange, cp_size)]
+        if not sizes or (inner_cp_size is not None and inner_cp_size not in sizes):
+            inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
+            raise UnsupportedFeatureError(
+                f"cp_comm_types {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
+                f"{self._attention.a2a_rule()}; allow p2p (--cp-comm-type p2p or auto)",
+                cp_comm_types=exchanges,
+                cp_size=cp_size,
+            )

@@ -1,0 +1,66 @@
+"""All prices of one cost model, as arrays: what packers, judges and bounds read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.pricing.terms import price, prices_of
+
+
+class PriceTable(NamedTuple):
+    """All prices of one cost model. `k` is log2 of a CP size, `link` IN_NODE or ACROSS_NODES.
+
+    Attributes:
+        terms: [exchange option, forward or backward, NUM_TERMS] seconds.
+        first_option, end_option: [k, link] -> rows of `terms` that a bucket may choose from.
+        links: [k, first_lane >> k] -> link of the group.
+        multiples: [k] -> padded lengths are multiples of this.
+        capacities: [k] -> padded tokens that a bucket may hold; 0 where the CP size is not allowed.
+        rank_token_multiple: tokens of a rank are a multiple of this.
+        hop_s_per_token: seconds per token of a rank to the next stage.
+        edges_s_per_token: [embedding forward, embedding backward, head forward, head backward], per token of a rank.
+        slowest_s_per_token: what the slowest stage pays of the edges, forward + backward, per token of a rank.
+    """
+
+    terms: Floats
+    first_option: Ints
+    end_option: Ints
+    links: Ints
+    multiples: Ints
+    capacities: Ints
+    rank_token_multiple: int
+    hop_s_per_token: float
+    edges_s_per_token: Floats
+    slowest_s_per_token: float
+
+
+def seconds_of_rows(table: PriceTable, rows: Ints, tokens: Floats, squares: Floats) -> Floats:
+    """Return [bucket, forward or backward] -> seconds of buckets that pay `rows` of the table."""
+    return prices_of(table.terms[rows], tokens[:, None], squares[:, None])
+
+
+@compiled
+def best_option(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
+    """Return the row of `table.terms` with the least forward + backward seconds; the first of equals."""
+    terms, best, end = table.terms, table.first_option[k, link], table.end_option[k, link]
+    if end - best == 1:
+        return best  # type: ignore[no-any-return]
+    least = np.inf
+    for option in range(best, end):
+        both = price(terms, option, 0, tokens, squares) + price(terms, option, 1, tokens, squares)
+        if both < least:
+            best, least = option, both
+    return best  # type: ignore[no-any-return]
+
+
+@compiled
+def duration_ns(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
+    """Return forward + backward of a bucket on the slowest stage, in whole nanoseconds."""
+    option = best_option(table, k, link, tokens, squares)
+    both = price(table.terms, option, 0, tokens, squares) + price(table.terms, option, 1, tokens, squares)
+    both += table.slowest_s_per_token * tokens / (1 << k)
+    return int(np.rint(both * 1e9))
