@@ -36,7 +36,7 @@ from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import convex_of
-from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 TOLERANCE = 1e-6
 """Plans that differ less are equally good: the solver computes in floats and rounds no duration."""
@@ -385,14 +385,14 @@ class _Program:
                     if (at, row, index) in self.hold and self.hold[at, row, index].value() > 0.5
                 )
                 option = max(group.options, key=lambda one: self.used[row, index][one].value())
-                exchange: CpCommType = self.cost_model.exchanges[option] if group.k else "p2p"
+                attention = self.cost_model.attentions[option]
                 buckets.append(
                     Bucket(
                         first_lane=group.first_lane,
                         cp_size=1 << group.k,
                         samples=inside,
-                        cp_comm_type=exchange,
-                        inner_cp_size=self.cost_model.inner_cp_sizes[option] if group.k else 1,
+                        cp_comm_type=attention.cp_comm_type,
+                        inner_cp_size=attention.inner_cp_size,
                     )
                 )
             micro_batches.append(MicroBatch(buckets=tuple(sorted(buckets, key=lambda bucket: bucket.first_lane))))

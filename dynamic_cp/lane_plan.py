@@ -15,7 +15,7 @@ from typing import Any
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.padding import padding_fraction
 from dynamic_cp.serialize import digest
-from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, Plan, PlannedBatch, Sample
+from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def _encode_bucket(bucket: Bucket) -> str:
     ids = [sample.sample_id for sample in bucket.samples]
     seqlens = [sample.seqlen for sample in bucket.samples]
     row = [bucket.first_lane, bucket.cp_size, bucket.cp_comm_type, ids, seqlens]
-    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
+    if bucket.attention.chooses_inner_size:
         row.append(bucket.inner_cp_size)
     return json.dumps(row, separators=(",", ":"))
 

@@ -15,12 +15,14 @@ import numpy as np
 from dynamic_cp.activations import activation_bytes
 from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.mechanisms.heads import heads_of_rank, inner_sizes, kv_heads_of
+from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Topology
+from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
@@ -72,7 +74,8 @@ class MemoryModel:
         self._options = options
         self._distributed_optimizer = distributed_optimizer
         self._bytes = activation_bytes(model, topology, options)
-        self._heads = heads_of_rank(model, topology.tp_size)
+        heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
+        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes)
 
     @property
     def available_bytes(self) -> float:
@@ -111,7 +114,7 @@ class MemoryModel:
                 tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
-                exchanged[row, lanes] = self._exchange_bytes(tokens, bucket.cp_size, bucket.inner_cp_size)
+                exchanged[row, lanes] = self._exchange_bytes(tokens, bucket.cp_size, bucket.attention)
         alive = peak_in_flight_tokens(held, plan.topology.pp_size, plan.topology.vp_size)
         most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
         return tuple(
@@ -126,10 +129,12 @@ class MemoryModel:
         many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
-        inner_sizes = {inner for one in self._options.cp_comm_types for inner in self._inner_sizes(one, cp_size)}
-        buffers = np.array(
-            [max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in inner_sizes), default=0)]
+        possible = (
+            Attention(name, inner)
+            for name in self._options.cp_comm_types
+            for inner in MECHANISMS[name].inner_sizes(cp_size, self._sharing)
         )
+        buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
         return tuple(
             self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers) for stage in range(topology.pp_size)
         )
@@ -215,17 +220,15 @@ class MemoryModel:
         ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
         return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
-    def _exchange_bytes(self, tokens: int, cp_size: int, inner: int) -> float:
+    def _exchange_bytes(self, tokens: int, cp_size: int, attention: Attention) -> float:
         """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""
         if cp_size == 1:
             return 0.0
-        copies = kv_heads_of(*self._heads, inner).copies if self._heads and inner > 1 else 1
-        queries = self._bytes.a2a_queries if inner > 1 else 0.0
-        return tokens * (queries + cp_size // inner * copies * self._bytes.ring_per_bucket_token)
-
-    def _inner_sizes(self, exchange: str, cp_size: int) -> tuple[int, ...]:
-        node_lanes = lanes_in_one_node(self._topology)
-        return inner_sizes(exchange, cp_size, self._heads, node_lanes, self._options.inner_cp_sizes)
+        mechanism, inner = MECHANISMS[attention.cp_comm_type], attention.inner_cp_size
+        copies, per_token = self._sharing.copies(inner), self._bytes
+        return tokens * mechanism.kept_bytes(
+            cp_size, inner, per_token.a2a_queries, per_token.ring_per_bucket_token, copies
+        )
 
     def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
         """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""
@@ -249,14 +252,11 @@ class MemoryModel:
         )
 
     def _num_groups(self) -> int:
-        """Return how many communicators a rank has: one per CP size above 1, TP, PP and all lanes.
-
-        An inner group of a2a+p2p is the CP group of its size; every outer ring needs one of its own.
-        """
+        """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""
         topology = self._topology
         largest = min(self._options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
         sizes = [1 << k for k in range(1, largest.bit_length())]
-        if "a2a+p2p" in self._options.cp_comm_types:
-            others += sum(len(self._inner_sizes("a2a+p2p", cp_size)) for cp_size in sizes)
+        for name in self._options.cp_comm_types:
+            others += sum(MECHANISMS[name].num_more_groups(cp_size, self._sharing) for cp_size in sizes)
         return len(sizes) + others

@@ -17,9 +17,10 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
-from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns, num_microbatches_of
+from dynamic_cp.packing.judge import build_plan, grid_of_priced, makespan_ns, num_microbatches_of, price_packing
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.orders import ORDERS, in_orders
@@ -89,13 +90,14 @@ def plan_global_batch(
         _check_exchanges(batch.samples[0], cost_model)
     search = _Search(batch, cost_model)
     ranking = search.ranking(policy)
-    if policy == "dynamic" and len(options.cp_comm_types) > 1 and "p2p" in options.cp_comm_types:
+    if policy == "dynamic" and len(options.cp_comm_types) > 1 and Ring.name in options.cp_comm_types:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
     best = ranking[0]
-    plan = build_plan(batch.samples, batch.seqlens, best.packing, best.cost_model, policy)
+    priced = price_packing(batch.seqlens, best.packing, best.cost_model)
+    plan = build_plan(batch.samples, priced, best.cost_model, policy)
     check_plan(plan, batch.samples)
     # The grid of the packing is the grid of the plan, and much faster to make.
-    grid = grid_of_packing(batch.seqlens, best.packing, best.cost_model)
+    grid = grid_of_priced(priced, best.cost_model)
     timeline = simulate(plan, cost_model, grid=grid)
     return PlannedBatch(
         plan=plan,
@@ -143,7 +145,7 @@ class _Search:
 
         Prices of all exchanges lead a search elsewhere, at times to slower plans; so they never are.
         """
-        ring = self.cost_model.with_only("p2p")
+        ring = self.cost_model.with_only(Ring.name)
         ring.options = replace(ring.options, search="fast")
         best = _Search(self.batch, ring).ranking("dynamic")[0]
         name = f"{best.name} as ring"

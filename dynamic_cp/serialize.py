@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
-from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import CHOOSES_INNER_SIZE, Attention, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
 
 SCHEMA_VERSION = 1
 _UNUSED = {"all_lanes_coupled": False}
@@ -139,7 +139,7 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
         "cp_comm_type": bucket.cp_comm_type,
         "samples": [[sample.sample_id, sample.seqlen] for sample in bucket.samples],
     }
-    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
+    if bucket.attention.chooses_inner_size:
         data["inner_cp_size"] = bucket.inner_cp_size
     return data
 
@@ -172,9 +172,7 @@ def _format_bucket(bucket: Bucket) -> str:
         if bucket.cp_size == 1
         else f"lanes {bucket.first_lane}-{bucket.first_lane + bucket.cp_size - 1}"
     )
-    exchange = "" if bucket.cp_comm_type == "p2p" else f" {bucket.cp_comm_type}"
-    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
-        exchange += f"/{bucket.inner_cp_size}"
+    exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
     samples = " ".join(f"{sample.sample_id}:{sample.seqlen}" for sample in bucket.samples) or "-"
     return f"{lanes}{exchange}: {samples}"
 
@@ -198,7 +196,7 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
                 **({"inner_cp_size": int(inner_cp_size)} if inner_cp_size else {}),
                 "first_lane": int(first_lane),
                 "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
-                "cp_comm_type": cp_comm_type or "p2p",
+                "cp_comm_type": cp_comm_type or Attention().cp_comm_type,
                 "samples": []
                 if samples == "-"
                 else [[int(number) for number in pair.split(":")] for pair in samples.split()],

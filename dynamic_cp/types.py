@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 from dynamic_cp.errors import InvalidInputError
 
@@ -25,8 +25,18 @@ if TYPE_CHECKING:
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
-CHOOSES_INNER_SIZE = ("a2a+p2p",)
-"""Exchanges that do not imply `Bucket.inner_cp_size`."""
+_INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen"]] = {
+    "p2p": "one",
+    "all_gather": "one",
+    "a2a": "all",
+    "a2a+p2p": "chosen",
+}
+"""Mechanism -> how many lanes of a group exchange heads: none with another, all, or as many as the planner chooses."""
+CHOOSES_INNER_SIZE = tuple(name for name, inner in _INNER_SIZES.items() if inner == "chosen")
+"""Mechanisms that do not imply `Bucket.inner_cp_size`."""
+
+IN_NODE, ACROSS_NODES = 0, 1
+"""The link of a group of lanes."""
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
@@ -277,6 +287,27 @@ class ModelShape:
         return (2 if self.causal_attention else 4) * self.query_size
 
 
+class Attention(NamedTuple):
+    """How the lanes of a CP group compute attention together; `dynamic_cp.mechanisms` has a model of each mechanism.
+
+    Attributes:
+        cp_comm_type: the mechanism.
+        inner_cp_size: as in `Bucket`.
+    """
+
+    cp_comm_type: CpCommType = "p2p"
+    inner_cp_size: int = 1
+
+    @property
+    def chooses_inner_size(self) -> bool:
+        """Whether the mechanism and the CP size leave the inner size open."""
+        return self.cp_comm_type in CHOOSES_INNER_SIZE
+
+    def __str__(self) -> str:
+        """Return what plans and reports call it: `a2a`, or with the inner size that it chooses `a2a+p2p/8`."""
+        return f"{self.cp_comm_type}/{self.inner_cp_size}" if self.chooses_inner_size else self.cp_comm_type
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """What one context-parallel group computes in one micro-batch.
@@ -311,17 +342,17 @@ class Bucket:
                 f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(CP_COMM_TYPES)}",
                 cp_comm_type=self.cp_comm_type,
             )
-        if self.cp_comm_type != "p2p" or self.inner_cp_size != 1:
+        if _INNER_SIZES[self.cp_comm_type] != "one" or self.inner_cp_size != 1:
             self._set_inner_cp_size()
 
     def _set_inner_cp_size(self) -> None:
         """Refuse an inner size that the exchange does not have; fill in the one that a2a implies."""
         inner, where = self.inner_cp_size, f"the bucket at lane {self.first_lane}"
-        if self.cp_comm_type == "a2a+p2p":
+        if self.attention.chooses_inner_size:
             if not isinstance(inner, Integral) or not is_power_of_two(inner) or not 1 < inner < self.cp_size:
                 raise InvalidInputError(
-                    f"inner_cp_size {inner} of {where} (a2a+p2p, cp_size {self.cp_size}) is not a power of two "
-                    f"between 1 and {self.cp_size}: "
+                    f"inner_cp_size {inner} of {where} ({self.cp_comm_type}, cp_size {self.cp_size}) is not a power "
+                    f"of two between 1 and {self.cp_size}: "
                     + (
                         "use 2, 4, ... below cp_size" if self.cp_size > 2 else "use p2p or a2a, they need no inner size"
                     ),
@@ -330,7 +361,7 @@ class Bucket:
                     first_lane=self.first_lane,
                 )
             return
-        implied = self.cp_size if self.cp_comm_type == "a2a" else 1
+        implied = self.cp_size if _INNER_SIZES[self.cp_comm_type] == "all" else 1
         if inner not in (1, implied):
             raise InvalidInputError(
                 f"inner_cp_size {inner} of {where} is not {implied}, which {self.cp_comm_type} with cp_size "
@@ -340,6 +371,11 @@ class Bucket:
                 first_lane=self.first_lane,
             )
         object.__setattr__(self, "inner_cp_size", implied)
+
+    @property
+    def attention(self) -> Attention:
+        """How its lanes compute attention."""
+        return Attention(self.cp_comm_type, self.inner_cp_size)
 
     @property
     def lanes(self) -> range:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.padding import rank_tokens
-from dynamic_cp.types import CHOOSES_INNER_SIZE, Bucket, MicroBatch, Plan, Sample
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 _SHOWN_SAMPLES = 4
 
@@ -22,7 +23,8 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         5. A bucket without samples (an empty place) has cp_size 1.
         6. No sample is in two places.
         7. The samples are `samples`, lengths included, where they are given.
-        8. The inner groups of a2a+p2p divide the lanes of a node, and each lies inside one node on every stage.
+        8. The lanes of a bucket can use its mechanism: the inner groups of a2a+p2p divide the lanes of a node, and each
+           lies inside one node on every stage.
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -123,32 +125,17 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             rank_tokens=tokens,
             max_tokens_per_rank=plan.max_tokens_per_rank,
         )
-    if bucket.cp_comm_type in CHOOSES_INNER_SIZE:
-        _check_inner_groups(plan, index, position, bucket)
-
-
-def _check_inner_groups(plan: Plan, index: int, position: int, bucket: Bucket) -> None:
-    inner, node = bucket.inner_cp_size, plan.topology.lanes_per_node
-    if node % inner:
+    # Most buckets have one lane, which exchanges nothing.
+    reason = MECHANISMS[bucket.cp_comm_type].why_illegal(bucket, plan.topology) if bucket.cp_size > 1 else None
+    if reason is not None:
         raise _illegal(
             plan,
             index,
             position,
-            f"inner_cp_size {inner} does not divide the {node} lanes of a node: use an inner size that does, or p2p",
-            inner_cp_size=inner,
-            lanes_per_node=node,
+            reason,
+            inner_cp_size=bucket.inner_cp_size,
+            lanes_per_node=plan.topology.lanes_per_node,
         )
-    for first in bucket.lanes[::inner]:
-        if plan.topology.spans_nodes(first, inner):
-            raise _illegal(
-                plan,
-                index,
-                position,
-                f"the inner group of lanes {first}-{first + inner - 1} lies on more than one node of {node} lanes: "
-                "use a smaller inner_cp_size, or p2p",
-                inner_cp_size=inner,
-                lanes_per_node=node,
-            )
 
 
 def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[int, tuple[int, int]]) -> None:

@@ -42,7 +42,7 @@ _GROWTH = 0.01
 """The longest layers must spend this share of their time on tokens, or there is no rate to see."""
 _DIGITS = 4
 _BACKWARD_FLOPS = 2.5
-"""Of attention, over forward, as `dynamic_cp.mechanisms.attention_prices` counts them."""
+"""Of attention, over forward, as `dynamic_cp.mechanisms.stage_attention` counts them."""
 
 
 def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:

@@ -40,15 +40,15 @@ def ladder(cost_model: CostModel, max_seqlen: int) -> tuple[Plan, ...]:
             room -= seqlens[-1]
         if not seqlens:
             return Bucket(first_lane=first_lane)
-        exchange, inner_cp_size = cost_model.best_exchange(
+        attention = cost_model.best_exchange(
             cp_size, first_lane, sum(seqlens), sum(seqlen * seqlen for seqlen in seqlens)
         )
         return Bucket(
             first_lane=first_lane,
             cp_size=cp_size,
             samples=tuple(Sample(sample_id=next(ids), seqlen=seqlen) for seqlen in seqlens),
-            cp_comm_type=exchange,
-            inner_cp_size=inner_cp_size,
+            cp_comm_type=attention.cp_comm_type,
+            inner_cp_size=attention.inner_cp_size,
         )
 
     def micro_batch(cp_size: int, rank_tokens: int, parts: int) -> MicroBatch:

@@ -74,26 +74,3 @@ def heads_of_rank(model: ModelShape, tp_size: int) -> tuple[int, int] | None:
         return None
     query_heads = model.num_attention_heads // tp_size
     return (query_heads, max(1, kv_heads)) if query_heads % max(1, kv_heads) == 0 else None
-
-
-def inner_sizes(
-    exchange: str,
-    cp_size: int,
-    heads: tuple[int, int] | None,
-    lanes_in_one_node: int,
-    allowed: tuple[int, ...] | None = None,
-) -> tuple[int, ...]:
-    """Return the inner sizes with which a group can use an exchange, the largest first; () where it cannot.
-
-    Args:
-        exchange, cp_size: of the group, as in `Bucket`.
-        heads: of `heads_of_rank`.
-        lanes_in_one_node: the largest inner group of a2a+p2p (`links.lanes_in_one_node`).
-        allowed: of a2a+p2p (`PlanOptions.inner_cp_sizes`); None = all.
-    """
-    if exchange == "a2a+p2p":
-        sizes = [1 << k for k in range(cp_size.bit_length() - 2, 0, -1) if 1 << k <= lanes_in_one_node]
-        sizes = [size for size in sizes if allowed is None or size in allowed]
-    else:
-        sizes = [cp_size if exchange == "a2a" else 1]
-    return tuple(size for size in sizes if size == 1 or (heads is not None and heads[0] % size == 0))

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.types import Topology
-
-IN_NODE, ACROSS_NODES = 0, 1
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, Topology
 
 
 class Links(NamedTuple):

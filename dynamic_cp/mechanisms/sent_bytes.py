@@ -17,10 +17,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
-from dynamic_cp.types import Bucket, ModelShape
-
 COLLECTIVES_OF_A2A = 4
 """Queries, keys and values before, outputs after: as TransformerEngine does; our attention joins the first three."""
 RING_BACKWARD_OVER_FORWARD = 2
@@ -64,21 +60,3 @@ def sent_bytes(cp_size: int, inner_cp_size: int, query_bytes: float, kv_bytes: f
     inner = (copies * kv_bytes + query_bytes) * (inner_cp_size - 1) / inner_cp_size
     num_inner = COLLECTIVES_OF_A2A if inner_cp_size > 1 else 0
     return SentBytes(copies * kv_bytes, cp_size // inner_cp_size - 1, inner, num_inner)
-
-
-def sent_bytes_of(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, element_bytes: int) -> SentBytes:
-    """Return the bytes that a rank of `bucket` with `rank_tokens` padded tokens sends in the forward pass of one layer.
-
-    Raises:
-        UnsupportedFeatureError: heads that the exchange of the bucket cannot share out.
-    """
-    heads = heads_of_rank(model, tp_size)
-    if heads is None:
-        raise UnsupportedFeatureError(
-            f"{model.num_attention_heads} query heads and {model.num_query_groups} KV heads cannot be split among "
-            f"{tp_size} TP ranks: choose a TP size that divides them",
-            tp_size=tp_size,
-        )
-    queries, keys = (2 * number * model.kv_channels * element_bytes * rank_tokens for number in heads)
-    copies = kv_heads_of(*heads, bucket.inner_cp_size).copies
-    return sent_bytes(bucket.cp_size, bucket.inner_cp_size, queries, keys, copies)

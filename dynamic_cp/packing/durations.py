@@ -8,10 +8,10 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.mechanisms.links import ACROSS_NODES, IN_NODE
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import NUM_TERMS_OF_BOTH, both_ns, price_inlined
+from dynamic_cp.types import ACROSS_NODES, IN_NODE
 
 
 class Durations(NamedTuple):
@@ -22,7 +22,7 @@ class Durations(NamedTuple):
 
     Attributes:
         terms: [log2 of CP size, exchange, NUM_TERMS_OF_BOTH] nanoseconds of forward and backward together, of
-            `prices.both_ns`.
+            `pricing.terms.both_ns`.
         num_exchanges: [log2 of CP size].
         multiples, capacities: [log2 of CP size], as in the price table; capacity 0 where a CP size is not allowed.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.table import PriceTable, best_option
+from dynamic_cp.pricing.table import PriceTable, best_options
 from dynamic_cp.pricing.terms import price
-from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Plan, Sample
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 
 def num_microbatches_of(packing: Packing, cost_model: CostModel) -> int:
@@ -25,15 +25,45 @@ def num_microbatches_of(packing: Packing, cost_model: CostModel) -> int:
     return round_up(max(1, packing.num_rows), cost_model.topology.num_microbatches_multiple)
 
 
-def grid_of_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> Grid:
-    """Return the exact durations of `packing`; places that no bucket covers hold their minimal padding sequence.
+class PricedPacking(NamedTuple):
+    """A packing and what each of its buckets pays: everything that a grid of durations or a plan is made of.
+
+    Attributes:
+        packing: rows of buckets.
+        tokens, squares: [bucket] sums of padded lengths and of their squares.
+        price_rows: [bucket] -> row of the price table, the fastest way for it to compute attention on its lanes.
+    """
+
+    packing: Packing
+    tokens: Floats
+    squares: Floats
+    price_rows: Ints
+
+
+def price_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> PricedPacking:
+    """Return `packing` with the sums of its buckets and the fastest way for each to compute attention.
 
     Args:
         seqlens: [sample] tokens, descending.
         packing: rows of buckets.
-        cost_model: prices, lanes and stages.
+        cost_model: prices.
     """
-    topology = cost_model.topology
+    table = cost_model.table
+    tokens, squares = sums_of_buckets(
+        seqlens, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
+    )  # fmt: skip
+    price_rows = best_options(table, packing.first_lanes, packing.log2_cp_sizes, tokens, squares)
+    return PricedPacking(packing, tokens, squares, price_rows)
+
+
+def grid_of_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> Grid:
+    """Return `grid_of_priced` of a packing that is not priced yet."""
+    return grid_of_priced(price_packing(seqlens, packing, cost_model), cost_model)
+
+
+def grid_of_priced(priced: PricedPacking, cost_model: CostModel) -> Grid:
+    """Return the exact durations of a packing; places that no bucket covers hold their minimal padding sequence."""
+    topology, packing = cost_model.topology, priced.packing
     shape = (num_microbatches_of(packing, cost_model), topology.num_lanes)
     grid = Grid(
         np.ones(shape, np.int64),
@@ -41,10 +71,9 @@ def grid_of_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> G
         np.empty((2, 2, *shape), np.int64),
         np.empty(shape, np.int64),
     )
-    tokens, squares = bucket_sums(seqlens, packing, cost_model.table)
     fill_grid(
         grid, cost_model.table, topology.vp_size, packing.rows, packing.first_lanes, packing.log2_cp_sizes,
-        tokens, squares,
+        priced.tokens, priced.squares, priced.price_rows,
     )  # fmt: skip
     return grid
 
@@ -60,19 +89,16 @@ def makespan_of_grid_ns(grid: Grid, cost_model: CostModel) -> int:
     return longest_path_ns(pipeline_graph(topology.pp_size, len(grid.sizes), topology.vp_size), grid)
 
 
-def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_model: CostModel, policy: str) -> Plan:
-    """Return the plan of `packing`; free lanes get empty places, interleaving its missing micro-batches.
+def build_plan(samples: Sequence[Sample], priced: PricedPacking, cost_model: CostModel, policy: str) -> Plan:
+    """Return the plan of a packing; free lanes get empty places, interleaving its missing micro-batches.
 
     Args:
         samples: descending by seqlen, ties by ascending sample_id: the order of the packing's indices.
-        seqlens: [sample] tokens, the same.
-        packing: rows of buckets.
-        cost_model: chooses the exchange of every bucket.
+        priced: rows of buckets, and how each computes attention.
+        cost_model: of the prices.
         policy: name of the method.
     """
-    topology = cost_model.topology
-    tokens, squares = bucket_sums(seqlens, packing, cost_model.table)
-    exchanges = _exchanges(packing, cost_model, tokens, squares)
+    topology, packing = cost_model.topology, priced.packing
     contents: list[list[Sample]] = [[] for _ in range(len(packing.rows))]
     for sample, bucket in zip(samples, packing.bucket_of_sample.tolist(), strict=True):
         contents[bucket].append(sample)
@@ -80,18 +106,18 @@ def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_
     empty = [Bucket(first_lane=lane) for lane in range(topology.num_lanes)]
     rows: list[dict[int, Bucket]] = [{} for _ in range(num_microbatches)]
     places = zip(
-        packing.rows.tolist(), packing.first_lanes.tolist(), packing.log2_cp_sizes.tolist(), exchanges, contents,
-        strict=True,
+        packing.rows.tolist(), packing.first_lanes.tolist(), packing.log2_cp_sizes.tolist(),
+        priced.price_rows.tolist(), contents, strict=True,
     )  # fmt: skip
-    for row, first_lane, k, exchange, inside in places:
+    for row, first_lane, k, price_row, inside in places:
         if inside:
-            comm_type, inner = exchange
+            cp_comm_type, inner_cp_size = cost_model.attentions[price_row]
             rows[row][first_lane] = Bucket(
                 first_lane=first_lane,
                 cp_size=1 << k,
                 samples=tuple(inside),
-                cp_comm_type=comm_type,
-                inner_cp_size=inner,
+                cp_comm_type=cp_comm_type,
+                inner_cp_size=inner_cp_size,
             )
     micro_batches = []
     for buckets in rows:
@@ -109,57 +135,32 @@ def build_plan(samples: Sequence[Sample], seqlens: Ints, packing: Packing, cost_
     )
 
 
-def _exchanges(
-    packing: Packing, cost_model: CostModel, tokens: Floats, squares: Floats
-) -> Sequence[tuple[CpCommType, int]]:
-    alone: tuple[CpCommType, int] = ("p2p", 1)
-    if set(cost_model.exchanges) == {"p2p"}:
-        return list(repeat(alone, len(packing.rows)))
-    return [
-        cost_model.best_exchange(1 << k, lane, total, total2) if k else alone
-        for k, lane, total, total2 in zip(
-            packing.log2_cp_sizes.tolist(), packing.first_lanes.tolist(), tokens.tolist(), squares.tolist(), strict=True
-        )
-    ]
-
-
-def bucket_sums(seqlens: Ints, packing: Packing, table: PriceTable) -> tuple[Floats, Floats]:
-    """Return [bucket] -> (sum, sum of squares) of padded lengths, with what the last sample takes for the rank."""
-    return sums_of_buckets(
-        seqlens, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
-    )  # fmt: skip
-
-
 @compiled
 def fill_grid(
     grid: Grid, table: PriceTable, vp_size: int, rows: Ints, first_lanes: Ints, log2_cp_sizes: Ints,
-    tokens: Floats, squares: Floats,
+    tokens: Floats, squares: Floats, price_rows: Ints,
 ) -> None:  # fmt: skip
     """Write the durations of all buckets into `grid`, those of an empty place everywhere else."""
     # An array is taken out of its tuple once: compiled code counts references, and that took most of the time.
     sizes, all_chunk_ns, all_edge_ns, all_hop_ns = grid.sizes, grid.chunk_ns, grid.edge_ns, grid.hop_ns
-    terms, links, edges_s_per_token = table.terms, table.links, table.edges_s_per_token
-    first_option, end_option = table.first_option, table.end_option
+    terms, edges_s_per_token = table.terms, table.edges_s_per_token
     empty = float(table.rank_token_multiple)
     for bucket in range(-1, len(rows)):  # -1: an empty place
         if bucket < 0:
             row, first_lane, k, total, total2 = 0, 0, 0, empty, empty * empty
+            price_row = table.first_option[0, table.links[0, 0]]
         else:
             row, first_lane, k = rows[bucket], first_lanes[bucket], log2_cp_sizes[bucket]
-            total, total2 = tokens[bucket], squares[bucket]
+            total, total2, price_row = tokens[bucket], squares[bucket], price_rows[bucket]
             if total == 0.0:
                 continue
-        link = links[k, first_lane >> k]
-        option = first_option[k, link]
-        if end_option[k, link] - option > 1:
-            option = best_option(table, k, link, total, total2)
         lanes = 1 << k
         rank_tokens = total / lanes
         hop_ns = int(np.rint(rank_tokens * table.hop_s_per_token * 1e9))
         for lane in range(first_lane, first_lane + lanes):
             sizes[row, lane], all_hop_ns[row, lane] = lanes, hop_ns
         for direction in range(2):
-            chunk_ns = int(np.rint(price(terms, option, direction, total, total2) / vp_size * 1e9))
+            chunk_ns = int(np.rint(price(terms, price_row, direction, total, total2) / vp_size * 1e9))
             for lane in range(first_lane, first_lane + lanes):
                 all_chunk_ns[direction, row, lane] = chunk_ns
             for edge in range(2):

@@ -20,7 +20,7 @@ from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, end_times
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.table import PriceTable
+from dynamic_cp.pricing.table import PriceTable, best_options
 
 _SMALL = 1000
 _HOTTEST, _COLDEST = 0.02, 0.0003
@@ -254,5 +254,6 @@ def _makespan(
 ) -> int:  # fmt: skip
     bucket_of_sample, row_of, first_of, size_of = trial
     tokens, squares = sums_of_buckets(seqlens, bucket_of_sample, size_of, table.multiples, table.rank_token_multiple)
-    fill_grid(grid, table, vp_size, row_of, first_of, size_of, tokens, squares)
+    price_rows = best_options(table, first_of, size_of, tokens, squares)
+    fill_grid(grid, table, vp_size, row_of, first_of, size_of, tokens, squares, price_rows)
     return end_times(graph, grid, ends)

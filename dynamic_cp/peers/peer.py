@@ -71,13 +71,13 @@ def best_order(rows: Sequence[Sequence[PeerBucket]], cost_model: CostModel, poli
 def _bucket(bucket: PeerBucket, cost_model: CostModel) -> Bucket:
     lengths = (sample.seqlen for sample in bucket.samples)
     padded = padded_seqlens(lengths, bucket.cp_size, cost_model.topology.rank_token_multiple)
-    cp_comm_type, inner_cp_size = cost_model.best_exchange(
+    attention = cost_model.best_exchange(
         bucket.cp_size, bucket.first_lane, sum(padded), sum(tokens * tokens for tokens in padded)
     )
     return Bucket(
         first_lane=bucket.first_lane,
         cp_size=bucket.cp_size,
         samples=tuple(bucket.samples),
-        cp_comm_type=cp_comm_type,
-        inner_cp_size=inner_cp_size,
+        cp_comm_type=attention.cp_comm_type,
+        inner_cp_size=attention.inner_cp_size,
     )

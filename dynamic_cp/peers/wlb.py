@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamic_cp.packing.judge import build_plan
+from dynamic_cp.packing.judge import build_plan, price_packing
 from dynamic_cp.packing.orders import in_orders
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.packing.wlb import packings_like_wlb
@@ -40,4 +40,6 @@ def peer(samples: Sequence[Sample], cost_model: CostModel) -> PeerResult:
     if best is None:
         return PeerResult(None, None, f"no CP size holds the longest sample, {seqlens[0]} tokens")
     found_ns, packing, note = best
-    return PeerResult(found_ns / 1e9, build_plan(ordered, seqlens, packing, cost_model, "wlb"), note)
+    return PeerResult(
+        found_ns / 1e9, build_plan(ordered, price_packing(seqlens, packing, cost_model), cost_model, "wlb"), note
+    )

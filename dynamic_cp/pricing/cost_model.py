@@ -18,14 +18,13 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.attention_prices import AttentionPrices
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import gradient_reduction_s
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
-from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Attention, Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
 
 def nanoseconds(seconds: float) -> int:
@@ -57,8 +56,7 @@ class CostModel:
 
     Attributes:
         table: all prices as arrays.
-        exchanges: row of `table.terms` -> exchange.
-        inner_cp_sizes: row of `table.terms` -> inner size of the exchange, as in `Bucket`.
+        attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
         gradient_reduction_s: end-of-step reduction of gradients and gathering of parameters, an upper bound (they may
             overlap); it does not depend on the plan.
 
@@ -77,12 +75,9 @@ class CostModel:
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
         self.topology = topology
         self.options = options
-        self._attention = AttentionPrices(model, hardware, topology, options)
-        self._stage = StagePrices(model, hardware, topology, options, self._attention)
+        self._stage = StagePrices(model, hardware, topology, options)
         self.gradient_reduction_s = gradient_reduction_s(model, hardware, topology, options)
-        self.table, rows = make_table(model, hardware, topology, options, self._stage)
-        self.exchanges: tuple[CpCommType, ...] = tuple(exchange for exchange, _ in rows)
-        self.inner_cp_sizes = tuple(inner for _, inner in rows)
+        self.table, self.attentions = make_table(model, hardware, topology, options, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, topology, options):
@@ -146,18 +141,15 @@ class CostModel:
         self._check_served(k, link)
         return int(duration_ns(self.table, k, link, float(tokens), float(tokens_squared)))
 
-    def best_exchange(
-        self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float
-    ) -> tuple[CpCommType, int]:
-        """Return the fastest exchange of the options and its inner size; ("p2p", 1) for cp_size 1."""
-        row = self._best_row(cp_size, first_lane, tokens, tokens_squared)
-        return self.exchanges[row], self.inner_cp_sizes[row]
+    def best_exchange(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> Attention:
+        """Return the fastest exchange of the options and its inner size; `Attention()` for cp_size 1."""
+        return self.attentions[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
 
     def with_only(self, cp_comm_type: CpCommType) -> CostModel:
         """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size."""
         first, end = self.table.first_option.copy(), self.table.end_option.copy()
         for place in np.ndindex(first.shape):
-            rows = [row for row in range(first[place], end[place]) if self.exchanges[row] == cp_comm_type]
+            rows = [row for row in range(first[place], end[place]) if self.attentions[row].cp_comm_type == cp_comm_type]
             if rows:
                 first[place], end[place] = rows[0], rows[-1] + 1
         other = copy(self)
@@ -176,7 +168,7 @@ class CostModel:
         if cp_size == 1:
             return first
         for row in range(first, end):
-            if self.exchanges[row] == cp_comm_type and inner_cp_size in (None, self.inner_cp_sizes[row]):
+            if (cp_comm_type, inner_cp_size or self.attentions[row].inner_cp_size) == self.attentions[row]:
                 return row
         return None
 
@@ -195,9 +187,8 @@ class CostModel:
         row = self.row_of(cp_size, first_lane, cp_comm_type, inner_cp_size)
         if row is not None:
             return self.table.terms, row
-        self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
-        inner = inner_cp_size or self._attention.inner_sizes(cp_comm_type, cp_size)[0]
-        return np.array([self._stage.terms(cp_comm_type, cp_size, inner, self._place(cp_size, first_lane)[1])]), 0
+        attention = self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
+        return np.array([self._stage.terms(attention, cp_size, self._place(cp_size, first_lane)[1])]), 0
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         k, link = self._place(cp_size, first_lane)
@@ -212,13 +203,15 @@ class CostModel:
         if self.table.first_option[k, link] == self.table.end_option[k, link]:
             self._check_possible(self.options.cp_comm_types, 1 << k)
 
-    def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> None:
-        sizes = [size for exchange in exchanges for size in self._attention.inner_sizes(exchange, cp_size)]
-        if not sizes or (inner_cp_size is not None and inner_cp_size not in sizes):
-            inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
-            raise UnsupportedFeatureError(
-                f"cp_comm_types {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
-                f"{self._attention.a2a_rule()}; allow p2p (--cp-comm-type p2p or auto)",
-                cp_comm_types=exchanges,
-                cp_size=cp_size,
-            )
+    def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> Attention:
+        """Return the first way that a group can use one of `exchanges`, with this inner size if one is given."""
+        for one in (one for name in exchanges for one in self._stage.possible(name, cp_size)):
+            if inner_cp_size in (None, one.inner_cp_size):
+                return one
+        inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
+        raise UnsupportedFeatureError(
+            f"cp_comm_types {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
+            f"{self._stage.sharing.describe()}; allow p2p (--cp-comm-type p2p or auto)",
+            cp_comm_types=exchanges,
+            cp_size=cp_size,
+        )

@@ -10,34 +10,35 @@ backward  = the same at their backward ratios + what recomputation repeats (full
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from dynamic_cp.convex import Convex, Linear, merged
-from dynamic_cp.mechanisms.attention_prices import AttentionPrices
-from dynamic_cp.mechanisms.links import links_of
+from dynamic_cp.mechanisms.heads import heads_of_rank
+from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.padding import sample_multiple
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import terms_of
-from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Topology
-
-_ALONE: list[tuple[CpCommType, int]] = [("p2p", 1)]
-"""What a bucket of one lane has for an exchange."""
+from dynamic_cp.types import Attention, CpCommType, Hardware, ModelShape, PlanOptions, Topology
 
 
 class StagePrices:
-    """One pipeline stage's layers: the numbers of one row of the table."""
+    """One pipeline stage's layers: the numbers of one row of the table.
 
-    def __init__(
-        self,
-        model: ModelShape,
-        hardware: Hardware,
-        topology: Topology,
-        options: PlanOptions,
-        attention: AttentionPrices,
-    ) -> None:
-        self.attention = attention
+    Attributes:
+        sharing: what limits how lanes can share out heads.
+    """
+
+    def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
+        node_lanes = lanes_in_one_node(topology)
+        self.sharing = Sharing(heads_of_rank(model, topology.tp_size), node_lanes, options.inner_cp_sizes)
+        self._attention = StageAttention(model, hardware, topology, options, node_lanes)
         self._hardware = hardware
         self._recompute = options.recompute
         layers = model.num_layers / topology.pp_size
@@ -50,10 +51,17 @@ class StagePrices:
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
 
-    def terms(self, exchange: str, cp_size: int, inner: int, link: int) -> tuple[list[float], list[float]]:
-        """Return the NUM_TERMS numbers of forward and of backward."""
+    def possible(self, cp_comm_type: str, cp_size: int) -> list[Attention]:
+        """Return the ways in which groups of `cp_size` can use a mechanism, the largest inner size first."""
+        mechanism = MECHANISMS.get(cast(CpCommType, cp_comm_type))
+        if mechanism is None:
+            return []
+        return [Attention(mechanism.name, inner) for inner in mechanism.inner_sizes(cp_size, self.sharing)]
+
+    def terms(self, of: Attention, cp_size: int, link: int) -> tuple[list[float], list[float]]:
+        """Return the NUM_TERMS numbers of forward and of backward; `of`: one of `possible`."""
         hardware = self._hardware
-        attention, attention_back = self.attention.price(exchange, cp_size, inner, link)
+        attention, attention_back = self._price(of, cp_size, link)
         overhead_s, overhead_back_s = self._overheads_s
         floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
         linear = Linear(floor_s, self._linear_s_per_token / cp_size)
@@ -70,27 +78,33 @@ class StagePrices:
             kinks += attention.kinks
         return terms_of(Convex(forward, attention.kinks)), terms_of(Convex(backward, merged(kinks)))
 
+    def _price(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
+        if cp_size == 1:
+            return self._attention.alone()
+        inner = of.inner_cp_size
+        return MECHANISMS[of.cp_comm_type].price(self._attention, cp_size, inner, self.sharing.copies(inner), link)
+
 
 def make_table(
     model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, stage: StagePrices
-) -> tuple[PriceTable, tuple[tuple[CpCommType, int], ...]]:
-    """Return the table, and the exchange and inner size of each row of its terms.
+) -> tuple[PriceTable, tuple[Attention, ...]]:
+    """Return the table, and how a bucket that pays a row of its terms computes attention.
 
-    A CP size that none of the exchanges can serve has no rows and capacity 0.
+    A CP size that none of the options can serve has no rows and capacity 0.
     """
     num_sizes = topology.num_lanes.bit_length()
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
     terms: list[tuple[list[float], list[float]]] = []
-    exchanges: list[tuple[CpCommType, int]] = []
+    attentions: list[Attention] = []
     for k in range(num_sizes):
-        possible = [(one, inner) for one in options.cp_comm_types for inner in stage.attention.inner_sizes(one, 1 << k)]
+        possible = [one for name in options.cp_comm_types for one in stage.possible(name, 1 << k)]
         for link in links.used[k]:
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
-            for exchange, inner in possible if k else _ALONE:
-                terms.append(stage.terms(exchange, 1 << k, inner, link))
-                exchanges.append((exchange, inner))
+            for attention in possible if k else [Attention()]:
+                terms.append(stage.terms(attention, 1 << k, link))
+                attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
     edges = np.array(edges_s_per_token(model, hardware, topology, options))
@@ -109,4 +123,4 @@ def make_table(
         edges_s_per_token=edges,
         slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
     )
-    return table, tuple(exchanges)
+    return table, tuple(attentions)

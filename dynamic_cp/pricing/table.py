@@ -58,6 +58,20 @@ def best_option(table: PriceTable, k: int, link: int, tokens: float, squares: fl
 
 
 @compiled
+def best_options(table: PriceTable, first_lanes: Ints, log2_cp_sizes: Ints, tokens: Floats, squares: Floats) -> Ints:
+    """Return [bucket] -> the row of `table.terms` with the least seconds, for buckets on given lanes."""
+    first_option, end_option, links = table.first_option, table.end_option, table.links
+    best = np.empty(len(first_lanes), np.int64)
+    for bucket in range(len(first_lanes)):
+        k = log2_cp_sizes[bucket]
+        link = links[k, first_lanes[bucket] >> k]
+        best[bucket] = first_option[k, link]
+        if end_option[k, link] - best[bucket] > 1:
+            best[bucket] = best_option(table, k, link, tokens[bucket], squares[bucket])
+    return best
+
+
+@compiled
 def duration_ns(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
     """Return forward + backward of a bucket on the slowest stage, in whole nanoseconds."""
     option = best_option(table, k, link, tokens, squares)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.mechanisms.heads import inner_sizes
+from dynamic_cp.mechanisms.registry import inner_sizes
 from dynamic_cp.types import is_power_of_two
 from megatron.dynamic_cp.settings import PlanningSettings
 

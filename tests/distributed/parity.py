@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.mechanisms.sent_bytes import sent_bytes_of
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp import loss
@@ -27,6 +26,7 @@ from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.rotary import use_one_rotary_table
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
+from tests.sent_bytes import sent_by
 
 TOLERANCE = 5e-6
 
@@ -174,7 +174,7 @@ def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
     for micro_batch in plan.micro_batches:
         bucket = micro_batch.bucket_of_lane(lane)
         tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
-        sent = sent_bytes_of(bucket, tokens, model, layout.tp, 4)
+        sent = sent_by(bucket, tokens, model, layout.tp, 4)
         total += config.num_layers / layout.pp * (forwards * sent.forward + sent.backward)
     return total
 

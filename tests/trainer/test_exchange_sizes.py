@@ -97,7 +97,7 @@ def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
         cost_model = CostModel(
             derive.model_shape(settings.model, 256), load_hardware("h100"), settings.planning.topology, options
         )
-        assert set(cost_model.inner_cp_sizes) - {1} == set(sizes)
+        assert {one.inner_cp_size for one in cost_model.attentions} - {1} == set(sizes)
 
 
 def test_every_exchange_is_a_choice(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CP_COMM_TYPES
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from megatron.dynamic_cp.arguments import ALLOWED, EXCHANGES, check_supported
 from megatron.dynamic_cp.attention import thd
 from megatron.trainer import model
@@ -115,4 +115,4 @@ def test_allowed_fields_exist():
 
 def test_the_exchanges_are_those_of_the_attention_and_have_a_price():
     assert set(thd.EXCHANGES) == set(EXCHANGES)
-    assert set(EXCHANGES) <= set(CP_COMM_TYPES)
+    assert set(EXCHANGES) == set(MECHANISMS)

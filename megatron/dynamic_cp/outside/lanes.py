@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, lane_plan
-from dynamic_cp.mechanisms.heads import inner_sizes
 from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.registry import inner_sizes
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step

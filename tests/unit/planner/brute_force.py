@@ -97,7 +97,7 @@ def exchanges_of(model: CostModel, first_lane: int, k: int) -> tuple[tuple[str, 
     """Every exchange of the options with every inner size."""
     link = int(model.table.links[k, first_lane >> k])
     rows = slice(int(model.table.first_option[k, link]), int(model.table.end_option[k, link]))
-    return tuple(zip(model.exchanges[rows], model.inner_cp_sizes[rows], strict=True))
+    return model.attentions[rows]
 
 
 def tilings(num_lanes: int, sizes: list[int], first_lane: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:

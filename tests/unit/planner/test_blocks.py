@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.packing.blocks import EFFORTS, _cut, _heavy_counts, _middle_out, pack_blocks
 from dynamic_cp.packing.durations import durations_of
-from dynamic_cp.packing.judge import build_plan, makespan_ns
+from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.static import fewest_rows
 from dynamic_cp.types import Topology
 from dynamic_cp.validate import check_plan
@@ -79,7 +79,8 @@ def test_packings_are_legal_and_their_times_exact(num_lanes, pp_size, vp_size):
         check_packing(one.packing, seqlens, durations_of(model.table, num_lanes), num_lanes)
         assert one.makespan_ns == makespan_ns(seqlens, one.packing, model)
         assert one.packing.num_rows % model.topology.num_microbatches_multiple == 0
-        check_plan(build_plan(samples_of(seqlens), seqlens, one.packing, model, "blocks"), samples_of(seqlens))
+        priced = price_packing(seqlens, one.packing, model)
+        check_plan(build_plan(samples_of(seqlens), priced, model, "blocks"), samples_of(seqlens))
 
 
 def test_groups_never_cross_blocks():

@@ -53,7 +53,7 @@ def test_all_gather_hides_nothing():
 def test_an_inner_size_that_cannot_be_is_refused():
     """4 query heads, 8 lanes a node: inner sizes 2 and 4."""
     model = tiny_cost_model(Topology(num_lanes=8), cp_comm_types=("p2p", "a2a+p2p"))
-    assert model.inner_cp_sizes == (1, 1, 1, 2, 1, 4, 2)
+    assert [one.inner_cp_size for one in model.attentions] == [1, 1, 1, 2, 1, 4, 2]
     with pytest.raises(UnsupportedFeatureError, match=r"a2a\+p2p with inner_cp_size 8 cannot serve a group of 8 lanes"):
         model.cost(8, 0, 64, 64, "a2a+p2p", 8)
     with pytest.raises(UnsupportedFeatureError, match=r"a2a\+p2p cannot serve a group of 2 lanes.*4 query heads"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from dynamic_cp.cost_model import CostModel
-from dynamic_cp.packing.judge import bucket_sums, build_plan, grid_of_packing, makespan_ns, num_microbatches_of
+from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns, num_microbatches_of, price_packing
 from dynamic_cp.packing.padded import sums_of_buckets
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.padding import padded_seqlens, rank_multiple, sample_multiple
@@ -101,7 +101,7 @@ def test_the_judge_is_the_simulator():
             continue
         seqlens, packing = random_packing(rng, model)
         samples = samples_of(seqlens)
-        plan = build_plan(samples, seqlens, packing, model, "random")
+        plan = build_plan(samples, price_packing(seqlens, packing, model), model, "random")
         check_plan(plan, samples)
         assert plan.num_microbatches == num_microbatches_of(packing, model)
         assert makespan_ns(seqlens, packing, model) == simulated_ns(plan, model)
@@ -124,14 +124,15 @@ def test_sums_of_buckets_charge_the_last_sample_for_the_rank():
     model = deep_cost_model(Topology(num_lanes=2, tp_size=4, sequence_parallel=True))
     packing = Packing(1, np.array([0, 0]), np.array([0]), np.array([0]), np.array([1]))
     assert padded_seqlens([9, 5], 2, 4) == (12, 12)
-    tokens, squares = bucket_sums(descending([9, 5]), packing, model.table)
+    priced = price_packing(descending([9, 5]), packing, model)
+    tokens, squares = priced.tokens, priced.squares
     assert (tokens.tolist(), squares.tolist()) == ([24.0], [288.0])
 
 
 def test_interleaving_gets_empty_micro_batches():
     model = deep_cost_model(Topology(num_lanes=2, pp_size=4, vp_size=2))
     packing = Packing(1, np.array([0]), np.array([0]), np.array([0]), np.array([1]))
-    plan = build_plan(samples_of([9]), descending([9]), packing, model, "dynamic")
+    plan = build_plan(samples_of([9]), price_packing(descending([9]), packing, model), model, "dynamic")
     assert plan.num_microbatches == 4
     check_plan(plan, samples_of([9]))
     assert [sum(bool(bucket.samples) for bucket in row.buckets) for row in plan.micro_batches] == [1, 0, 0, 0]

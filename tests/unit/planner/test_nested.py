@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
-from dynamic_cp.packing.judge import build_plan, makespan_ns
+from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.nested import choose_cp_sizes, pack_nested
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
@@ -112,7 +112,7 @@ def test_groups_shrink_so_that_no_lane_waits(num_lanes):
         _, packing = result
         check_packing(packing, seqlens, durations, num_lanes)
         order = samples_of(seqlens)
-        plan = build_plan(order, seqlens, packing, model, "nested")
+        plan = build_plan(order, price_packing(seqlens, packing, model), model, "nested")
         check_plan(plan, order)
         busy_ns = np.zeros(num_lanes, np.int64)
         for bucket in plan.buckets:

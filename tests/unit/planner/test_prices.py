@@ -129,7 +129,9 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
                 continue  # 4 query heads
             cost = model.cost(cp_size, first_lane, tokens, squares, exchange)
             rows = range(model.table.first_option[k, link], model.table.end_option[k, link])
-            row = option if exchange is None or k == 0 else next(r for r in rows if model.exchanges[r] == exchange)
+            row = option
+            if exchange is not None and k > 0:
+                row = next(one for one in rows if model.attentions[one].cp_comm_type == exchange)
             for direction, seconds_of_model in enumerate((cost.forward_s, cost.backward_s)):
                 arguments = (model.table.terms, row, direction, float(tokens), float(squares))
                 assert prices.price(*arguments) == seconds_of_model
@@ -144,7 +146,7 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
         )
         assert abs(found_ns - nanoseconds(best.forward_s + best.backward_s + slowest_s)) <= 1
         chosen = model.best_exchange(cp_size, first_lane, tokens, squares)
-        assert chosen == (model.exchanges[option], model.inner_cp_sizes[option])
+        assert chosen == model.attentions[option]
         assert model.row_of(cp_size, first_lane, *chosen) == option
         assert model.cost(cp_size, first_lane, tokens, squares, *chosen) == best
     # 5 choices at CP sizes 1 and 4 (both links), no hierarchy of 2 lanes, no a2a of 8.

@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import bucket_ns, durations_of
-from dynamic_cp.packing.judge import build_plan
+from dynamic_cp.packing.judge import build_plan, price_packing
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from dynamic_cp.validate import check_plan
@@ -133,7 +133,7 @@ def test_lanes_that_no_group_covers_stay_empty():
     samples = samples_of([30, 20, 10, 5])
     seqlens = descending(sample.seqlen for sample in samples)
     packing = pack_next_fit(seqlens, np.arange(4), durations_of(model.table, 3), 1, 3, 1)
-    plan = build_plan(samples, seqlens, packing, model, "static")
+    plan = build_plan(samples, price_packing(seqlens, packing, model), model, "static")
     check_plan(plan, samples)
     assert plan.cp_histogram == {2: 3}
     assert all(not micro_batch.bucket_of_lane(2).samples for micro_batch in plan.micro_batches)

@@ -1,0 +1,90 @@
+"""What the planner asks of a mechanism: where it is possible, what it costs, sends and keeps."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+from dynamic_cp.convex import Convex
+from dynamic_cp.mechanisms.heads import kv_heads_of
+from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
+from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.types import Bucket, CpCommType, Topology
+
+
+class Sharing(NamedTuple):
+    """What limits how the lanes of a group can share out heads.
+
+    Attributes:
+        heads: (query heads, KV heads) of a TP rank, of `heads.heads_of_rank`; None where they are not whole numbers.
+        node_lanes: the largest group whose lanes surely share a node (`links.lanes_in_one_node`).
+        allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None = all.
+    """
+
+    heads: tuple[int, int] | None
+    node_lanes: int
+    allowed: tuple[int, ...] | None = None
+
+    def is_even(self, inner_cp_size: int) -> bool:
+        """Return whether so many lanes can share out the query heads."""
+        return inner_cp_size == 1 or (self.heads is not None and self.heads[0] % inner_cp_size == 0)
+
+    def copies(self, inner_cp_size: int) -> int:
+        """Return how often KV heads are repeated for an inner group."""
+        return kv_heads_of(*self.heads, inner_cp_size).copies if self.heads and inner_cp_size > 1 else 1
+
+    def describe(self) -> str:
+        """Return the rule in words, with its numbers."""
+        query_heads, kv_heads = self.heads or ("no whole number", "none")
+        return (
+            "a2a needs the query heads of a TP rank to be a multiple of the lanes that share them out (of the CP size, "
+            "or with a2a+p2p of an inner size above 1 and below the CP size whose blocks each lie in one node); here "
+            f"are {query_heads} query heads, {kv_heads} KV heads, and blocks of at most {self.node_lanes} lanes "
+            "lie in one node"
+        )
+
+
+class Mechanism:
+    """One way for the lanes of a group to compute attention; without state, so that one of each kind is enough.
+
+    Attributes:
+        name: its name in plans, flags and reports.
+    """
+
+    name: ClassVar[CpCommType]
+
+    def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
+        """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""
+        raise NotImplementedError
+
+    def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
+        """Return why the lanes of `bucket` cannot use it, with the remedy; None where they can."""
+        return None
+
+    def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
+        """Return (forward, backward) of attention and of what is exposed of its exchange, for a group of > 1 lanes.
+
+        Args:
+            stage: what attention of the pipeline stage is made of.
+            cp_size, inner: lanes of the group, and one of its `inner_sizes`.
+            copies: how often KV heads are repeated (`Sharing.copies`).
+            link: of the group, IN_NODE or ACROSS_NODES.
+        """
+        raise NotImplementedError
+
+    def sent_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> SentBytes:
+        """Return what a rank sends forward; arguments as those of `sent_bytes.sent_bytes`."""
+        return sent_bytes(cp_size, inner, query_bytes, kv_bytes, copies)
+
+    def kept_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> float:
+        """Return the bytes per token of a rank that the exchange of one layer keeps.
+
+        Args:
+            cp_size, inner, copies: as in `price`.
+            query_bytes: of the queries and outputs of a token, which inner groups have in another layout, too.
+            kv_bytes: of the keys and values of a token; those of the whole inner group's ring are kept.
+        """
+        return (query_bytes if inner > 1 else 0.0) + cp_size // inner * copies * kv_bytes
+
+    def num_more_groups(self, cp_size: int, sharing: Sharing) -> int:
+        """Return how many communicators a rank needs for groups of `cp_size` besides the one of each CP size."""
+        return 0

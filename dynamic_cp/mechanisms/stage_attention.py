@@ -1,0 +1,157 @@
+"""What prices of attention are made of: kernels and transfers of a pipeline stage, linear in (tokens, tokens squared).
+
+A causal sequence of S tokens lies zigzag on cp ranks, L = S / cp tokens each. Every ring step costs a rank the same
+FLOPs, but step 0 is a causal kernel on its own L tokens and steps 1 .. cp-1 are full tiles of L x L/2, which run
+faster. A kernel's rate saturates, rate(L) = rate_max * L / (L + L_half), so the seconds of a step are
+a * (L^2 + L_half * L): linear in the sums of S and S^2 over the bucket. The exchange of step j+1 runs while step j
+computes.
+
+`sent_bytes.py` counts the bytes, `heads.py` says which heads change hands. The ring uses the NIC where the group spans
+nodes; of an all-to-all over nodes only the part that leaves the node does. Exchanges of keys and values carry twice the
+bytes backward (keys and values, and their gradients); all-to-alls carry as many as forward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamic_cp.convex import Convex, Kink, Linear, merged
+from dynamic_cp.mechanisms.sent_bytes import sent_bytes
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, Hardware, ModelShape, PlanOptions, Topology
+
+_BACKWARD_FLOPS_OVER_FORWARD = 2.5
+"""Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
+
+
+class _Kernel(NamedTuple):
+    """Seconds of a kernel on L tokens: per_token2 * (L^2 + extra_tokens * L)."""
+
+    per_token2: float
+    extra_tokens: float
+
+    def on_parts(self, parts: int, times: float = 1.0) -> Linear:
+        """Return `times` the seconds of the kernel on S / parts tokens of every sequence."""
+        per_token2 = times * self.per_token2 / parts
+        return Linear(0.0, per_token2 * self.extra_tokens, per_token2 / parts)
+
+
+class Side(NamedTuple):
+    """Attention in one direction.
+
+    Attributes:
+        first, later: the kernel of step 0 and of the steps after it.
+        transfers: bytes of keys and values (and their gradients), in units of those of a forward step.
+        launches: kernels of a step, in units of those of a forward step.
+    """
+
+    first: _Kernel
+    later: _Kernel
+    transfers: float
+    launches: float
+
+    def steps(self, outer: int, inner: int = 1) -> tuple[Linear, Linear]:
+        """Return step 0 and any later one of `outer`: 1 / inner of the heads on 1 / outer of each sequence."""
+        return self.first.on_parts(outer, 1 / inner), self.later.on_parts(outer, 1 / inner)
+
+    def tiles(self, outer: int, inner: int = 1) -> Linear:
+        """Return all steps."""
+        first, later = self.steps(outer, inner)
+        return first.plus(later, outer - 1)
+
+    def transfer(self, shard: Linear) -> Linear:
+        """Return what sending the keys and values of a step takes, from what it takes forward."""
+        return Linear().plus(shard, self.transfers)
+
+
+class StageAttention:
+    """Attention of one pipeline stage, all its layers.
+
+    Attributes:
+        sides: forward and backward.
+
+    Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank.
+    """
+
+    def __init__(
+        self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, node_lanes: int
+    ) -> None:
+        layers = model.num_layers / topology.pp_size
+        self._layers = layers
+        self._hardware = hardware
+        flops_per_token2 = layers * model.attention_flops_per_token2 / topology.tp_size
+        forward, backward = _kernels(flops_per_token2, hardware, model.causal_attention)
+        self.sides = Side(*forward, 1.0, 1.0), Side(*backward, hardware.exchange_backward_over_forward, 2.0)
+        # With fewer KV heads than TP ranks every rank keeps a whole head.
+        kv_channels = max(model.kv_size / topology.tp_size, model.kv_channels)
+        self._kv_bytes = layers * 2 * kv_channels * options.bytes_per_element
+        self._query_bytes = layers * 2 * model.query_size / topology.tp_size * options.bytes_per_element
+        self._node_lanes = node_lanes
+        self._latency_s = layers * hardware.exchange_latency_s_per_layer
+        self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
+
+    def alone(self) -> tuple[Convex, Convex]:
+        """Return (forward, backward) of a lane by itself."""
+        forward, backward = self.sides
+        return Convex(forward.first.on_parts(1)), Convex(backward.first.on_parts(1))
+
+    def kv_shard(self, cp_size: int, copies: int, link: int) -> Linear:
+        """Return what sending a lane's keys and values once takes, each KV head `copies` times."""
+        return Linear(self._latency_s, copies * self._kv_bytes / cp_size / self._bandwidths[link])
+
+    def exchanged_heads(self, cp_size: int, inner: int, copies: int, link: int) -> Linear:
+        """Return what the all-to-alls of an inner group take, in one direction."""
+        sent = sent_bytes(cp_size, inner, self._query_bytes, self._kv_bytes, copies)
+        leaving = 1.0
+        if link == ACROSS_NODES and self._node_lanes < inner:
+            leaving = (inner - self._node_lanes) / (inner - 1)
+        across = Linear(sent.inner_steps * self._latency_s, leaving * sent.inner / cp_size / self._bandwidths[link])
+        return across.plus(Linear(0.0, (1.0 - leaving) * sent.inner / cp_size / self._bandwidths[IN_NODE]))
+
+    def in_ring(
+        self, outer: int, inner: int, shard: Linear, exchanged_heads: Linear | None = None
+    ) -> tuple[Convex, Convex]:
+        """Return (forward, backward) of `outer` steps, each of which hides what is sent for the next one.
+
+        Args:
+            outer, inner: as in `Side.steps`.
+            shard: what sending keys and values for one step takes, forward.
+            exchanged_heads: what is exchanged before and after all steps, in each direction.
+        """
+        forward, backward = (self._ring(side, outer, inner, shard, exchanged_heads or Linear()) for side in self.sides)
+        return forward, backward
+
+    def _ring(self, side: Side, outer: int, inner: int, shard: Linear, exchanged_heads: Linear) -> Convex:
+        overhead_s = (outer - 1) * side.launches * self._layers * self._hardware.ring_step_overhead_s_per_layer
+        linear = side.tiles(outer, inner).plus(exchanged_heads).plus(Linear(overhead_s))
+        kinks: tuple[Kink, ...] = ()
+        if outer > 1:
+            first, later = side.steps(outer, inner)
+            transfer = side.transfer(shard)
+            kinks = (Kink(1.0, transfer.plus(first, -1.0)), Kink(outer - 2.0, transfer.plus(later, -1.0)))
+        return Convex(linear, merged(kinks))
+
+
+def _kernels(
+    flops_per_token2: float, hardware: Hardware, causal: bool
+) -> tuple[tuple[_Kernel, _Kernel], tuple[_Kernel, _Kernel]]:
+    """Return ((causal, full tile) forward, the same backward); without a mask every kernel is a full tile."""
+
+    def forward(rate: float, extra_tokens: float) -> _Kernel:
+        return _Kernel(flops_per_token2 / rate, extra_tokens)
+
+    def backward(rate: float, extra_tokens: float, of: _Kernel) -> _Kernel:
+        if rate:
+            return _Kernel(_BACKWARD_FLOPS_OVER_FORWARD * flops_per_token2 / rate, extra_tokens)
+        return of._replace(per_token2=hardware.attention_backward_over_forward * of.per_token2)
+
+    first = forward(hardware.attention_flops_per_s, hardware.attention_extra_tokens)
+    later = first
+    if hardware.attention_full_flops_per_s:
+        later = forward(hardware.attention_full_flops_per_s, hardware.attention_full_extra_tokens)
+    first_back = backward(hardware.attention_backward_flops_per_s, hardware.attention_backward_extra_tokens, first)
+    later_back = backward(
+        hardware.attention_full_backward_flops_per_s, hardware.attention_full_backward_extra_tokens, later
+    )
+    if not causal:
+        first, first_back = later, later_back
+    return (first, later), (first_back, later_back)

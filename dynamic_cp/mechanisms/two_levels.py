@@ -1,0 +1,48 @@
+"""a2a+p2p: all-to-all among the lanes of a node, then a ring over the lanes with equal place in their nodes."""
+
+from __future__ import annotations
+
+from dynamic_cp.convex import Convex
+from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
+from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.types import IN_NODE, Bucket, Topology
+
+
+class TwoLevels(Mechanism):
+    """a2a in inner groups of u lanes inside a node, then the ring over the n = cp / u inner groups.
+
+    Each rank sees L = S / n tokens with 1 / u of the heads in every step.
+    """
+
+    name = "a2a+p2p"
+
+    def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
+        sizes = (1 << k for k in range(cp_size.bit_length() - 2, 0, -1))
+        return tuple(
+            size
+            for size in sizes
+            if size <= sharing.node_lanes
+            and (sharing.allowed is None or size in sharing.allowed)
+            and sharing.is_even(size)
+        )
+
+    def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
+        inner, node = bucket.inner_cp_size, topology.lanes_per_node
+        if node % inner:
+            return (
+                f"inner_cp_size {inner} does not divide the {node} lanes of a node: use an inner size that does, or p2p"
+            )
+        for first in bucket.lanes[::inner]:
+            if topology.spans_nodes(first, inner):
+                return (
+                    f"the inner group of lanes {first}-{first + inner - 1} lies on more than one node of {node} lanes: "
+                    "use a smaller inner_cp_size, or p2p"
+                )
+        return None
+
+    def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
+        shard = stage.kv_shard(cp_size, copies, link)
+        return stage.in_ring(cp_size // inner, inner, shard, stage.exchanged_heads(cp_size, inner, copies, IN_NODE))
+
+    def num_more_groups(self, cp_size: int, sharing: Sharing) -> int:
+        return len(self.inner_sizes(cp_size, sharing))  # an inner group is the CP group of its size; rings are new
