@@ -19,7 +19,7 @@ class Ways(NamedTuple):
         cp_sizes: [way] lanes.
         longest: [way] tokens of the longest sample that may run so.
         capacities: [way] true tokens that a bucket may hold.
-        terms: [way, forward or backward, NUM_TERMS] seconds, of `prices.price`.
+        terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.terms.price`.
         floors_s: [forward or backward] what every bucket pays at least.
     """
 

@@ -20,9 +20,9 @@ from dynamic_cp.convex import Convex, Kink, Linear, merged
 NUM_KINKS = 4
 """Kinks of one direction: two of its own (first and later steps) and two of the forward pass that it repeats."""
 _FIRST_KINK, _NUMBERS_OF_KINK = 3, 4
-NUM_TERMS = _FIRST_KINK + _NUMBERS_OF_KINK * NUM_KINKS
-"""constant, per_token, per_token2, then (weight, a, b, c) of every kink; a weight of 0 ends the kinks."""
-NUM_TERMS_OF_BOTH = _FIRST_KINK + _NUMBERS_OF_KINK * 2 * NUM_KINKS
+NUM_TERMS = _FIRST_KINK + _NUMBERS_OF_KINK * NUM_KINKS + 1
+"""constant, per_token, per_token2, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
+NUM_TERMS_OF_BOTH = _FIRST_KINK + _NUMBERS_OF_KINK * 2 * NUM_KINKS + 1
 """The same for forward and backward together."""
 
 
@@ -38,11 +38,11 @@ def convex_of(terms: Floats) -> Convex:
     """Return what `terms_of` made into the row `terms`."""
     numbers = terms.tolist()
     kinks = []
-    for at in range(_FIRST_KINK, len(numbers), _NUMBERS_OF_KINK):
+    at = _FIRST_KINK
+    while numbers[at] != 0.0:
         weight, constant, per_token, per_token2 = numbers[at : at + _NUMBERS_OF_KINK]
-        if weight == 0.0:
-            break
         kinks.append(Kink(weight, Linear(constant, per_token, -per_token2)))
+        at += _NUMBERS_OF_KINK
     return Convex(Linear(*numbers[:_FIRST_KINK]), tuple(kinks))
 
 
@@ -67,7 +67,7 @@ def linear_parts(terms: Floats) -> Floats:
 
 def kinks_of(terms: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """Return weight, a, b and c of [..., terms], each [..., kink]."""
-    kinks = terms[..., _FIRST_KINK:].reshape(*terms.shape[:-1], -1, _NUMBERS_OF_KINK)
+    kinks = terms[..., _FIRST_KINK:-1].reshape(*terms.shape[:-1], -1, _NUMBERS_OF_KINK)
     return kinks[..., 0], kinks[..., 1], kinks[..., 2], kinks[..., 3]
 
 
@@ -100,7 +100,7 @@ def price_inlined(terms: Floats, row: int, column: int, tokens: float, squares: 
     """Return `price`; for the innermost loops, in which a call would take longer than the price."""
     total = terms[row, column, 0] + terms[row, column, 1] * tokens + terms[row, column, 2] * squares
     at = _FIRST_KINK
-    while at < terms.shape[2] and terms[row, column, at] != 0.0:
+    while terms[row, column, at] != 0.0:
         exposed = (
             terms[row, column, at + 1] + terms[row, column, at + 2] * tokens - terms[row, column, at + 3] * squares
         )
@@ -119,7 +119,7 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
     per_token, per_token2 = terms[row, column, 1], terms[row, column, 2]
     total = terms[row, column, 0] + per_token * tokens + per_token2 * squares
     at = _FIRST_KINK
-    while at < terms.shape[2] and terms[row, column, at] != 0.0:
+    while terms[row, column, at] != 0.0:
         exposed = (
             terms[row, column, at + 1] + terms[row, column, at + 2] * tokens - terms[row, column, at + 3] * squares
         )
