@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from megatron.dynamic_cp.attention import kernels_cudnn, kernels_flash
-from megatron.dynamic_cp.attention.kernels import KERNELS, Kernel
+from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
+from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels.choice import KERNELS, Kernel
 from megatron.dynamic_cp.attention.packs import Pack
 
 STEPS = ("causal", "half_the_keys", "half_the_queries")

@@ -113,10 +113,10 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
 def _measure_case(
     exchange: Any, inner: int, groups: Any, args: argparse.Namespace, is_emulated: bool, crossing: Crossing
 ) -> Outcome:
-    from megatron.dynamic_cp.attention.thd import EXCHANGES
+    from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+    from megatron.dynamic_cp.attention.thd import Attention
     from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
-    inner_group, outer_group = groups.levels(0, NUM_RANKS, inner) if exchange == "a2a+p2p" else (None, None)
     local = args.tokens // NUM_RANKS
     generator = torch.Generator().manual_seed(groups.lane)
     shapes = [(local, heads, args.dim) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)]
@@ -132,14 +132,13 @@ def _measure_case(
             torch.zeros(local, dtype=torch.int64),
             groups.group(0, NUM_RANKS),
             cp_comm_type=exchange,
-            inner_group=inner_group,
-            outer_group=outer_group,
+            levels=groups.levels(0, NUM_RANKS, inner),
             label="benchmark",
             stats=stats,
         )
         dist.barrier()
         started = time.perf_counter()
-        out = EXCHANGES[exchange].apply(*inputs, params, args.dim**-0.5)
+        out = Attention.apply(*inputs, params, args.dim**-0.5, kernel_for(inputs[0]))
         torch.autograd.grad(out, inputs, grad)
         dist.barrier()
         times.append(time.perf_counter() - started)

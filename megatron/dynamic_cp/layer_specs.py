@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dynamic_cp.attention.te_support import TransformerImpl
+from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.norm import TorchNorm
 from megatron.dynamic_cp.self_attention import DynamicCPSelfAttention
@@ -46,7 +46,7 @@ def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, ty
     # Here: neither can be built without TransformerEngine.
     from megatron.core.extensions.transformer_engine import TENorm
 
-    from megatron.dynamic_cp.attention.transformer_engine import TransformerEngineAttention
+    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention

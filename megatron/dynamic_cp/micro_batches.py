@@ -22,7 +22,7 @@ from dynamic_cp.errors import DataError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Bucket, CpCommType, Sample
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
 
@@ -190,10 +190,10 @@ def micro_batches(
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
     """
-    held = [groups_of(bucket, groups) for bucket in packed.buckets]
+    held = [groups_of(bucket, groups) for bucket in packed.buckets]  # all of them, before the first one is computed
     on_device = packed.to(device)
     start = first_boundary = 0
-    for index, (bucket, (group, inner_group, outer_group)) in enumerate(zip(packed.buckets, held, strict=True)):
+    for index, (bucket, (group, levels)) in enumerate(zip(packed.buckets, held, strict=True)):
         part = slice(start, start + bucket.rank_tokens)
         start = part.stop
         num_boundaries = len(bucket.padded_seqlens) + 1
@@ -206,8 +206,7 @@ def micro_batches(
                 group,
                 cu_seqlens=cu_seqlens,
                 cp_comm_type=bucket.cp_comm_type,
-                inner_group=inner_group,
-                outer_group=outer_group,
+                levels=levels,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,
@@ -224,14 +223,14 @@ def micro_batches(
         yield batch
 
 
-def groups_of(
-    bucket: PackedBucket | Bucket, groups: DynamicCPGroups
-) -> tuple[ProcessGroup, ProcessGroup | None, ProcessGroup | None]:
-    """Return the CP group of a bucket, and the groups of its two levels where the exchange has two."""
-    group = groups.group(bucket.first_lane, bucket.cp_size)
-    if bucket.cp_comm_type != "a2a+p2p":
-        return group, None, None
-    return group, *groups.levels(bucket.first_lane, bucket.cp_size, bucket.inner_cp_size)
+def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[ProcessGroup, Levels]:
+    """Return the CP group of a bucket, and those of the two levels of its exchange.
+
+    Raises:
+        InvalidInputError: one of them was not built.
+    """
+    place = bucket.first_lane, bucket.cp_size
+    return groups.group(*place), groups.levels(*place, bucket.inner_cp_size)
 
 
 def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:

@@ -32,6 +32,10 @@ except ImportError:  # loops outside Megatron need torch only: `megatron.dynamic
         cp_group: dist.ProcessGroup | None = None
 
 
+Levels = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""(Lanes that exchange heads, lanes that pass keys and values round); None: no lanes do."""
+
+
 @dataclass
 class ExchangeStats:
     """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began.
@@ -60,7 +64,9 @@ class DynamicPackedSeqParams(PackedSeqParams):
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
         positions: position within its sequence of each local token, int64 [T].
         cp_comm_type: how keys and values are exchanged.
-        inner_group, outer_group: the two levels of a2a+p2p (see `dynamic_cp.types.Bucket`); None for the others.
+        heads_group: lanes that exchange heads for rows; None: heads stay where they are.
+        ring_group: lanes that pass keys and values round; None: no others. The bucket's inner_cp_size decides both
+            (`process_groups.DynamicCPGroups.levels`).
         label: where in the run this is, for error messages.
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
@@ -71,8 +77,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
     padded_seqlens: tuple[int, ...] = ()
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
-    inner_group: dist.ProcessGroup | None = None
-    outer_group: dist.ProcessGroup | None = None
+    heads_group: dist.ProcessGroup | None = None
+    ring_group: dist.ProcessGroup | None = None
     label: str = ""
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -80,21 +86,9 @@ class DynamicPackedSeqParams(PackedSeqParams):
     packs: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def heads_group(self) -> dist.ProcessGroup | None:
-        """Lanes that exchange heads for rows; None: this exchange leaves heads where they are."""
-        return self.cp_group if self.cp_comm_type == "a2a" else self.inner_group
-
-    @property
     def inner_cp_size(self) -> int:
         """Lanes that exchange heads, as in `dynamic_cp.types.Bucket`."""
         return 1 if self.heads_group is None else self.heads_group.size()
-
-    @property
-    def ring_group(self) -> dist.ProcessGroup | None:
-        """Lanes that pass keys and values round; None: no others."""
-        if self.cp_comm_type == "a2a":
-            return None
-        return self.cp_group if self.outer_group is None else self.outer_group
 
     @property
     def ring_size(self) -> int:
@@ -122,15 +116,15 @@ class DynamicPackedSeqParams(PackedSeqParams):
         label: str,
         stats: ExchangeStats,
         cu_seqlens: torch.Tensor | None = None,
-        inner_group: dist.ProcessGroup | None = None,
-        outer_group: dist.ProcessGroup | None = None,
+        levels: Levels | None = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
         Args:
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
-            inner_group, outer_group: needed for a2a+p2p.
+            levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
         """
+        heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
             cu_seqlens = torch.from_numpy(boundaries(padded_seqlens)).to(positions.device)
         longest = max(padded_seqlens)
@@ -147,8 +141,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
             padded_seqlens=padded_seqlens,
             positions=positions,
             cp_comm_type=cp_comm_type,
-            inner_group=inner_group,
-            outer_group=outer_group,
+            heads_group=heads_group,
+            ring_group=ring_group,
             label=label,
             stats=stats,
         )

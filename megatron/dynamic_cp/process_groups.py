@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.warm_up import flat_exchanges, warm_up
-from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats, Levels
 from megatron.dynamic_cp.verify import collective_device
 
 
@@ -169,12 +169,16 @@ class DynamicCPGroups:
                 cp_size=cp_size,
             ) from None
 
-    def levels(self, first_lane: int, cp_size: int, inner_cp_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Return this lane's inner and outer group of the block for a2a+p2p.
+    def levels(self, first_lane: int, cp_size: int, inner_cp_size: int) -> Levels:
+        """Return this lane's groups of a bucket: those who exchange heads, and those who pass keys and values round.
 
         Raises:
             InvalidInputError: they were not built on this rank.
         """
+        if inner_cp_size == 1:
+            return None, self.group(first_lane, cp_size)
+        if inner_cp_size == cp_size:
+            return self.group(first_lane, cp_size), None
         try:
             return self.inner_groups[inner_cp_size], self.outer_groups[first_lane, cp_size, inner_cp_size]
         except KeyError:

@@ -25,7 +25,7 @@ from megatron.dynamic_cp.arguments import (
     add_dynamic_cp_arguments,
     tokens_or_auto,
 )
-from megatron.dynamic_cp.attention.te_support import TRANSFORMER_IMPLS
+from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.settings import PlanningSettings
 from megatron.trainer import derive
 from megatron.trainer.data.config import OVERLONG_POLICIES

@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.arguments import check_supported
-from megatron.dynamic_cp.attention.te_support import TransformerImpl
+from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.rotary import use_one_rotary_table
 

@@ -17,7 +17,7 @@ import torch
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp import lost_peers, phase
-from megatron.dynamic_cp.attention.exchange import ExchangeError
+from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 
 # Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which
 # knows the group but not the iteration, ends the process.

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from megatron.dynamic_cp.arguments import check_supported
-from megatron.dynamic_cp.attention.te_support import TransformerImpl
+from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.micro_batches import ChunkNeeds

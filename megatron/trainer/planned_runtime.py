@@ -21,7 +21,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
 from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.attention.te_support import LayerChoice
+from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.plan_dump import WARM_UP, RecordedPlans, RunDump
 from megatron.dynamic_cp.planner import Planner
 from megatron.dynamic_cp.planning import PlanSource, warm_up

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import Hardware
-from megatron.dynamic_cp.attention.te_support import LayerChoice
+from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.loss import forward_step
 from megatron.dynamic_cp.micro_batches import ChunkNeeds

@@ -20,9 +20,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention import all_gather, heads, ring
-from megatron.dynamic_cp.attention.kernels import Kernel
-from megatron.dynamic_cp.attention.thd import EXCHANGES
+from megatron.dynamic_cp.attention.kernels.choice import Kernel
+from megatron.dynamic_cp.attention.mechanisms import all_gather, heads, ring
+from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.sharding import packed_shard_positions
 
@@ -155,24 +155,29 @@ def attend(
     end = threading.Barrier(cp_size, inside.close, TIMEOUT_S)
 
     def lane(rank: int) -> list[Tensor]:
-        two_levels = exchange == "a2a+p2p" and cp_size > 1
+        group = EmulatedGroup(rank, board)
+        levels = {
+            "a2a": (group, None),
+            "a2a+p2p": (
+                EmulatedGroup(rank % inner, inner_boards[rank // inner]),
+                EmulatedGroup(rank // inner, outer_boards[rank % inner]),
+            ),
+        }
         params = DynamicPackedSeqParams.build(
             padded_seqlens,
             tokens[rank],
-            EmulatedGroup(rank, board),  # type: ignore[arg-type]
+            group,  # type: ignore[arg-type]
             cp_comm_type=exchange,  # type: ignore[arg-type]
             label="emulated",
             stats=ExchangeStats(),
-            inner_group=EmulatedGroup(rank % inner, inner_boards[rank // inner]) if two_levels else None,  # type: ignore[arg-type]
-            outer_group=EmulatedGroup(rank // inner, outer_boards[rank % inner]) if two_levels else None,  # type: ignore[arg-type]
+            levels=levels.get(exchange, (None, group)) if cp_size > 1 else None,  # type: ignore[arg-type]
         )
         q, k, v, grad = (x[tokens[rank]] for x in inputs_THD)
-        function = EXCHANGES[exchange if cp_size > 1 else "p2p"]
         context = _Context()
         begin.wait()
         with torch.no_grad():
-            out = function.forward(context, q, k, v, params, q.shape[-1] ** -0.5, kernel)
-            grads = function.backward(context, grad)
+            out = Attention.forward(context, q, k, v, params, q.shape[-1] ** -0.5, kernel)
+            grads = Attention.backward(context, grad)
         end.wait()
         return [out, *grads[:3]]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention import kernels_cpu
+from megatron.dynamic_cp.attention.kernels import cpu as kernels_cpu
 
 calls: Counter[str] = Counter()
 _library: torch.library.Library | None = None

@@ -360,7 +360,7 @@ def _module(name: str, **contents: Any) -> types.ModuleType:
 
 def install(version: str = VERSION) -> None:
     """Let this process find the fake as TransformerEngine `version`, and megatron-core's extension use it."""
-    assert "megatron.dynamic_cp.attention.transformer_engine" not in sys.modules, "already bound to another one"
+    assert "megatron.dynamic_cp.attention.te.attention" not in sys.modules, "already bound to another one"
     recipe = _module("transformer_engine.common.recipe", DelayedScaling=type("DelayedScaling", (), {}))
     common = _module("transformer_engine.common", recipe=recipe)
     fp8 = _module("transformer_engine.pytorch.fp8", FP8GlobalStateManager=MagicMock(), fp8_autocast=MagicMock())

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.attention.te_support import TransformerImpl
+from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.micro_batches import ChunkNeeds

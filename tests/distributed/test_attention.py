@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.attention import kernels_portable, merge, ring
-from megatron.dynamic_cp.attention.kernels import CPU, KERNELS
-from megatron.dynamic_cp.attention.thd import EXCHANGES as EXCHANGE_OF
+from megatron.dynamic_cp.attention import merge
+from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
+from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
+from megatron.dynamic_cp.attention.mechanisms import ring
+from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
@@ -27,7 +29,7 @@ from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
 
-EXCHANGES = tuple(EXCHANGE_OF)
+EXCHANGES = tuple(EXECUTORS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Case:
     heads: int = HEADS
     inner: int = 2  # of a2a+p2p
     kernel: str = CPU.name
+
+    @property
+    def inner_cp_size(self) -> int:
+        return {"a2a": self.cp_size, "a2a+p2p": self.inner}.get(self.exchange, 1)
 
     @property
     def num_tokens(self) -> int:
@@ -104,8 +110,6 @@ def attend(case: Case, prepare: Callable[[], None] | None = None) -> Shard:
     groups = DynamicCPGroups.build(
         Topology(num_lanes=case.cp_size), timeout_s=30, exchanges=(case.exchange,), inner_sizes=(case.inner,)
     )
-    two_levels = case.exchange == "a2a+p2p"
-    inner_group, outer_group = groups.levels(0, case.cp_size, case.inner) if two_levels else (None, None)
     if prepare is not None:
         prepare()
     sent: list[int] = []
@@ -117,14 +121,13 @@ def attend(case: Case, prepare: Callable[[], None] | None = None) -> Shard:
         tokens,
         groups.group(0, case.cp_size),
         cp_comm_type=case.exchange,
-        inner_group=inner_group,
-        outer_group=outer_group,
+        levels=groups.levels(0, case.cp_size, case.inner_cp_size),
         label="test",
         stats=stats,
     )
     *inputs, grad = (x[tokens].to(case.dtype) for x in inputs_of(case))
     inputs = [x.requires_grad_() for x in inputs]
-    out = EXCHANGE_OF[case.exchange].apply(*inputs, params, SCALE, KERNELS[case.kernel])
+    out = Attention.apply(*inputs, params, SCALE, KERNELS[case.kernel])
     forward_bytes = stats.bytes_sent
     grads = torch.autograd.grad(out, inputs, grad)
     return Shard(tokens, out.detach(), grads, forward_bytes, stats.bytes_sent - forward_bytes, sum(sent))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.dynamic_cp.attention import kernels_portable, merge
-from megatron.dynamic_cp.attention.kernels import CPU, PORTABLE, Kernel
+from megatron.dynamic_cp.attention import merge
+from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
+from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
 from tests.distributed.naive_attention import HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
 from tests.distributed.tiles import tile_backward, tile_forward
 

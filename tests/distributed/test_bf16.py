@@ -14,7 +14,7 @@ from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.attention import ring
+from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.process_groups import DynamicCPGroups

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from megatron.dynamic_cp.attention.kernels import CPU
+from megatron.dynamic_cp.attention.kernels.choice import CPU
 from megatron.trainer.exits import EXIT_SIGNALS
 from tests.distributed import emulated_lanes
 from tests.distributed.harness import RankError, run_ranks

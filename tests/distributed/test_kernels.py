@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention import kernels, kernels_cudnn, kernels_flash
-from megatron.dynamic_cp.attention.kernels import CPU, CUDNN, FLASH, KERNELS, PORTABLE, choose_kernel
-from megatron.dynamic_cp.attention.kernels_check import check_kernel
+from megatron.dynamic_cp.attention.kernels import choice as kernels
+from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
+from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels.check import check_kernel
+from megatron.dynamic_cp.attention.kernels.choice import CPU, CUDNN, FLASH, KERNELS, PORTABLE, choose_kernel
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed import emulated_lanes, fake_kernels
 from tests.distributed.naive_attention import assert_close, naive, random_qkv

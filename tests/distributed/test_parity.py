@@ -19,7 +19,7 @@ from tests.distributed.parity import (
     static_plan,
 )
 
-EXCHANGES = tuple(thd.EXCHANGES)
+EXCHANGES = tuple(thd.EXECUTORS)
 
 LAYOUTS = {
     "one_rank": Layout(1),

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention import warm_up
-from megatron.dynamic_cp.attention.exchange import (
+from megatron.dynamic_cp.attention.mechanisms.transfers import (
     ExchangeError,
     RingShift,
     all_gather_tokens,

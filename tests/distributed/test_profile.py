@@ -117,7 +117,6 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     """Return (an emulated ring's output, that of real attention) where both must be the same."""
     import torch.distributed as dist
 
-    from megatron.dynamic_cp.attention.ring import RingAttention
     from megatron.dynamic_cp.calibration.emulation import emulated, no_transfers
     from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
@@ -129,7 +128,7 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
     with no_transfers():
-        first = RingAttention.apply(query, key, value, emulated(params(16), 2, 0), 0.25)
+        first = attention_thd(query, key, value, emulated(params(16), 2, 0), 0.25)
     # Place 0 of two: all rows see their own past, the second half of them also all keys "of the later lane": the same.
     own = attention_thd(query, key, value, params(8), 0.25)
     scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(2, 1)) * 0.25

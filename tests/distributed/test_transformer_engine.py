@@ -38,6 +38,11 @@ ALL = {"p2p", "a2a", "all_gather", "a2a+p2p"}
 OLD = ("p2p", "a2a", "a2a+p2p")
 
 
+def inner_size(exchange: str, cp_size: int) -> int:
+    """Return the lanes that exchange heads; two of a2a+p2p."""
+    return {"a2a": cp_size, "a2a+p2p": 2}.get(exchange, 1)
+
+
 def engine(lanes: int, exchange: str, **rest: Any) -> Layout:
     return Layout(lanes, exchange=exchange, transformer_impl="transformer_engine", **rest)
 
@@ -136,7 +141,7 @@ def test_step_equals_single_process(name: str, reference_of) -> None:
 
 
 def leave_the_group_set() -> None:
-    from megatron.dynamic_cp.attention.transformer_engine import TransformerEngineAttention as Attention
+    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention as Attention
 
     original = Attention.set_context_parallel_group
 
@@ -210,7 +215,7 @@ def end_sequences_where_padding_begins() -> None:
 
 def forget_the_exchange() -> None:
     """What an older version lacks is asked of it all the same."""
-    from megatron.dynamic_cp.attention import transformer_engine
+    from megatron.dynamic_cp.attention.te import attention as transformer_engine
 
     transformer_engine.way = lambda *args, **kwargs: "native"
 
@@ -251,15 +256,14 @@ def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | No
     model = reference.gpt_model(config, reference.LLAMA, spec)
     attention = model.decoder.layers[0].self_attention.core_attention
     for cp_size in (4, 2, 1):
-        inner, outer = groups.levels(0, 4, 2) if (exchange, cp_size) == ("a2a+p2p", 4) else (None, None)
         first = groups.lane - groups.lane % cp_size
+        inner = inner_size(exchange, 4) if cp_size == 4 else 1
         params = DynamicPackedSeqParams.build(
             (8 * cp_size, 16 * cp_size),
             torch.zeros(24, dtype=torch.int64),
             groups.group(first, cp_size),
             cp_comm_type=exchange if cp_size == 4 else "p2p",
-            inner_group=inner,
-            outer_group=outer,
+            levels=groups.levels(first, cp_size, inner),
             label="test",
             stats=ExchangeStats(),
         )
@@ -288,7 +292,7 @@ def fail_in_forward() -> list[tuple[Any, ...]]:
     fake.install("2.11.0")
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron.dynamic_cp.attention.transformer_engine import TransformerEngineAttention
+    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
     modules = remember_modules()
     fake.DotProductAttention.raise_in_forward = True
@@ -297,14 +301,12 @@ def fail_in_forward() -> list[tuple[Any, ...]]:
     config = reference.transformer_config(reference.LLAMA)
     q, k, v = (torch.randn(8, heads, config.kv_channels) for heads in (4, 2, 2))
     for exchange in OLD:
-        inner, outer = groups.levels(0, 4, 2) if exchange == "a2a+p2p" else (None, None)
         params = DynamicPackedSeqParams.build(
             (32,),
             torch.zeros(8, dtype=torch.int64),
             groups.group(0, 4),
             cp_comm_type=exchange,
-            inner_group=inner,
-            outer_group=outer,
+            levels=groups.levels(0, 4, inner_size(exchange, 4)),
             label="test",
             stats=ExchangeStats(),
         )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from dynamic_cp.types import CP_COMM_TYPES
-from megatron.dynamic_cp.attention.te_support import NATIVE_SINCE, PERMITTED_SINCE, release_of
+from megatron.dynamic_cp.attention.te.support import NATIVE_SINCE, PERMITTED_SINCE, release_of
 from megatron.trainer.layers import BATCHED_RING
 from tests.distributed import fake_transformer_engine as fake
 

@@ -15,9 +15,9 @@ from megatron.core.transformer.enums import AttnBackend
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
-from megatron.dynamic_cp.attention import te_support
-from megatron.dynamic_cp.attention.te_support import choose_layers, missing_exchanges, way
-from megatron.dynamic_cp.attention.te_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
+from megatron.dynamic_cp.attention.te import support as te_support
+from megatron.dynamic_cp.attention.te.support import choose_layers, missing_exchanges, way
+from megatron.dynamic_cp.attention.te.warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.trainer import layers, warm_up
 from tests.distributed import fake_transformer_engine as fake
@@ -230,7 +230,7 @@ def warm_on_this_rank() -> tuple[int, int]:
     initialize_model_parallel()
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron.dynamic_cp.attention.transformer_engine import TransformerEngineAttention
+    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
     exchanges = ("p2p", "a2a", "a2a+p2p")
     groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=exchanges, inner_sizes=(2,))

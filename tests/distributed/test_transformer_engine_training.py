@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.dynamic_cp.attention.te_support import LayerChoice
+from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.trainer import layers, training
 from megatron.trainer.arguments import parse_args
 from tests.distributed import fake_transformer_engine as fake

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
+from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.packs import Pack
 
 

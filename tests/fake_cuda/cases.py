@@ -38,9 +38,13 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp import verify
-from megatron.dynamic_cp.attention import all_gather, exchange, kernels, kernels_flash, packs
-from megatron.dynamic_cp.attention.kernels import FLASH
-from megatron.dynamic_cp.attention.thd import EXCHANGES, attention_thd
+from megatron.dynamic_cp.attention import packs
+from megatron.dynamic_cp.attention.kernels import choice as kernels
+from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels.choice import FLASH
+from megatron.dynamic_cp.attention.mechanisms import all_gather
+from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
+from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
 from megatron.dynamic_cp.calibration.timing import Probe, Timer
 from megatron.dynamic_cp.micro_batches import PackedBucket, PackedStep, micro_batches
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
@@ -80,7 +84,7 @@ def build_groups(num_lanes: int) -> DynamicCPGroups:
     return DynamicCPGroups.build(
         Topology(num_lanes=num_lanes),
         timeout_s=60.0,
-        exchanges=tuple(EXCHANGES),
+        exchanges=tuple(EXECUTORS),
         inner_sizes=(2, 4),
         query_heads=8,
         lane_ranks=range(num_lanes),
@@ -122,8 +126,8 @@ def all_buckets(rank: int) -> list[PackedBucket]:
         bucket("p2p", rank, 2, seqlens=(1,)),
         bucket("p2p", rank, 8),
         bucket("all_gather", rank, 8),
-        bucket("a2a", rank, 4),
-        bucket("a2a", rank, 8),  # more lanes than KV heads
+        bucket("a2a", rank, 4, 4),
+        bucket("a2a", rank, 8, 8),  # more lanes than KV heads
         bucket("a2a+p2p", rank, 8, 2),
         bucket("a2a+p2p", rank, 8, 4),
     ]
@@ -159,9 +163,8 @@ def attention(kernel: Any) -> Notes:
                     params = batch["packed_seq_params"]
                     before = len(gpu.collectives)
                     inputs = qkv(len(params.positions))
-                    forward = EXCHANGES[params.cp_comm_type if params.local_cp_size > 1 else "p2p"]
                     for _ in range(2):  # the second layer finds what the first one kept
-                        out = forward.apply(*inputs, params, 0.125, kernel)
+                        out = Attention.apply(*inputs, params, 0.125, kernel)
                         _check_like(out, inputs[0], device)
                         grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
                         for grad, value in zip(grads, inputs, strict=True):

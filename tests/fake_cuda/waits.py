@@ -51,9 +51,9 @@ NOW_AND_THEN = {
 
 AT_START = {
     "megatron.dynamic_cp.verify:agree": AGREE,
-    "megatron.dynamic_cp.attention.kernels_check:_inputs": Answer(why="inputs of the kernels' check"),
-    "megatron.dynamic_cp.attention.kernels_check:<listcomp>": Answer(why="inputs of the kernels' check"),
-    "megatron.dynamic_cp.attention.kernels_check:_error": Answer(
+    "megatron.dynamic_cp.attention.kernels.check:_inputs": Answer(why="inputs of the kernels' check"),
+    "megatron.dynamic_cp.attention.kernels.check:<listcomp>": Answer(why="inputs of the kernels' check"),
+    "megatron.dynamic_cp.attention.kernels.check:_error": Answer(
         why="each result of the kernel is compared with the portable one's", value=lambda _: 0.004
     ),
     "megatron.dynamic_cp.attention.warm_up:_check": Answer(

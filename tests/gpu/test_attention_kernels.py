@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron.dynamic_cp.attention import kernels_cudnn, kernels_flash
-from megatron.dynamic_cp.attention.kernels import CUDNN, FLASH, KERNELS, PORTABLE, Kernel, choose_kernel
-from megatron.dynamic_cp.attention.kernels_check import TOLERANCE, check_kernel
+from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
+from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels.check import TOLERANCE, check_kernel
+from megatron.dynamic_cp.attention.kernels.choice import CUDNN, FLASH, KERNELS, PORTABLE, Kernel, choose_kernel
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed import emulated_lanes
 from tests.gpu.judge import DEVICE, LSE_TOLERANCE, assert_close, exact, random_inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.dynamic_cp.attention.kernels import FLASH, PORTABLE
+from megatron.dynamic_cp.attention.kernels.choice import FLASH, PORTABLE
 from tests.distributed import emulated_lanes
 from tests.gpu.judge import assert_close, exact, random_inputs
 from tests.gpu.test_attention_kernels import skip_unless_usable

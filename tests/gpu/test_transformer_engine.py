@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.attention.te_support import OLDEST, installed_version, release_of, shown
+from megatron.dynamic_cp.attention.te.support import OLDEST, installed_version, release_of, shown
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.sharding import packed_shard_positions
@@ -61,7 +61,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamicCPGroups
 
 
 def core_attention(**changed: int):
-    from megatron.dynamic_cp.attention.transformer_engine import TransformerEngineAttention
+    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
     shape = {"num_attention_heads": HEADS, "num_query_groups": KV_HEADS, "kv_channels": HEAD_DIM}
     config = reference.transformer_config(

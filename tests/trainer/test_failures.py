@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.attention import kernels
-from megatron.dynamic_cp.attention.exchange import ExchangeError
+from megatron.dynamic_cp.attention.kernels import choice as kernels
+from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.trainer import failures, training
 from megatron.trainer.arguments import parse_args
 from tests.distributed.harness import run_ranks

@@ -114,5 +114,5 @@ def test_allowed_fields_exist():
 
 
 def test_the_exchanges_are_those_of_the_attention_and_have_a_price():
-    assert set(thd.EXCHANGES) == set(EXCHANGES)
+    assert set(thd.EXECUTORS) == set(EXCHANGES)
     assert set(EXCHANGES) == set(MECHANISMS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.kernels import Kernel
+from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.packs import Pack
 
 # What is added up over packs; a pack by itself gives out and gradients in the dtype of the model.

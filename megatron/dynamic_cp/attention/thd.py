@@ -1,21 +1,28 @@
-"""Attention of a packed micro-batch by the exchange that its plan chose; torch alone, without megatron-core."""
+"""Attention of a packed micro-batch in the way that its plan chose; torch alone, without megatron-core."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention.all_gather import AllGatherAttention
-from megatron.dynamic_cp.attention.heads import HeadExchangeAttention
-from megatron.dynamic_cp.attention.kernels import kernel_for
-from megatron.dynamic_cp.attention.ring import RingAttention
+from dynamic_cp.types import CpCommType
+from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
+from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
+from megatron.dynamic_cp.attention.mechanisms.executor import Executor
+from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundRing
+from megatron.dynamic_cp.attention.mechanisms.ring import Ring
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.nvtx import attention_backward
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
-EXCHANGES = {
-    "p2p": RingAttention,
-    "all_gather": AllGatherAttention,
-    "a2a": HeadExchangeAttention,
-    "a2a+p2p": HeadExchangeAttention,
+EXECUTORS: dict[CpCommType, type[Ring] | type[AllGather]] = {
+    "p2p": Ring,
+    "all_gather": AllGather,
+    "a2a": HeadsAroundRing,
+    "a2a+p2p": HeadsAroundRing,
 }
 
 
@@ -33,17 +40,59 @@ def attention_thd(
 
     Args:
         q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads.
-        backend: one of `kernels.BACKENDS`.
+        backend: one of `kernels.choice.BACKENDS`.
 
     Raises:
-        UnsupportedFeatureError: an exchange that is not built here, or no kernel for these tensors.
+        UnsupportedFeatureError: no kernel for these tensors, or see `executor_of`.
     """
-    alone = params.cp_group.size() == 1
-    exchange = RingAttention if alone else EXCHANGES.get(params.cp_comm_type)
-    if exchange is None:
+    out: Tensor = Attention.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel_for(q_THD, backend))
+    return out
+
+
+def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> Executor:
+    """Return how the CP group of a micro-batch computes attention; heads are those of a tensor-parallel rank.
+
+    Raises:
+        UnsupportedFeatureError: an exchange that is not built here, or heads that it cannot share out.
+    """
+    assert params.cp_group is not None
+    make = Ring if params.cp_group.size() == 1 else EXECUTORS.get(params.cp_comm_type)
+    if make is None:
         raise UnsupportedFeatureError(
             f"the plan asks for {params.cp_comm_type} at {params.label}, the torch attention "
-            f"has {', '.join(EXCHANGES)}: plan with one of those (--cp-comm-type)",
+            f"has {', '.join(EXECUTORS)}: plan with one of those (--cp-comm-type)",
             cp_comm_type=params.cp_comm_type,
         )
-    return exchange.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel_for(q_THD, backend))
+    return make(params, query_heads, kv_heads, device)
+
+
+class Attention(torch.autograd.Function):
+    """What the forward and the backward pass of every executor have in common; see `attention_thd`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        params: DynamicPackedSeqParams,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        executor = executor_of(params, q_THD.shape[1], k_THD.shape[1], q_THD.device)
+        query, kv = executor.enter(q_THD, k_THD, v_THD)
+        sums = RowSums(query, kernel, scale)
+        executor.attend(sums, kv)
+        out = sums.out_THD.to(query.dtype)
+        ctx.save_for_backward(query, kv, out, sums.lse_HT)
+        ctx.executor, ctx.params, ctx.scale, ctx.kernel = executor, params, scale, kernel
+        return executor.leave(out)
+
+    @staticmethod
+    @attention_backward
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+        query, kv, out, lse_HT = ctx.saved_tensors
+        executor: Executor = ctx.executor
+        rows = RowGradients(executor.enter_gradient(grad_THD), query, out, lse_HT, ctx.kernel, ctx.scale)
+        grad_kv = executor.attend_backward(rows, kv)
+        return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), None, None, None

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention.kernels import choose_kernel
-from megatron.dynamic_cp.attention.kernels_check import check_kernel
+from megatron.dynamic_cp.attention.kernels.check import check_kernel
+from megatron.dynamic_cp.attention.kernels.choice import choose_kernel
 from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 

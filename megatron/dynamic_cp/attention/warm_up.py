@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.exchange import ExchangeError, RingShift, all_gather_tokens, all_to_all_heads
+from megatron.dynamic_cp.attention.mechanisms.transfers import (
+    ExchangeError,
+    RingShift,
+    all_gather_tokens,
+    all_to_all_heads,
+)
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.dynamic_cp.attention import ring
+from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 

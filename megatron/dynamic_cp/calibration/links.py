@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamic_cp.calibration.measurements import Measurement, Setup
-from megatron.dynamic_cp.attention.exchange import RingShift
+from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
 from megatron.dynamic_cp.calibration.device import Place
 from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dynamic_cp.calibration.measurements import Measurement
 from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.attention.kernels import kernel_for
+from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
-from megatron.dynamic_cp.attention.ring import RingAttention
+from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.emulation import emulated, no_transfers
 from megatron.dynamic_cp.calibration.links import link_probes
@@ -164,8 +164,7 @@ def _attention_probe(
     def forward() -> Tensor:
         for one in inputs:
             one.grad = None
-        out: Tensor = RingAttention.apply(*inputs, params, bench.scale)
-        return out
+        return attention_thd(*inputs, params, bench.scale)
 
     return _probe(section, seqlens, forward, lambda out: out.backward(grad), **about)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.heads import HeadExchange
+from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 
 
 class ScatterHeads(torch.autograd.Function):

@@ -14,18 +14,13 @@ Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dynamic_cp.mechanisms.heads import kv_heads_of
-from megatron.dynamic_cp.attention.exchange import all_to_all_heads
-from megatron.dynamic_cp.attention.kernels import Kernel, kernel_for
-from megatron.dynamic_cp.attention.merge import RowGradients
-from megatron.dynamic_cp.attention.ring import ring_backward, ring_forward
-from megatron.dynamic_cp.attention.row_order import from_sequence_order, row_order
-from megatron.dynamic_cp.nvtx import attention_backward
+from megatron.dynamic_cp.attention.mechanisms.ring import Ring
+from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
+from megatron.dynamic_cp.attention.mechanisms.transfers import all_to_all_heads
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -75,36 +70,30 @@ class HeadExchange:
         return query.flatten(1, 2), self._returned_kv(key), self._returned_kv(value)
 
 
-class HeadExchangeAttention(torch.autograd.Function):
-    """out_THD = causal attention of each sequence over the whole CP group; q, k, v are local zigzag shards."""
+class HeadsAroundRing(Ring):
+    """Exchanged heads as an `executor.Executor`: between entering and leaving, a lane has its heads of longer shards.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        params: DynamicPackedSeqParams,
-        scale: float,
-        kernel: Kernel | None = None,
-    ) -> Tensor:
-        kernel = kernel or kernel_for(q_THD)
-        exchange = HeadExchange(q_THD.shape[1], k_THD.shape[1], params, q_THD.device)
-        qkv_RHD = exchange.scatter_heads(q_THD, exchange.sent_kv(k_THD), exchange.sent_kv(v_THD))
-        q_RHD, kv_2RHD = exchange.split(qkv_RHD)
-        sums = ring_forward(q_RHD, kv_2RHD, params, scale, kernel)
-        out_RHD = sums.out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(qkv_RHD, out_RHD, sums.lse_HT)
-        ctx.params, ctx.scale, ctx.exchange, ctx.kernel = params, scale, exchange, kernel
-        return exchange.gather_heads(out_RHD).flatten(1, 2)
+    Where the inner group is the whole CP group, the ring is of this lane alone.
+    """
 
-    @staticmethod
-    @attention_backward
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_RHD, out_RHD, lse_HR = ctx.saved_tensors
-        exchange: HeadExchange = ctx.exchange
-        q_RHD, kv_2RHD = exchange.split(qkv_RHD)
-        rows = RowGradients(exchange.scatter_heads(grad_THD), q_RHD, out_RHD, lse_HR, ctx.kernel, ctx.scale)
-        grad_2RHD = ring_backward(rows, kv_2RHD, ctx.params)
-        grad_RHD = torch.cat((rows.grad_q_THD.to(qkv_RHD.dtype), grad_2RHD[0], grad_2RHD[1]), dim=1)
-        return *exchange.split_gradient(exchange.gather_heads(grad_RHD)), None, None, None
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        super().__init__(params, query_heads, kv_heads, device)
+        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
+
+    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q_RHD and kv_2RHD, views of what came."""
+        exchange = self._exchange
+        return exchange.split(exchange.scatter_heads(q_THD, exchange.sent_kv(k_THD), exchange.sent_kv(v_THD)))
+
+    def leave(self, out_RHD: Tensor) -> Tensor:
+        """Return the shard's output, of all heads."""
+        return self._exchange.gather_heads(out_RHD).flatten(1, 2)
+
+    def enter_gradient(self, grad_THD: Tensor) -> Tensor:
+        """Return the gradient of this lane's heads."""
+        return self._exchange.scatter_heads(grad_THD)
+
+    def leave_gradients(self, grad_q_RHD: Tensor, grad_2RHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of the shards, of all heads, by one exchange."""
+        grad_RHD = torch.cat((grad_q_RHD, grad_2RHD[0], grad_2RHD[1]), dim=1)
+        return self._exchange.split_gradient(self._exchange.gather_heads(grad_RHD))

@@ -19,7 +19,7 @@ from typing import Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType
-from megatron.dynamic_cp.attention.te_kernels import Capability, why_no_kernel
+from megatron.dynamic_cp.attention.te.kernels import Capability, why_no_kernel
 
 Release = tuple[int, int]
 TransformerImpl = Literal["local", "transformer_engine"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention import kernels_flash
+from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.packs import Pack
 
 MAX_HEAD_DIM = 128

@@ -16,7 +16,7 @@ import torch
 
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.warm_up import flat_exchanges
-from megatron.dynamic_cp.micro_batches import PackedBucket
+from megatron.dynamic_cp.micro_batches import PackedBucket, groups_of
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.process_groups import DynamicCPGroups
 
@@ -106,16 +106,13 @@ def warm_up_attention(
     """
     stats = ExchangeStats()
     for pack in packs:
-        inner = outer = None
-        if pack.cp_comm_type == "a2a+p2p":
-            inner, outer = groups.levels(pack.first_lane, pack.cp_size, pack.inner_cp_size)
+        group, levels = groups_of(pack, groups)
         params = DynamicPackedSeqParams.build(
             pack.padded_seqlens,
             torch.zeros(pack.rank_tokens, dtype=torch.int64, device=device),
-            groups.group(pack.first_lane, pack.cp_size),
+            group,
             cp_comm_type=pack.cp_comm_type,
-            inner_group=inner,
-            outer_group=outer,
+            levels=levels,
             label=f"start-up (warm-up of attention, {pack.cp_comm_type} over {pack.cp_size} lanes)",
             stats=stats,
         )

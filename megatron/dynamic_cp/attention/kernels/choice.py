@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention import kernels_cpu, kernels_cudnn, kernels_flash, kernels_portable
+from megatron.dynamic_cp.attention.kernels import cpu as kernels_cpu
+from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
+from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.packs import Pack
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention.kernels import CPU, PORTABLE, Kernel
+from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
 from megatron.dynamic_cp.attention.packs import Pack
 
 # bfloat16 rounds each of out and gradients to 3 digits: 0.2 to 0.6 % of their norm.

@@ -31,9 +31,9 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.types import CpCommType
-from megatron.dynamic_cp.attention.heads import HeadExchange
-from megatron.dynamic_cp.attention.te_heads import GatherHeads, ScatterHeads
-from megatron.dynamic_cp.attention.te_support import way
+from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
+from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
+from megatron.dynamic_cp.attention.te.support import way
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
@@ -88,10 +88,8 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if way(exchange, self._te_version, kv_heads=kv_heads, inner_cp_size=params.inner_cp_size) == "wrapped":
             return self._share_out_heads(query, key, value, params)
         group: Group = params.cp_group
-        if exchange == "a2a+p2p":
-            assert params.inner_group is not None
-            assert params.outer_group is not None
-            group = [params.inner_group, params.outer_group]
+        if params.heads_group is not None and params.ring_group is not None:
+            group = [params.heads_group, params.ring_group]
         out = self._attend_over(
             query, key, value, params, group, dist.get_process_group_ranks(params.cp_group), exchange
         )

@@ -1,0 +1,5 @@
+"""How the lanes of a CP group compute attention together: one executor for each way.
+
+Read in this order: `executor` (what each of them does, and the choice among them), `transfers` (what moves between
+lanes), `ring` (p2p), `all_gather`, `row_order` (whose rows are where), `heads` (a2a, and around a ring a2a+p2p).
+"""

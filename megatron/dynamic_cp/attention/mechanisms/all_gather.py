@@ -1,0 +1,63 @@
+"""Causal attention over a pack with one all-gather of keys and values instead of a ring.
+
+Fewer, larger messages, none of them hidden; a rank holds the KV of whole sequences while it computes a layer. Gradients
+of KV come back with one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
+from megatron.dynamic_cp.attention.mechanisms.transfers import all_gather_tokens, reduce_scatter_tokens
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.packs import gathered_packs
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+
+class AllGather:
+    """The gathering as an `executor.Executor`: q, k and v stay the lane's zigzag shards.
+
+    Backward needs these, not what was gathered: it gathers again, so that memory stays that of a shard.
+    """
+
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        self._params = params
+
+    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the shard's queries, and keys and values as kv_T2HD."""
+        return q_THD, torch.stack((k_THD, v_THD), dim=1)
+
+    def attend(self, sums: RowSums, kv_T2HD: Tensor) -> None:
+        """Add up over the keys of all lanes."""
+        gathered_2SHD = self._in_sequence_order(kv_T2HD)
+        for pack in gathered_packs(self._params, kv_T2HD.device):
+            sums.attend(pack, gathered_2SHD)
+
+    def leave(self, out_THD: Tensor) -> Tensor:
+        """Return what is the shard's already."""
+        return out_THD
+
+    def enter_gradient(self, grad_THD: Tensor) -> Tensor:
+        """Return what is the shard's already."""
+        return grad_THD
+
+    def attend_backward(self, rows: RowGradients, kv_T2HD: Tensor) -> Tensor:
+        """Return the gradient of this lane's kv_T2HD."""
+        gathered_2SHD = self._in_sequence_order(kv_T2HD)
+        grad_2SHD = None
+        for pack in gathered_packs(self._params, kv_T2HD.device):
+            grad_2SHD = rows.attend(pack, gathered_2SHD, grad_2SHD)
+        assert grad_2SHD is not None
+        order = row_order(self._params, kv_T2HD.device)
+        return reduce_scatter_tokens(from_sequence_order(grad_2SHD.transpose(0, 1), order), self._params)
+
+    def leave_gradients(self, grad_q_THD: Tensor, grad_T2HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three apart."""
+        return grad_q_THD, grad_T2HD[:, 0], grad_T2HD[:, 1]
+
+    def _in_sequence_order(self, kv_T2HD: Tensor) -> Tensor:
+        """Return the keys and values of all lanes as kv_2SHD, sequence by sequence."""
+        gathered_S2HD = all_gather_tokens(kv_T2HD, self._params)
+        return gathered_S2HD.index_select(0, row_order(self._params, kv_T2HD.device)).transpose(0, 1)

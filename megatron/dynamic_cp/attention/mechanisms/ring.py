@@ -1,0 +1,93 @@
+"""Causal ring attention over a pack (P2P): keys and values travel round the ring's lanes, compute hides the travel.
+
+The ring is the whole CP group (p2p), the outer lanes (a2a+p2p, where `heads` went before) or this lane alone (a2a).
+
+Rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of r:
+j < r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is
+half a square for everybody, as many steps as lanes. Backward turns the ring again; the gradient of a rank's KV starts
+at its successor, collects one share per stop and reaches its owner on the last shift.
+
+Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag split as in Megatron-Core and TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.packs import ring_pack
+from megatron.dynamic_cp.nvtx import span
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+
+
+class Ring:
+    """The ring as an `executor.Executor`: q, k and v stay the lane's zigzag shards."""
+
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        self._params = params
+
+    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the shard's queries, and keys and values as kv_2THD."""
+        return q_THD, torch.stack((k_THD, v_THD))
+
+    def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
+        """Add up over all keys of the ring."""
+        params = self._params
+        size, rank = params.ring_size, params.ring_rank
+        spare: Tensor | None = None
+        for step in range(size):
+            with span("ring step %d of %d", step + 1, size):
+                shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
+                sums.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
+                if shift is not None:
+                    spare = kv_2THD if step else None  # not the lane's own: backward needs it
+                    kv_2THD = shift.wait()
+
+    def leave(self, out_THD: Tensor) -> Tensor:
+        """Return what is the shard's already."""
+        return out_THD
+
+    def enter_gradient(self, grad_THD: Tensor) -> Tensor:
+        """Return what is the shard's already."""
+        return grad_THD
+
+    def attend_backward(self, rows: RowGradients, kv_2THD: Tensor) -> Tensor:
+        """Return the gradient of this lane's kv_2THD.
+
+        The lanes' shares of it are added up in the model's dtype, as in TransformerEngine's ring.
+        """
+        params = self._params
+        size, rank = params.ring_size, params.ring_rank
+        own_grad: Tensor | None = None
+        collected: RingShift | None = None
+        spare: Tensor | None = None
+        spare_grad: Tensor | None = None
+        for step in range(size):
+            with span("ring step %d of %d, backward", step + 1, size):
+                shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
+                grad_kv = rows.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
+                if own_grad is None:
+                    own_grad = grad_kv
+                else:
+                    if collected is not None:
+                        spare_grad = collected.wait()
+                        grad_kv += spare_grad
+                    collected = _start_shift(grad_kv, params, spare_grad)
+                if shift is not None:
+                    spare = kv_2THD if step else None
+                    kv_2THD = shift.wait()
+        assert own_grad is not None
+        if collected is not None:
+            own_grad += collected.wait()
+        return own_grad
+
+    def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three apart."""
+        return grad_q_THD, grad_2THD[0], grad_2THD[1]
+
+
+def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams, into: Tensor | None) -> RingShift:
+    assert params.ring_group is not None
+    return RingShift(tensor, params.ring_group, params, into)
