@@ -84,9 +84,9 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from dynamic_cp.planner_process import Problem
-    from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-    from megatron.dynamic_cp.planner import Planner
-    from megatron.dynamic_cp.planning import PlanSource
+    from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+    from megatron.dynamic_cp.plans.planner import Planner
+    from megatron.dynamic_cp.plans.planning import PlanSource
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.run import set_up
     from megatron.trainer.step import run_schedule, sum_over_job

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> tuple[list[list[Outcome]], bool]:
-    import megatron.dynamic_cp.process_groups  # noqa: F401  once, before the ranks are forked
+    import megatron.dynamic_cp.groups.process_groups  # noqa: F401  once, before the ranks are forked
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
     """Return the outcome of every case on this rank."""
     from megatron.core import parallel_state
 
-    from megatron.dynamic_cp.process_groups import DynamicCPGroups
+    from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     parallel_state.initialize_model_parallel()
@@ -115,7 +115,7 @@ def _measure_case(
 ) -> Outcome:
     from megatron.dynamic_cp.attention.kernels.choice import kernel_for
     from megatron.dynamic_cp.attention.thd import Attention
-    from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+    from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
     local = args.tokens // NUM_RANKS
     generator = torch.Generator().manual_seed(groups.lane)

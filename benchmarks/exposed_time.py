@@ -128,8 +128,8 @@ def measure(options: argparse.Namespace) -> None:
 
 def replaying(run: Any, plans: list[Any], stream: Any) -> Any:
     """Return a wrapper that has the plans and the packed samples of all its steps in memory."""
-    from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-    from megatron.dynamic_cp.micro_batches import pack_step
+    from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+    from megatron.dynamic_cp.data.micro_batches import pack_step
 
     packed = [pack_step(plan, stream.read) for plan in plans]
 

@@ -60,10 +60,10 @@ def measure(name: str) -> None:
 
     from dynamic_cp.lane_plan import PlanFacts, lane_plan
     from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample
-    from megatron.dynamic_cp.data_iterator_wrapper import StepData
-    from megatron.dynamic_cp.micro_batches import PackedStep, for_chunk, micro_batches, pack_step
-    from megatron.dynamic_cp.packed_seq_params import ExchangeStats
-    from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator
+    from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
+    from megatron.dynamic_cp.data.micro_batches import PackedStep, for_chunk, micro_batches, pack_step
+    from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+    from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.run import set_up
     from megatron.trainer.step import run_schedule

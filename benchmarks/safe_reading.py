@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError
 from dynamic_cp.types import Hardware
-from megatron.dynamic_cp import cpu_backend, messages
+from megatron.dynamic_cp.agreement import messages
+from megatron.dynamic_cp.repairs import cpu_backend
 from megatron.trainer import safe_loading
 
 NUM_REPEATS = 11

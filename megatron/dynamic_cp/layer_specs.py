@@ -1,55 +1,5 @@
-"""The transformer layers of a GPT with dynamic CP, as a megatron-core spec."""
+"""The documented path of `gpt_block_spec`, which is in `model/layer_specs.py`."""
 
-from __future__ import annotations
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-from megatron.dynamic_cp.attention.te.support import TransformerImpl
-from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.norm import TorchNorm
-from megatron.dynamic_cp.self_attention import DynamicCPSelfAttention
-
-
-def gpt_block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, transformer_impl: TransformerImpl = "local"
-) -> TransformerBlockSubmodules:
-    """Return the block of this pipeline stage (chunk `vp_stage` of it), with our self-attention and core attention.
-
-    Args:
-        transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
-    """
-    layer, norm = _local_layer(config) if transformer_impl == "local" else _transformer_engine_layer(config)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
-
-
-def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = TorchNorm
-    layer.submodules.pre_mlp_layernorm = TorchNorm
-    attention = layer.submodules.self_attention
-    attention.module = DynamicCPSelfAttention
-    attention.submodules.core_attention = TorchTHDAttention
-    if config.qk_layernorm:
-        attention.submodules.q_layernorm = TorchNorm
-        attention.submodules.k_layernorm = TorchNorm
-    return layer, TorchNorm
-
-
-def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    # Here: neither can be built without TransformerEngine.
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
-
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    attention = layer.submodules.self_attention
-    attention.module = DynamicCPSelfAttention
-    attention.submodules.core_attention = TransformerEngineAttention
-    return layer, TENorm
+__all__ = ["gpt_block_spec"]

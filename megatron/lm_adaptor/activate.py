@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
 from megatron.lm_adaptor import flags
 from megatron.lm_adaptor.checkout import (
     SUPPORTED_VERSIONS,
@@ -208,7 +208,7 @@ class _Adaptor:
 
         result = original(*args, **kwargs, allow_no_cuda=not torch.cuda.is_available())
         if self._is_on:
-            from megatron.dynamic_cp import optimizer_checkpoint
+            from megatron.dynamic_cp.repairs import optimizer_checkpoint
             from megatron.lm_adaptor.model import DynamicCPGPTModel
             from megatron.lm_adaptor.session import Session
 
@@ -268,7 +268,7 @@ class _Adaptor:
         from megatron.lm_adaptor.session import TEST, TRAIN, VALIDATION
 
         if self._get_args().use_varlen_dataset and self._varlen is None:
-            from megatron.dynamic_cp.verify import collective_device
+            from megatron.dynamic_cp.agreement.verify import collective_device
             from megatron.lm_adaptor import varlen
 
             self._varlen = varlen.build_on_all_ranks(self._get_args(), collective_device())

@@ -1,5 +1,6 @@
-"""CPU ranks (gloo) for a checkout: what Megatron-LM's training code takes for granted about CUDA, beside
-`megatron.dynamic_cp.cpu_backend`, which answers what megatron-core does. Used with --distributed-backend gloo only.
+"""CPU ranks (gloo) for a checkout: what Megatron-LM's training code takes for granted about CUDA.
+
+`megatron.dynamic_cp.repairs.cpu_backend` answers what megatron-core does. Used with --distributed-backend gloo only.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import cpu_backend, optimizer_checkpoint
-from megatron.dynamic_cp.cpu_backend import Shim
+from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint
+from megatron.dynamic_cp.repairs.cpu_backend import Shim
 
 
 class _NoStream:

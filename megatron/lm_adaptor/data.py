@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp.prefetch import keep_what_forks_inherit
+from megatron.dynamic_cp.data.prefetch import keep_what_forks_inherit
 
 COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -18,15 +18,15 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import ModelShape
-from megatron.dynamic_cp.arguments import (
+from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
+from megatron.dynamic_cp.flags.arguments import (
     EXCHANGES,
     UNSUPPORTED,
     Unsupported,
     add_dynamic_cp_arguments,
     tokens_or_auto,
 )
-from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
-from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer import derive
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.validation import check_auto_knows_recomputation, check_planning_values, planning_settings

@@ -7,10 +7,10 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dynamic_cp.arguments import check_supported
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
-from megatron.dynamic_cp.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.rotary import use_one_rotary_table
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 
 NO_EFFECT = frozenset(
     {

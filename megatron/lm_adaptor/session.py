@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.flops import training_flops
-from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper, wrap_data_iterator
-from megatron.dynamic_cp.verify import collective_device
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.agreement.verify import collective_device
+from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
+from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.lm_adaptor.counts import StepFlops
 from megatron.lm_adaptor.data import LaneIterator
 from megatron.lm_adaptor.flags import Planned, model_shape

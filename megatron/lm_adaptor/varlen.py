@@ -139,7 +139,7 @@ def build_on_all_ranks(args: argparse.Namespace, device: torch.device) -> Varlen
     Raises:
         DynamicCPError: the same on every rank.
     """
-    from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks
+    from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks
 
     data = run_on_all_ranks(lambda: build(args, data_tokenizer(args)), device)
     check_same_digest(run_on_all_ranks(data.fingerprint, device), "the data of --use-varlen-dataset", device)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
+from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.launcher import environment_number
 from megatron.trainer.settings import Settings

@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError
-from megatron.dynamic_cp.verify import run_on_all_ranks, run_on_rank_zero
+from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_zero
 from megatron.trainer import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
 from megatron.trainer.disk import explain_refused_write, is_refused_write
 from megatron.trainer.extra_states import load_weights, without_extra_states

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
 from megatron.trainer.data.build import SampleStream
 from megatron.trainer.log import validation_line
 from megatron.trainer.run import Run

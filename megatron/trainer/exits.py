@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
 from megatron.trainer import last_words
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
@@ -99,7 +99,7 @@ class ExitSignals:
 @contextlib.contextmanager
 def exit_signals() -> Iterator[ExitSignals]:
     """Catch EXIT_SIGNALS while the body runs; after one, this rank waits for rank 0 only GIVE_UP_S longer."""
-    from megatron.dynamic_cp.verify import stop_waiting_after  # here: it imports torch
+    from megatron.dynamic_cp.agreement.verify import stop_waiting_after  # here: it imports torch
 
     caught = ExitSignals(on_first=lambda: stop_waiting_after(GIVE_UP_S))
     for number in EXIT_SIGNALS:

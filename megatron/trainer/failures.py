@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp import lost_peers, phase
+from megatron.dynamic_cp.agreement import lost_peers, phase
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 
 # Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which

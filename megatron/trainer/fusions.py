@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers as core_layers
 from torch.utils._triton import has_triton
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.verify import agree
+from megatron.dynamic_cp.agreement.verify import agree
 from megatron.trainer import compile_once
 from megatron.trainer.settings import ModelSettings
 

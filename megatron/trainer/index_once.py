@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp.verify import job_store, lost_store, publish_outcome
+from megatron.dynamic_cp.agreement.verify import job_store, lost_store, publish_outcome
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.entries import IndexedEntry, index_entries
 from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from megatron.dynamic_cp import cpu_backend, lost_peers, optimizer_checkpoint
+from megatron.dynamic_cp.agreement import lost_peers
+from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint
 from megatron.trainer.launcher import check_rendezvous, environment_number
 from megatron.trainer.settings import Settings
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from dynamic_cp.types import CpCommType
+from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.attention.te.kernels import Capability, flash_attention_installed
 from megatron.dynamic_cp.attention.te.support import LayerChoice, TransformerImpl, choose_layers, installed_version
-from megatron.dynamic_cp.verify import agree
 
 logger = logging.getLogger(__name__)
 

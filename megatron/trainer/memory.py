@@ -6,7 +6,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory_model import MemoryModel
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.types import CpCommType, Hardware, ModelShape
-from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
 def check_memory_is_known(settings: PlanningSettings, hardware: Hardware) -> None:

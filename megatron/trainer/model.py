@@ -20,13 +20,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
-from megatron.dynamic_cp.arguments import check_supported
+from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
-from megatron.dynamic_cp.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.rotary import use_one_rotary_table
-from megatron.dynamic_cp.verify import run_on_all_ranks
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.trainer.fusions import CONFIG_FIELDS, NOTHING, Fusions
 from megatron.trainer.planned_runtime import PlannedRuntime
 from megatron.trainer.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings

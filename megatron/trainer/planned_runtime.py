@@ -20,14 +20,14 @@ from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
-from megatron.dynamic_cp.plan_dump import WARM_UP, RecordedPlans, RunDump
-from megatron.dynamic_cp.planner import Planner
-from megatron.dynamic_cp.planning import PlanSource, warm_up
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.settings import PlanningSettings
-from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.plans.plan_dump import WARM_UP, RecordedPlans, RunDump
+from megatron.dynamic_cp.plans.planner import Planner
+from megatron.dynamic_cp.plans.planning import PlanSource, warm_up
 from megatron.trainer import memory
 
 

@@ -3,7 +3,7 @@
     nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop ... --profile
 
 marks the CUDA profiler's range and names what runs by NVTX ranges; with `--use-pytorch-profiler` torch.profiler writes
-a trace instead, on CPU ranks, too. The names are those of `megatron.dynamic_cp.nvtx`.
+a trace instead, on CPU ranks, too. The names are those of `megatron.dynamic_cp.measuring.nvtx`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import nvtx
+from megatron.dynamic_cp.measuring import nvtx
 from megatron.trainer.settings import ProfilingSettings
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from dynamic_cp.multipliers import Multipliers
 from dynamic_cp.observations import Observation
 from dynamic_cp.refinement import refine
 from dynamic_cp.types import Hardware
-from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.bucket_times import BucketTimes, ForwardStep
-from megatron.dynamic_cp.plan_dump import JsonLines, spans_path
-from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
+from megatron.dynamic_cp.plans.plan_dump import JsonLines, spans_path
+from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step.bucket_times import BucketTimes, ForwardStep
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.planned_runtime import PlannedRuntime
 

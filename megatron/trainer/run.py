@@ -16,11 +16,11 @@ from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import Hardware
+from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, StepData
-from megatron.dynamic_cp.loss import forward_step
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.step.loss import forward_step
 from megatron.trainer import checkpoint_files, derive, fusions, layers, model, start_calibration
 from megatron.trainer.checkpointing import Trainable, saved_calibration
 from megatron.trainer.data import tokenizer

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dynamic_cp.errors import CheckpointError
-from megatron.dynamic_cp.verify import run_on_all_ranks
+from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 
 COMMON = "common.pt"
 METADATA = ".metadata"

@@ -18,9 +18,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from megatron.dynamic_cp.messages import all_gather_bytes
-from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.verify import collective_device, run_on_rank_zero
+from megatron.dynamic_cp.agreement.messages import all_gather_bytes
+from megatron.dynamic_cp.agreement.verify import collective_device, run_on_rank_zero
+from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.trainer import checkpoint_files, interchange, optimizer_state
 from megatron.trainer.checkpointing import Position, Trainable, reporting, rng_state, sharded_model, sharded_rng
 from megatron.trainer.content_hash import FileRecord

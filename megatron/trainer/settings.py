@@ -1,7 +1,7 @@
 """A run's settings: frozen values, made once from checked flags, in groups; a function takes the groups that it reads.
 
 Fields have the names of their flags, which are Megatron-LM's. How a run is planned is in
-`megatron.dynamic_cp.settings`, which checkouts of Megatron-LM share.
+`megatron.dynamic_cp.flags.settings`, which checkouts of Megatron-LM share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
-from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 T = TypeVar("T")
 

@@ -33,14 +33,14 @@ from dynamic_cp.observations import Observation
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.serialize import dumps, loads
 from dynamic_cp.types import Hardware, Plan, PlannedBatch
-from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.bucket_times import BucketTimes
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.calibration.device import cpu_name, num_cores
 from megatron.dynamic_cp.calibration.undisturbed import Moment, Took, ranks_on_node, took_since
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.planning import FixedPlan
-from megatron.dynamic_cp.settings import PlanningSettings
-from megatron.dynamic_cp.verify import run_on_rank_zero
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.plans.planning import FixedPlan
+from megatron.dynamic_cp.step.bucket_times import BucketTimes
 from megatron.trainer.checkpointing import rng_state, set_rng_state
 from megatron.trainer.model import Built
 from megatron.trainer.planned_runtime import PlannedRuntime

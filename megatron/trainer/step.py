@@ -12,10 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron.dynamic_cp.data_iterator_wrapper import StepData
-from megatron.dynamic_cp.loss import forward_step
-from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
+from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
+from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.step.loss import forward_step
+from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 
 
 def run_schedule(

@@ -17,12 +17,12 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.global_batch import GlobalBatch
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.agreement.verify import keep_beating
 from megatron.dynamic_cp.calibration.undisturbed import Moment, share_of_others
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper, Step
-from megatron.dynamic_cp.flops import training_flops
-from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.verify import keep_beating
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, Step
+from megatron.dynamic_cp.measuring.flops import training_flops
+from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.trainer import checkpointing
 from megatron.trainer.checkpointing import Position
 from megatron.trainer.data.stream import SampleStream

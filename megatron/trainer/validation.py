@@ -13,8 +13,8 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
-from megatron.dynamic_cp.exchange_sizes import with_exchange_sizes
-from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.launcher import environment_number
 from megatron.trainer.settings import Settings, settings_of
 

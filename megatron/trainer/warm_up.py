@@ -15,9 +15,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import MemoryLimitError
-from megatron.dynamic_cp.attention.te.warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.trainer.attention_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
 from megatron.trainer.model import Built
 from megatron.trainer.planned_runtime import PlannedRuntime
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.mechanisms import all_gather, heads, ring
 from megatron.dynamic_cp.attention.thd import Attention
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.sharding import packed_shard_positions
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 
 # A lane that fails leaves the others waiting.
 TIMEOUT_S = 60.0

@@ -14,12 +14,12 @@ from dynamic_cp import serialize
 from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Plan, PlannedBatch, Sample
-from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.rerouting import sample_origin
-from megatron.dynamic_cp.sharding import shard_positions, take_shard
-from megatron.dynamic_cp.verify import job_store
+from megatron.dynamic_cp.agreement.verify import job_store
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
+from megatron.dynamic_cp.foreign.rerouting import sample_origin
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.sharding import shard_positions, take_shard
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.parity import Layout, mixed_plan
 

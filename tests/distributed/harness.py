@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp.repairs import cpu_backend
 
 _SAY_WHERE = signal.SIGUSR2  # training takes SIGUSR1
 

@@ -16,14 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamic_cp.padding import rank_tokens
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
-from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.planning import FixedPlan
-from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks
-from megatron.dynamic_cp.rotary import use_one_rotary_table
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.rotary import use_one_rotary_table
+from megatron.dynamic_cp.plans.planning import FixedPlan
+from megatron.dynamic_cp.step import loss
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 from tests.sent_bytes import sent_by

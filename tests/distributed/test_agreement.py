@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dynamic_cp.errors import CheckpointError, DataError, DisagreementError, DynamicCPError, IllegalPlanError
-from megatron.dynamic_cp.verify import (
+from megatron.dynamic_cp.agreement.verify import (
     SilentRankZeroError,
     check_same_digest,
     publish_outcome,

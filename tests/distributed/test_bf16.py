@@ -13,11 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.types import Plan, Sample
-from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.attention.mechanisms import ring
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.step import loss
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan

@@ -18,8 +18,8 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.observations import Observation
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Bucket, MicroBatch, Plan
-from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.bucket_times import BucketTimes, least_of_equal_keys
+from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step.bucket_times import BucketTimes, least_of_equal_keys
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, mixed_plan, samples_of
 from tests.distributed.trainee import Trainee

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.overrides import _get_current_function_mode_stack
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 

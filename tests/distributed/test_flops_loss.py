@@ -10,9 +10,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynamic_cp.types import ModelShape
-from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.flops import training_flops
-from megatron.dynamic_cp.loss import forward_step, sum_of_losses
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.measuring.flops import training_flops
+from megatron.dynamic_cp.step.loss import forward_step, sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 

@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.foreign_iterator import chunks_of
-from megatron.dynamic_cp.planner import Planner
-from megatron.dynamic_cp.planning import PlanSource
+from megatron.dynamic_cp.foreign.iterator import chunks_of
+from megatron.dynamic_cp.plans.planner import Planner
+from megatron.dynamic_cp.plans.planning import PlanSource
+from megatron.dynamic_cp.step import loss
 from tests.distributed import reference
 from tests.distributed.foreign import (
     LAYOUTS,

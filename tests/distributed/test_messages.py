@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, InfeasibleSampleError, InvalidInputError
-from megatron.dynamic_cp import messages, probing
-from megatron.dynamic_cp.planner import ERROR, PLAN, WHOLE, lane_key
-from megatron.dynamic_cp.planning import PlanSource
-from megatron.dynamic_cp.verify import job_store, publish_outcome, run_on_all_ranks
+from megatron.dynamic_cp.agreement import messages
+from megatron.dynamic_cp.agreement.verify import job_store, publish_outcome, run_on_all_ranks
+from megatron.dynamic_cp.foreign import probing
+from megatron.dynamic_cp.plans.planner import ERROR, PLAN, WHOLE, lane_key
+from megatron.dynamic_cp.plans.planning import PlanSource
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 from tests.distributed.test_planning import PROBLEM

@@ -10,9 +10,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.dynamic_cp import loss, micro_batches, norm, self_attention
 from megatron.dynamic_cp.attention import merge
 from megatron.dynamic_cp.attention.mechanisms import all_gather, heads, row_order
+from megatron.dynamic_cp.data import micro_batches
+from megatron.dynamic_cp.model import norm, self_attention
+from megatron.dynamic_cp.step import loss
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
 

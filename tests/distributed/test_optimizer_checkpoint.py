@@ -7,7 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron.dynamic_cp import optimizer_checkpoint
+from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, build_chunks

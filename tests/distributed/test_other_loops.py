@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dynamic_cp import plan_lengths
 from examples import loop_plain_torch as plain
 from examples import micro_batch_splitter_verl as splitter
-from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 5e-6

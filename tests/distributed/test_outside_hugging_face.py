@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import DisagreementError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import PlanOptions
-from megatron.dynamic_cp import cpu_backend
 from megatron.dynamic_cp.outside import PlannedCollator, train_step
 from megatron.dynamic_cp.outside.hugging_face import (
     attention_forward,
@@ -25,6 +24,7 @@ from megatron.dynamic_cp.outside.hugging_face import (
     problem_of,
     use_dynamic_cp,
 )
+from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import run_ranks
 
 MISSING = [name for name in ("transformers", "accelerate") if find_spec(name) is None]

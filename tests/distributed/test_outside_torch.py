@@ -26,8 +26,8 @@ from dynamic_cp.errors import DataError, DisagreementError, InfeasibleSampleErro
 from dynamic_cp.errors import UnsupportedFeatureError as Unsupported
 from dynamic_cp.types import Sample, Topology
 from examples.torch_device_mesh import Document, TinyTransformer, documents_of, loss_sum, problem_for
-from megatron.dynamic_cp import cpu_backend
 from megatron.dynamic_cp.outside import Lanes, PlannedCollator, scaled_dot_product_attention, sum_of_losses, train_step
+from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 5e-6
@@ -374,7 +374,7 @@ from examples.torch_device_mesh import Document, TinyTransformer, loss_sum, prob
 from dynamic_cp.types import Sample
 import megatron.dynamic_cp.outside.hugging_face
 from megatron.dynamic_cp.outside import Lanes, train_step
-from megatron.dynamic_cp.packed_seq_params import PackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import PackedSeqParams
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
 lanes = Lanes.build(init_device_mesh("cpu", (1,)), problem_for(1))

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import p2p_communication
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.types import Plan, Sample
-from megatron.dynamic_cp.micro_batches import PackedStep
-from megatron.dynamic_cp.pipeline_p2p import PlannedP2PCommunicator, message_orders
+from megatron.dynamic_cp.data.micro_batches import PackedStep
+from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, message_orders
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import BATCHES, Layout, build_chunks, mixed_plan, samples_of, static_plan

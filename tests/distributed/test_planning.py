@@ -15,9 +15,9 @@ from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes,
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.serialize import digest
 from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Sample, Topology
-from megatron.dynamic_cp.planner import Planner
-from megatron.dynamic_cp.planning import PlanSource, warm_up
-from megatron.dynamic_cp.verify import job_store
+from megatron.dynamic_cp.agreement.verify import job_store
+from megatron.dynamic_cp.plans.planner import Planner
+from megatron.dynamic_cp.plans.planning import PlanSource, warm_up
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 
@@ -132,7 +132,7 @@ def take_from_a_lost_store() -> Any:
             def check(self, keys: list[str]) -> bool:
                 raise RuntimeError("Connection was likely closed")
 
-        from megatron.dynamic_cp import planning
+        from megatron.dynamic_cp.plans import planning
 
         real = planning.job_store()
         planning.job_store = lambda: type(

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.types import Sample, Topology
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.probing import ProbedSamples, probe_lengths
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.foreign.probing import ProbedSamples, probe_lengths
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 

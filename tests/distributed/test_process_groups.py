@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.attention import warm_up
 from megatron.dynamic_cp.attention.mechanisms.transfers import (
     ExchangeError,
     RingShift,
@@ -20,8 +19,9 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
     all_to_all_heads,
     reduce_scatter_tokens,
 )
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
+from megatron.dynamic_cp.groups import first_exchange as warm_up
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 
 

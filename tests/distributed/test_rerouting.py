@@ -17,11 +17,11 @@ import torch.distributed as dist
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import PlannedBatch, Sample
-from megatron.dynamic_cp import rerouting
-from megatron.dynamic_cp.foreign_iterator import ForeignIteratorWrapper
-from megatron.dynamic_cp.foreign_samples import read_item
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.rerouting import (
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.data.token_checksum import combine, token_checksum
+from megatron.dynamic_cp.foreign import rerouting
+from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
+from megatron.dynamic_cp.foreign.rerouting import (
     Place,
     SentColumns,
     columns_to_send,
@@ -30,8 +30,8 @@ from megatron.dynamic_cp.rerouting import (
     outgoing,
     sample_origin,
 )
-from megatron.dynamic_cp.sharding import shard_positions
-from megatron.dynamic_cp.token_checksum import combine, token_checksum
+from megatron.dynamic_cp.foreign.samples import read_item
+from megatron.dynamic_cp.layout.sharding import shard_positions
 from tests.distributed.foreign import (
     LAYOUTS,
     LaneData,

@@ -9,9 +9,9 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.rotary import _TABLE_STEP_TOKENS, OneRotaryTable, rotary_cos_sin, rotate
-from megatron.dynamic_cp.sharding import packed_shard_positions
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.model.rotary import _TABLE_STEP_TOKENS, OneRotaryTable, rotary_cos_sin, rotate
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import Layout, build_chunks, initialize_model_parallel

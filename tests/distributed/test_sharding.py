@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.padding import padded_seqlens
-from megatron.dynamic_cp.sharding import packed_shard_positions, shard_positions, take_shard
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions, shard_positions, take_shard
 
 CP_SIZES = (1, 2, 4, 8, 16, 32)
 

@@ -23,8 +23,8 @@ from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.loss import sum_of_losses
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.step.loss import sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import Layout, assert_equal_to_reference, run_step, samples_of

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.types import Plan, Sample, Topology
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
@@ -249,7 +249,7 @@ def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | No
     groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=(exchange,), inner_sizes=(2,))
     if sabotage is not None:
         sabotage()
-    from megatron.dynamic_cp.layer_specs import gpt_block_spec
+    from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 
     config = reference.transformer_config(reference.LLAMA)
     spec = gpt_block_spec(config, transformer_impl="transformer_engine")

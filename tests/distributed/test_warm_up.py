@@ -12,7 +12,7 @@ import random, sys
 from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from megatron.dynamic_cp.planning import _made_up_batch
+from megatron.dynamic_cp.plans.planning import _made_up_batch
 
 def compiled():
     functions = {id(value): value for name, module in list(sys.modules.items()) if name.startswith("dynamic_cp")

@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 from tests.distributed.reference import SampleTokens

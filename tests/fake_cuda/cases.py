@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp import verify
+from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.attention import packs
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
@@ -46,11 +46,11 @@ from megatron.dynamic_cp.attention.mechanisms import all_gather
 from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
 from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
 from megatron.dynamic_cp.calibration.timing import Probe, Timer
-from megatron.dynamic_cp.micro_batches import PackedBucket, PackedStep, micro_batches
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
-from megatron.dynamic_cp.planner import Planner
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.sharding import packed_shard_positions
+from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.plans.planner import Planner
 from megatron.trainer import index_once, planned_runtime
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.log import StepRecord
@@ -150,8 +150,8 @@ def attention(kernel: Any) -> Notes:
             with FakeGPU(AT_START) as gpu:
                 groups = build_groups(8)
             assert {place for place, _ in gpu.waits} <= {
-                "megatron.dynamic_cp.attention.warm_up:_check",
-                "megatron.dynamic_cp.packed_seq_params:build",
+                "megatron.dynamic_cp.groups.first_exchange:_check",
+                "megatron.dynamic_cp.layout.packed_seq_params:build",
             }
             with FakeGPU() as gpu:
                 batches = list(

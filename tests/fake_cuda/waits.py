@@ -25,7 +25,7 @@ def _sums(variables: Mapping[str, Any]) -> list[float]:
 AGREE = Answer(why="all ranks learn whether one failed before anything of the step is sent", value=_agreed)
 
 IN_A_STEP = {
-    "megatron.dynamic_cp.verify:agree": AGREE,
+    "megatron.dynamic_cp.agreement.verify:agree": AGREE,
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": Answer(
         why="megatron-core asks whether there are tokens before it divides gradients by their number",
         value=lambda _: 1,
@@ -41,7 +41,7 @@ IN_A_STEP = {
 }
 
 NOW_AND_THEN = {
-    "megatron.dynamic_cp.bucket_times:gather": Answer(
+    "megatron.dynamic_cp.step.bucket_times:gather": Answer(
         why="--dynamic-cp-refine: the times of all ranks, every so many steps",
         value=lambda variables: (
             variables["mine"] if "gathered" in variables else [len(variables["mine"]), -len(variables["mine"])]
@@ -50,16 +50,16 @@ NOW_AND_THEN = {
 }
 
 AT_START = {
-    "megatron.dynamic_cp.verify:agree": AGREE,
+    "megatron.dynamic_cp.agreement.verify:agree": AGREE,
     "megatron.dynamic_cp.attention.kernels.check:_inputs": Answer(why="inputs of the kernels' check"),
     "megatron.dynamic_cp.attention.kernels.check:<listcomp>": Answer(why="inputs of the kernels' check"),
     "megatron.dynamic_cp.attention.kernels.check:_error": Answer(
         why="each result of the kernel is compared with the portable one's", value=lambda _: 0.004
     ),
-    "megatron.dynamic_cp.attention.warm_up:_check": Answer(
+    "megatron.dynamic_cp.groups.first_exchange:_check": Answer(
         why="what the first exchanges of a group brought", value=lambda variables: variables["expected"]
     ),
-    "megatron.dynamic_cp.packed_seq_params:build": Answer(why="boundaries of warm-up packs"),
+    "megatron.dynamic_cp.layout.packed_seq_params:build": Answer(why="boundaries of warm-up packs"),
     "megatron.trainer.model:wrap_chunks": Answer(why="norms are made on the CPU"),
     "megatron.core.optimizer:_get_param_groups": Answer(why="megatron-core compares the kinds of parameters of ranks"),
     "megatron.core.optimizer.optimizer:__init__": Answer(why="megatron-core's flag of an overflow"),

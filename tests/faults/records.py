@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.trainer import training
 from megatron.trainer.log import StepRecord
 from tests.faults.job import planner_of

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from megatron.dynamic_cp.data_iterator_wrapper import DataIteratorWrapper
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.planner import Planner
-from megatron.dynamic_cp.planning import PlanSource
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.plans.planner import Planner
+from megatron.dynamic_cp.plans.planning import PlanSource
 from megatron.trainer import training
 from megatron.trainer.arguments import parse_args
 from tests.distributed.harness import initialize_model_parallel, run_ranks

@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.distributed import DistributedDataParallel
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp import planner, planning, prefetch
+from megatron.dynamic_cp.data import prefetch
+from megatron.dynamic_cp.plans import planner, planning
 from megatron.trainer import checkpoint_files, exits, index_once, step
 from megatron.trainer import run as trainer_run
 from megatron.trainer.data.stream import SampleStream

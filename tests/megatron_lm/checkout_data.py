@@ -77,8 +77,8 @@ def chats(argv: list[str]) -> list[list[Any]]:
     from megatron.training.datasets.sft_dataset import SFTDataset
 
     import pretrain_gpt
-    from megatron.dynamic_cp.foreign_samples import read_item
-    from megatron.dynamic_cp.micro_batches import ChunkNeeds
+    from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+    from megatron.dynamic_cp.foreign.samples import read_item
     from megatron.lm_adaptor.data import only_item
 
     args = parse(argv)

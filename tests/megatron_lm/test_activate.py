@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
 from megatron.lm_adaptor import activate, flags
 from megatron.lm_adaptor.activate import _Adaptor
 

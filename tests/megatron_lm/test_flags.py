@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.arguments import UNSUPPORTED
+from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
 from megatron.lm_adaptor import flags
 
 

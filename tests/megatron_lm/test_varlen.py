@@ -378,7 +378,7 @@ def test_a_token_that_the_vocabulary_lacks_is_an_error(tokenizers: dict[str, Any
 def test_the_log_says_what_ends_documents(
     corpus: dict[str, str], tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from megatron.dynamic_cp import verify
+    from megatron.dynamic_cp.agreement import verify
 
     monkeypatch.setattr(verify, "run_on_all_ranks", lambda compute, _: compute())
     monkeypatch.setattr(verify, "check_same_digest", lambda *_: None)

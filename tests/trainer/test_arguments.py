@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.arguments import EXCHANGES, UNSUPPORTED, check_supported
+from megatron.dynamic_cp.flags.arguments import EXCHANGES, UNSUPPORTED, check_supported
 from megatron.trainer import derive
 from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
 from tests.trainer.commandline import command_line

@@ -9,7 +9,7 @@ import pytest
 from dynamic_cp.catalog import load_hardware
 from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.arguments import EXCHANGES
+from megatron.dynamic_cp.flags.arguments import EXCHANGES
 from megatron.trainer import derive
 from megatron.trainer.arguments import parse_args
 from tests.trainer.commandline import command_line

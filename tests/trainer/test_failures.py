@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.dynamic_cp import phase
+from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.trainer import failures, training

@@ -14,7 +14,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import distrib_optimizer
 
-from megatron.dynamic_cp import optimizer_checkpoint
+from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from megatron.trainer import checkpoint_files
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line

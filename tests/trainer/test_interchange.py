@@ -27,8 +27,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.padding import padded_seqlens
-from megatron.dynamic_cp import optimizer_checkpoint
-from megatron.dynamic_cp.loss import sum_of_losses
+from megatron.dynamic_cp.repairs import optimizer_checkpoint
+from megatron.dynamic_cp.step.loss import sum_of_losses
 from megatron.trainer import checkpoint_files, initialize, interchange, model
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.data.build import build_splits

@@ -11,7 +11,7 @@ import pytest
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.serialize import plan_from_dict
 from dynamic_cp.types import Bucket
-from megatron.dynamic_cp import nvtx
+from megatron.dynamic_cp.measuring import nvtx
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.profiling import trace_path
 from tests.trainer.commandline import command_line

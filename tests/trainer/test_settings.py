@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
 from megatron.trainer.settings import Settings
 from tests.trainer.commandline import command_line

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
-from megatron.dynamic_cp import verify
+from megatron.dynamic_cp.agreement import verify
 from megatron.trainer import evaluation, exits
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.initialize import check_device_queues, choose_backend, choose_precision, device_of

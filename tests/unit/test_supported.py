@@ -8,8 +8,8 @@ from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from megatron.dynamic_cp.arguments import ALLOWED, EXCHANGES, check_supported
 from megatron.dynamic_cp.attention import thd
+from megatron.dynamic_cp.flags.arguments import ALLOWED, EXCHANGES, check_supported
 from megatron.trainer import model
 from megatron.trainer.arguments import parse_args
 from tests.distributed import parity, reference

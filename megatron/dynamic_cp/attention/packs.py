@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, boundaries
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,8 +15,8 @@ from megatron.dynamic_cp.attention.mechanisms.executor import Executor
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
-from megatron.dynamic_cp.nvtx import attention_backward
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.measuring.nvtx import attention_backward
 
 EXECUTORS: dict[CpCommType, type[Ring] | type[AllGather]] = {
     "p2p": Ring,

@@ -13,8 +13,8 @@ from dynamic_cp.types import largest_power_of_two
 from megatron.dynamic_cp.calibration.device import Place
 from megatron.dynamic_cp.calibration.model import SmallGPT
 from megatron.dynamic_cp.calibration.timing import Probe, Timer
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 _SHORTEST = {"cuda": 256, "cpu": 64}
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp import cpu_backend
+from megatron.dynamic_cp.repairs import cpu_backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.mechanisms import ring
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class EmulatedRing(DynamicPackedSeqParams):

@@ -13,7 +13,7 @@ from dynamic_cp.calibration.measurements import Measurement, Setup
 from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
 from megatron.dynamic_cp.calibration.device import Place
 from megatron.dynamic_cp.calibration.timing import Probe
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 _BYTES = {"cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28), "cpu": (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22)}
 _TURNS = 10

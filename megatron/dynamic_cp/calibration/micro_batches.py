@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology, largest_power_of_two
-from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.timing import Probe
-from megatron.dynamic_cp.micro_batches import micro_batches, pack_step
-from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.step import loss
 
 NUM_MICRO_BATCHES = {"buckets": 4, "packs": 2, "held_out": 2}
 _TINY_TOKENS = 16

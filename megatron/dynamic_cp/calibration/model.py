@@ -15,8 +15,8 @@ from dynamic_cp.calibration.fit import BUCKET_LAYERS
 from dynamic_cp.calibration.measurements import Setup
 from dynamic_cp.errors import MemoryLimitError
 from megatron.dynamic_cp.calibration.device import free_bytes
-from megatron.dynamic_cp.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.rotary import use_one_rotary_table
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 
 _GRADIENT_BYTES = 4
 _HIDDEN_WIDTHS, _MLP_WIDTHS = 16, 8

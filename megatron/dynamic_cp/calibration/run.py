@@ -21,14 +21,14 @@ from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import write_json, write_text
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.types import Hardware, Topology
+from megatron.dynamic_cp.agreement.verify import agree, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.command import measured_path
 from megatron.dynamic_cp.calibration.device import Place, num_cores, set_up
 from megatron.dynamic_cp.calibration.model import SmallGPT
 from megatron.dynamic_cp.calibration.sections import RUN
 from megatron.dynamic_cp.calibration.timing import Timer
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.verify import agree, run_on_all_ranks, run_on_rank_zero
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 _MAX_TOKENS = {"cuda": 32768, "cpu": 4096}
 _LEAST_TOKENS = 512

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.calibration.measurements import Measurement
-from megatron.dynamic_cp import loss
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
@@ -21,7 +20,8 @@ from megatron.dynamic_cp.calibration.links import link_probes
 from megatron.dynamic_cp.calibration.micro_batches import buckets, held_out, packs
 from megatron.dynamic_cp.calibration.model import WithoutAttention
 from megatron.dynamic_cp.calibration.timing import Probe
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.step import loss
 
 _EMULATED_SIZES = (2, 4, 8)
 

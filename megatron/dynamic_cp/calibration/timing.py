@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dynamic_cp.calibration.least_squares import Floats
 from dynamic_cp.calibration.measurements import Measurement
-from megatron.dynamic_cp.verify import collective_device
+from megatron.dynamic_cp.agreement.verify import collective_device
 
 Forward = Callable[[], Any]
 Backward = Callable[[Any], Any]

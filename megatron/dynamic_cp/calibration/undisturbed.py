@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.verify import collective_device
+from megatron.dynamic_cp.agreement.verify import collective_device
 
 _IDLE = (3, 4)
 """Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""

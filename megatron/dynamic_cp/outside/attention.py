@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.attention.thd import attention_thd
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _TORCH_CP = "torch.distributed.tensor.experimental"
 

@@ -24,10 +24,10 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.hugging_face import model_shape
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import PlanOptions, Topology
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
 from megatron.dynamic_cp.outside.collator import IGNORED
 from megatron.dynamic_cp.outside.lanes import Lanes
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

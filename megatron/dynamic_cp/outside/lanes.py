@@ -19,9 +19,9 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.registry import inner_sizes
 from dynamic_cp.planner_process import Problem
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.verify import agree, check_same_digest, run_on_all_ranks
+from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
+from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,8 +109,8 @@ class Lanes:
     def plan(self, samples: Sequence[Sample]) -> LanePlan:
         """Return this lane's part of the plan of a global batch. Collective.
 
-        Every rank plans the whole batch, which takes milliseconds, and compares digests. `megatron.dynamic_cp.planning`
-        has a source that plans ahead in a process of its own; its `LanePlan` goes to `pack`, too.
+        Every rank plans the whole batch, which takes milliseconds, and compares digests. `plans.planning` has a
+        source that plans ahead in a process of its own; its `LanePlan` goes to `pack`, too.
 
         Raises:
             DynamicCPError: there is no plan (the same error on every rank), or ranks planned different batches.

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.dynamic_cp.micro_batches import micro_batches
+from megatron.dynamic_cp.data.micro_batches import micro_batches
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.outside.lanes import Lanes, LaneStep
-from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 
 LossSum = Callable[[torch.nn.Module, dict[str, Any]], Tensor]
 """(wrapped model, micro-batch) -> sum of the losses of the lane's tokens that have one, a scalar."""

@@ -13,7 +13,7 @@ from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_ord
 from megatron.dynamic_cp.attention.mechanisms.transfers import all_gather_tokens, reduce_scatter_tokens
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import gathered_packs
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class AllGather:

@@ -21,7 +21,7 @@ from dynamic_cp.mechanisms.heads import kv_heads_of
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
 from megatron.dynamic_cp.attention.mechanisms.transfers import all_to_all_heads
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class HeadExchange:

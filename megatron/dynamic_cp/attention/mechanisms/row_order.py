@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.packs import to_device
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.sharding import packed_shard_positions
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 
 
 def gathered_order(padded_seqlens: tuple[int, ...], num_lanes: int) -> np.ndarray:

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.measuring.nvtx import span
 
 
 class ExchangeError(RuntimeError):

@@ -34,7 +34,7 @@ from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
 from megatron.dynamic_cp.attention.te.support import way
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
 

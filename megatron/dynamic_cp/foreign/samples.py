@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

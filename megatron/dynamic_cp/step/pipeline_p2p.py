@@ -26,8 +26,8 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from megatron.dynamic_cp.messages import all_gather_bytes
-from megatron.dynamic_cp.verify import collective_device, run_on_all_ranks
+from megatron.dynamic_cp.agreement.messages import all_gather_bytes
+from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 
 Shape = tuple[int, int, int]
 

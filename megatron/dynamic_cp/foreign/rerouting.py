@@ -26,12 +26,12 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Bucket
-from megatron.dynamic_cp import phase
-from megatron.dynamic_cp.foreign_samples import ForeignSample
-from megatron.dynamic_cp.micro_batches import COLUMNS, ChunkNeeds, PackedStep
-from megatron.dynamic_cp.sharding import shard_positions
-from megatron.dynamic_cp.token_checksum import token_checksum
-from megatron.dynamic_cp.verify import lost_rank
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.agreement.verify import lost_rank
+from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep
+from megatron.dynamic_cp.data.token_checksum import token_checksum
+from megatron.dynamic_cp.foreign.samples import ForeignSample
+from megatron.dynamic_cp.layout.sharding import shard_positions
 
 MAX_SAMPLES_PER_DRAW = 1_000_000
 """Samples that one lane can draw for one global batch: the last six digits of a sample id count them."""

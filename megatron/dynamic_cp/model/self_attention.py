@@ -7,8 +7,8 @@ from typing import Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.rotary import rotary_cos_sin, rotate
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
 
 
 class DynamicCPSelfAttention(SelfAttention):

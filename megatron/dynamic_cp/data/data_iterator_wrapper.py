@@ -22,14 +22,14 @@ from dynamic_cp.errors import DisagreementError, IllegalPlanError
 from dynamic_cp.global_batch import GlobalBatch
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
-from megatron.dynamic_cp.nvtx import span
-from megatron.dynamic_cp.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.planning import FixedPlan, PlanSource, check_whole
-from megatron.dynamic_cp.prefetch import Packer
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.token_audit import check_tokens
-from megatron.dynamic_cp.verify import agree, collective_device
+from megatron.dynamic_cp.agreement.verify import agree, collective_device
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
+from megatron.dynamic_cp.data.prefetch import Packer
+from megatron.dynamic_cp.data.token_audit import check_tokens
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.plans.planning import FixedPlan, PlanSource, check_whole
 
 
 class StepData(NamedTuple):

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.planner_process import die_with_parent
-from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample, pack_step
-from megatron.dynamic_cp.nvtx import span
+from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
+from megatron.dynamic_cp.measuring.nvtx import span
 
 _LOOK_UP_S = 0.5
 

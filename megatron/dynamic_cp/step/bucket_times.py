@@ -33,8 +33,8 @@ from torch.autograd import Variable
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.observations import Observation
 from dynamic_cp.types import CP_COMM_TYPES
-from megatron.dynamic_cp import loss
-from megatron.dynamic_cp.verify import collective_device
+from megatron.dynamic_cp.agreement.verify import collective_device
+from megatron.dynamic_cp.step import loss
 
 ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
 Mark = Any

@@ -22,9 +22,9 @@ from dynamic_cp.errors import DataError
 from dynamic_cp.lane_plan import LanePlan
 from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.types import Bucket, CpCommType, Sample
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.sharding import packed_shard_positions, take_shard
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions, take_shard
 
 
 class SampleTokens(Protocol):

@@ -15,10 +15,10 @@ from itertools import groupby
 import torch
 
 from dynamic_cp.types import CpCommType
-from megatron.dynamic_cp.attention.warm_up import flat_exchanges
-from megatron.dynamic_cp.micro_batches import PackedBucket, groups_of
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
+from megatron.dynamic_cp.groups.first_exchange import flat_exchanges
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 SMALLEST_BUCKET_TOKENS = 1024
 LARGEST_DOUBLED_TOKENS = 32768

@@ -14,7 +14,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
     all_gather_tokens,
     all_to_all_heads,
 )
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 
 def flat_exchanges(exchanges: Sequence[str], cp_size: int, query_heads: int | None) -> tuple[str, ...]:

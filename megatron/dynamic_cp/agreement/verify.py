@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError
-from megatron.dynamic_cp import lost_peers, messages, phase
+from megatron.dynamic_cp.agreement import lost_peers, messages, phase
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.lane_plan import LanePlan
-from megatron.dynamic_cp.micro_batches import PackedStep, ReadSample
-from megatron.dynamic_cp.token_checksum import combine, token_checksum
-from megatron.dynamic_cp.verify import run_on_all_ranks
+from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
+from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample
+from megatron.dynamic_cp.data.token_checksum import combine, token_checksum
 
 
 def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, what: str, device: torch.device) -> None:

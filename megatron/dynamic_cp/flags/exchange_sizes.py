@@ -11,7 +11,7 @@ from dataclasses import replace
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.registry import inner_sizes
 from dynamic_cp.types import is_power_of_two
-from megatron.dynamic_cp.settings import PlanningSettings
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
 def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> PlanningSettings:

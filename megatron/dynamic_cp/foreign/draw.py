@@ -19,11 +19,17 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, DisagreementError, InvalidInputError
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.foreign_samples import ForeignSample, read_item
-from megatron.dynamic_cp.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.rerouting import MAX_SAMPLES_PER_DRAW, SentColumns, columns_to_send, in_phase, make_sample_id
-from megatron.dynamic_cp.token_checksum import token_checksum
-from megatron.dynamic_cp.verify import run_on_all_ranks
+from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.data.token_checksum import token_checksum
+from megatron.dynamic_cp.foreign.rerouting import (
+    MAX_SAMPLES_PER_DRAW,
+    SentColumns,
+    columns_to_send,
+    in_phase,
+    make_sample_id,
+)
+from megatron.dynamic_cp.foreign.samples import ForeignSample, read_item
 
 logger = logging.getLogger(__name__)
 

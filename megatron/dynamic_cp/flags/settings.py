@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology
-from megatron.dynamic_cp.arguments import EXCHANGES
+from megatron.dynamic_cp.flags.arguments import EXCHANGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,227 @@
+"""Lengths of samples that nobody knows before they are tokenized: every rank probes its share, one all-gather.
+
+    samples = ProbedSamples(dataset)                       # anything with __len__ and __getitem__
+    batch = samples.global_batch(consumed_samples, 512)    # collective: the same lengths on every rank
+    wrapper = DataIteratorWrapper(read_sample=samples.read, ...); wrapper.wrap(step, batch)
+
+Trade-off: a sample is tokenized twice, once for its length on the rank that probes it and once where it is trained on;
+sending tokens instead would move the whole global batch. Where an index knows the lengths (.idx, JSONL, text) nothing
+is probed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.types import MAX_COUNT, Sample
+from megatron.dynamic_cp.agreement.messages import all_gather_bytes, decode_error, encode_error
+from megatron.dynamic_cp.agreement.verify import collective_device
+
+NOT_PROBED, FAILED = -1, -2
+
+
+def probe_lengths(
+    sample_ids: Sequence[int],
+    length_of: Callable[[int], int],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    noun: str = "sample",
+) -> NDArray[np.int64]:
+    """Return the length in tokens of each sample, int64 [n], the same on every rank. Collective over `group`.
+
+    Rank r of R probes samples r, r + R, r + 2 R ...; ranks without a sample take part. One all-gather of ceil(n / R)
+    numbers per rank carries lengths and failures; only after a failure a second collective carries its text.
+
+    Args:
+        sample_ids: the same on every rank.
+        length_of: sample_id -> its length >= 1; called for this rank's share. Any exception of it is exchanged.
+        group: default: all ranks of the job. With the lanes of one (TP, PP) position as the group, the ranks of a lane
+            would all probe the same, and an error of one would not reach those of the other groups.
+        device: where the numbers live during the collective; default: what the job's backend needs.
+        noun: what `sample_ids` number, for messages.
+
+    Raises:
+        DataError: a sample that cannot be probed; the first one of `sample_ids`, the same error on every rank.
+        DynamicCPError: a rank ended, or did not answer within the group's timeout. (On NCCL the watchdog ends the
+            process instead.)
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    share = -(-len(sample_ids) // num_ranks)
+    if share == 0:
+        return np.empty(0, dtype=np.int64)
+    device = device or collective_device()
+    probed, error = _probe_share(sample_ids[rank::num_ranks], length_of, rank=dist.get_rank(), noun=noun)
+    mine = torch.full((share,), NOT_PROBED, dtype=torch.int64)
+    mine[: len(probed)] = torch.tensor(probed, dtype=torch.int64)
+    mine = mine.to(device)
+    gathered = torch.empty(num_ranks * share, dtype=torch.int64, device=device)
+    started_s = time.monotonic()
+    try:
+        dist.all_gather_into_tensor(gathered, mine, group=group)
+        lengths: NDArray[np.int64] = (
+            gathered.cpu().numpy().reshape(num_ranks, share).T.reshape(-1)[: len(sample_ids)].copy()
+        )
+        failures = np.flatnonzero(lengths == FAILED)
+        if not len(failures):
+            return lengths
+        owner = int(failures[0]) % num_ranks
+        gathered_errors = all_gather_bytes(b"" if error is None else encode_error(error), device, group)
+    except RuntimeError as lost:
+        raise DynamicCPError(
+            f"probing the lengths of {noun}s {sample_ids[0]} .. {sample_ids[-1]}: one of {num_ranks} ranks ended or "
+            f"did not answer, noticed after {time.monotonic() - started_s:.0f} s ({str(lost).splitlines()[0]}); "
+            "see the logs of the other ranks",
+            num_ranks=num_ranks,
+        ) from lost
+    if owner == rank and error is not None:
+        raise error
+    raise decode_error(gathered_errors[owner], f"from rank {owner} of the group")
+
+
+def _probe_share(
+    sample_ids: Iterable[int], length_of: Callable[[int], int], *, rank: int, noun: str
+) -> tuple[list[int], DataError | None]:
+    """Return the lengths up to the first failure, which is marked FAILED, and the failure."""
+    lengths: list[int] = []
+    for sample_id in sample_ids:
+        try:
+            length = length_of(sample_id)
+            if not isinstance(length, Integral) or isinstance(length, bool) or not 1 <= length <= MAX_COUNT:
+                raise DataError(f"its length is {length!r}, an integer from 1 to {MAX_COUNT} is needed")
+        except Exception as error:  # of the user's code, whatever it is: the other ranks wait
+            kind = "" if isinstance(error, DynamicCPError) else f"{type(error).__name__}: "
+            failure = DataError(
+                f"{noun} {sample_id} could not be probed for its length on rank {rank}: {kind}"
+                f"{' '.join(str(error).split())}; repair it or leave it out of the data set",
+                sample_id=sample_id,
+                rank=rank,
+            )
+            failure.__cause__ = error
+            return [*lengths, FAILED], failure
+        lengths.append(int(length))
+    return lengths, None
+
+
+class MapStyleDataset(Protocol):
+    """Items by number, as torch.utils.data.Dataset has them."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        ...
+
+    def __getitem__(self, index: int) -> Any:
+        """Return an item: `ProbedSamples` says what it may be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProbedTokens:
+    """A sample of S tokens; labels[i] is the token after tokens[i].
+
+    Attributes:
+        tokens, labels: int64 [S].
+        loss_mask: float32 [S].
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+
+
+class ProbedSamples:
+    """A data set that tokenizes on the fly, as the endless stream of samples that `DataIteratorWrapper` plans.
+
+    Args:
+        dataset: the same on every rank. Item i is either the n >= 2 token ids of a document (list, array or tensor; the
+            last n - 1 are predicted), or a mapping with `tokens` and `labels` (shifted already) of S ids each, and
+            maybe `loss_mask`. The same item must have the same length each time.
+        order: position in the stream -> item; default: item after item, again and again.
+        num_batches: how many coming global batches one probing pass looks at.
+        group, device: of `probe_lengths`.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyleDataset,
+        *,
+        order: Callable[[int], int] | None = None,
+        num_batches: int = 1,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if len(dataset) < 1:
+            raise DataError(f"the data set has {len(dataset)} items, at least 1 is needed: check where it comes from")
+        if num_batches < 1:
+            raise DataError(f"num_batches is {num_batches}, at least 1 is needed", num_batches=num_batches)
+        self._dataset = dataset
+        self._order = order or (lambda position: position % len(dataset))
+        self._num_batches = num_batches
+        self._group, self._device = group, device
+        self._seqlens = np.zeros(len(dataset), dtype=np.int64)  # 0: not probed yet
+
+    def global_batch(self, consumed_samples: int, num_samples: int) -> tuple[Sample, ...]:
+        """Return the samples at positions consumed_samples .. + num_samples - 1; sample_id is the position.
+
+        Collective, unless all of them were probed before: call it on all ranks in the same order.
+
+        Raises:
+            DataError: an item that cannot be read; the same on every rank.
+            DynamicCPError: a rank is lost; see `probe_lengths`.
+        """
+        items = [self._order(position) for position in range(consumed_samples, consumed_samples + num_samples)]
+        if not all(self._seqlens[items]):
+            stop = consumed_samples + num_samples * self._num_batches
+            wanted = dict.fromkeys(
+                item for item in map(self._order, range(consumed_samples, stop)) if not self._seqlens[item]
+            )
+            self._seqlens[list(wanted)] = probe_lengths(
+                list(wanted),
+                lambda item: len(self._read(item).tokens),
+                group=self._group,
+                device=self._device,
+                noun="item",
+            )
+        return tuple(
+            Sample(sample_id=consumed_samples + place, seqlen=seqlen)
+            for place, seqlen in enumerate(self._seqlens[items].tolist())
+        )
+
+    def read(self, sample_id: int) -> ProbedTokens:
+        """Return the tokens of the sample at position `sample_id`.
+
+        Raises:
+            DataError: an item that is not what the class says.
+        """
+        return self._read(self._order(sample_id))
+
+    def _read(self, index: int) -> ProbedTokens:
+        item = self._dataset[index]
+        if not isinstance(item, Mapping):
+            ids = np.asarray(item, dtype=np.int64)
+            if ids.ndim != 1 or len(ids) < 2:
+                raise DataError(f"item {index} has shape {list(ids.shape)}, [n] with n >= 2 token ids is needed")
+            return ProbedTokens(tokens=ids[:-1].copy(), labels=ids[1:], loss_mask=np.ones(len(ids) - 1, np.float32))
+        for key in ("tokens", "labels"):
+            if key not in item:
+                raise DataError(f"item {index} has no {key!r} (it has {', '.join(map(repr, item)) or 'nothing'})")
+        tokens, labels = (np.asarray(item[key], dtype=np.int64) for key in ("tokens", "labels"))
+        mask = np.asarray(item.get("loss_mask", np.ones(len(tokens))), dtype=np.float32)
+        if not tokens.shape == labels.shape == mask.shape or tokens.ndim != 1:
+            shapes = [list(array.shape) for array in (tokens, labels, mask)]
+            raise DataError(
+                f"item {index} has tokens, labels and loss mask of shapes {shapes}, one shape [S] is needed"
+            )
+        return ProbedTokens(tokens=tokens, labels=labels, loss_mask=mask)

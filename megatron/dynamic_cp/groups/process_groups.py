@@ -1,0 +1,243 @@
+"""CP groups of every power-of-two size, built once at start over the data-parallel lanes.
+
+megatron-core is built with `context_parallel_size=1`, so its data-parallel group of a (TP, PP) position *is* the list
+of lanes. A group is an aligned block of 1, 2, 4, ... lanes that lies fully inside [0, N), for any N >= 1: 6 lanes have
+blocks of 4 at lane 0 only. (megatron-core's own builder has no size 1 and fails for odd N.)
+
+a2a+p2p has two levels. Its inner groups are neighbouring lanes, so blocks themselves; its outer groups, lanes with
+equal index in the inner groups of a block, are built for every (block, inner size) that plans may use. On 8 lanes with
+inner sizes 2 and 4 lane 1 is in the outer groups 1 3 (of block 0-3), 1 3 5 7 and 1 5 (of block 0-7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import Topology
+from megatron.dynamic_cp.agreement.verify import collective_device
+from megatron.dynamic_cp.groups.first_exchange import flat_exchanges, warm_up
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, Levels
+
+
+def lane_blocks(lane: int, num_lanes: int, min_size: int = 1, max_size: int | None = None) -> list[tuple[int, int]]:
+    """Return (first lane, size) of every CP group that holds `lane`, ascending in size.
+
+    Size 1 is always there: an empty place of a plan runs on a single lane.
+    """
+    blocks = []
+    size = 1
+    while size <= (max_size or num_lanes):
+        first = lane - lane % size
+        if first + size <= num_lanes and (size >= min_size or size == 1):
+            blocks.append((first, size))
+        size *= 2
+    return blocks
+
+
+def two_level_blocks(
+    lane: int, blocks: Iterable[tuple[int, int]], inner_sizes: Iterable[int]
+) -> dict[tuple[int, int, int], range]:
+    """Return (first lane, size, inner size) -> the lanes of `lane`'s outer group, where 1 < inner size < size."""
+    return {
+        (first, size, inner): range(first + (lane - first) % inner, first + size, inner)
+        for first, size in blocks
+        for inner in sorted(inner_sizes)
+        if 1 < inner < size
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicCPGroups:
+    """The CP groups of this rank.
+
+    Attributes:
+        lane: this rank's position on the data-parallel axis; num_lanes: how many there are.
+        groups: (first lane, cp size) -> process group, for every block that holds `lane`.
+        inner_groups: inner size -> this lane's inner group of a2a+p2p; one of `groups` where that size is there.
+        outer_groups: (first lane, cp size, inner size) -> outer group of a2a+p2p.
+        build_s, warm_up_s, warm_up_bytes: what building and the first exchanges of each group took.
+    """
+
+    lane: int
+    num_lanes: int
+    groups: Mapping[tuple[int, int], dist.ProcessGroup]
+    inner_groups: Mapping[int, dist.ProcessGroup]
+    outer_groups: Mapping[tuple[int, int, int], dist.ProcessGroup]
+    build_s: float
+    warm_up_s: float
+    warm_up_bytes: int
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        *,
+        timeout_s: float,
+        min_cp_size: int = 1,
+        max_cp_size: int | None = None,
+        exchanges: Sequence[str] = ("p2p",),
+        inner_sizes: Sequence[int] = (),
+        query_heads: int | None = None,
+        device: torch.device | None = None,
+        lane_ranks: Sequence[int] | None = None,
+    ) -> DynamicCPGroups:
+        """Create and warm this rank's groups; call on all ranks, after `parallel_state.initialize_model_parallel`.
+
+        Args:
+            topology: must agree with the groups that megatron-core built.
+            timeout_s: of every exchange. On gloo its error names the group and the place in the run; NCCL's watchdog
+                ends the process and names the group.
+            exchanges: what plans may use; each group is warmed by those of them that it will do.
+            inner_sizes: of a2a+p2p; nothing is built for them unless it is among `exchanges`.
+            query_heads: of a tensor-parallel rank; a2a is not warmed in groups that cannot share them evenly.
+            device: where the warm-up exchanges happen; default: what the job's backend needs.
+            lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
+
+        Raises:
+            InvalidInputError: megatron-core was built for another number of lanes or another rank order.
+        """
+        if lane_ranks is None:
+            lane_ranks = _megatron_lane_ranks()
+            _check_lanes(lane_ranks, topology)
+        lane = lane_ranks.index(dist.get_rank())
+        started = time.perf_counter()
+
+        def new_group(lanes: range) -> dist.ProcessGroup:
+            step = f"_step_{lanes.step}" if lanes.step > 1 else ""
+            return dist.new_group(
+                [lane_ranks[member] for member in lanes],
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=True,
+                group_desc=f"dynamic_cp_lanes_{lanes[0]}_to_{lanes[-1]}{step}",
+            )
+
+        blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
+        two_levels = two_level_blocks(lane, blocks, inner_sizes if "a2a+p2p" in exchanges else ())
+        # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
+        with _members_only():
+            groups = {(first, size): new_group(range(first, first + size)) for first, size in blocks}
+            inner_groups = {}
+            for size in sorted({inner for _, _, inner in two_levels}):
+                first = lane - lane % size
+                inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
+            outer_groups = {place: new_group(lanes) for place, lanes in two_levels.items()}
+        built = time.perf_counter()
+        stats = ExchangeStats()
+        to_warm = [(group, flat_exchanges(exchanges, group.size(), query_heads)) for group in groups.values()]
+        to_warm += [
+            (group, ("a2a",))
+            for group in inner_groups.values()
+            if "a2a" not in exchanges or group not in groups.values()
+        ]
+        to_warm += [(group, ("p2p",)) for group in outer_groups.values()]
+        for group, used in to_warm:
+            warm_up(group, used, stats, device or collective_device())
+        warm = time.perf_counter()
+        return cls(
+            lane=lane,
+            num_lanes=topology.num_lanes,
+            groups=groups,
+            inner_groups=inner_groups,
+            outer_groups=outer_groups,
+            build_s=built - started,
+            warm_up_s=warm - built,
+            warm_up_bytes=stats.bytes_sent,
+        )
+
+    def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:
+        """Return the group of the block (first_lane, cp_size).
+
+        Raises:
+            InvalidInputError: no such group was built on this rank.
+        """
+        try:
+            return self.groups[first_lane, cp_size]
+        except KeyError:
+            raise InvalidInputError(
+                f"lane {self.lane} has no CP group of {cp_size} lanes at lane {first_lane}; built: "
+                f"{sorted(self.groups)}; widen --min-dynamic-cp-size / --max-dynamic-cp-size",
+                first_lane=first_lane,
+                cp_size=cp_size,
+            ) from None
+
+    def levels(self, first_lane: int, cp_size: int, inner_cp_size: int) -> Levels:
+        """Return this lane's groups of a bucket: those who exchange heads, and those who pass keys and values round.
+
+        Raises:
+            InvalidInputError: they were not built on this rank.
+        """
+        if inner_cp_size == 1:
+            return None, self.group(first_lane, cp_size)
+        if inner_cp_size == cp_size:
+            return self.group(first_lane, cp_size), None
+        try:
+            return self.inner_groups[inner_cp_size], self.outer_groups[first_lane, cp_size, inner_cp_size]
+        except KeyError:
+            raise InvalidInputError(
+                f"lane {self.lane} has no groups for a2a+p2p with {inner_cp_size} inner lanes in the {cp_size} lanes "
+                f"from lane {first_lane}; built (first lane, size, inner size): {sorted(self.outer_groups)}; widen "
+                "--cp-comm-type or --dynamic-cp-inner-sizes",
+                first_lane=first_lane,
+                cp_size=cp_size,
+                inner_cp_size=inner_cp_size,
+            ) from None
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        sizes = ", ".join(str(size) for _, size in self.groups)
+        levels = ", ".join(f"{inner} x {size // inner}" for _, size, inner in self.outer_groups)
+        return (
+            f"dynamic CP groups over {self.num_lanes} lanes, sizes {sizes}"
+            + (f", inner x outer {levels}" if levels else "")
+            + f": built in {self.build_s:.2f} s, warmed in {self.warm_up_s:.2f} s with {self.warm_up_bytes} bytes "
+            "sent per rank"
+        )
+
+
+@contextlib.contextmanager
+def _members_only() -> Iterator[None]:
+    """Let torch connect the members of new groups, and nobody else.
+
+    Where the job was initialized with a `device_id`, torch splits a group off the communicator of the whole job. NCCL
+    then waits for all ranks of the job at every group, and those that are not in it do not come.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _megatron_lane_ranks() -> list[int]:
+    from megatron.core import parallel_state  # loops outside Megatron do without
+
+    return dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def _check_lanes(lane_ranks: list[int], topology: Topology) -> None:
+    if len(lane_ranks) != topology.num_lanes:
+        raise InvalidInputError(
+            f"megatron-core has {len(lane_ranks)} data-parallel ranks, the topology {topology.num_lanes} lanes: "
+            "call initialize_model_parallel with context_parallel_size=1 and the same TP and PP sizes",
+            num_ranks=len(lane_ranks),
+            num_lanes=topology.num_lanes,
+        )
+    strides = {second - first for first, second in pairwise(lane_ranks)}
+    if strides - {topology.tp_size}:
+        raise InvalidInputError(
+            f"neighbouring lanes are {sorted(strides)} ranks apart, expected {topology.tp_size} (the TP size): "
+            "use megatron-core's default rank order, without --use-tp-pp-dp-mapping",
+            strides=sorted(strides),
+            expected=topology.tp_size,
+        )

@@ -1,0 +1,5 @@
+"""What of megatron-core's GPT is ours: attention that takes its CP group from the micro-batch.
+
+Read in this order: `norm`, `rotary` (angles of the local tokens), `self_attention`, `layer_specs` (a block of such
+layers).
+"""

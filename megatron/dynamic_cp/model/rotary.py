@@ -1,0 +1,72 @@
+"""Rotary embedding of a shard: positions known since the pack was built select the angles once per micro-batch.
+
+megatron-core 0.16.1 rotates packed sequences with its static group, in a Python loop over sequences with host syncs in
+every layer, and keeps a table of angles for each of the last 32 (longest sequence, group) pairs. Here one table grows
+to the longest sequence seen, and every layer rotates with two multiplications.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+from dynamic_cp.padding import round_up
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+
+_TABLE_STEP_TOKENS = 4096
+
+
+class OneRotaryTable(torch.nn.Module):
+    """Stands in for a model's RotaryEmbedding: one table for all micro-batches, whatever their length and group.
+
+    Args:
+        rotary: megatron-core's module, which computes the angles.
+    """
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.table: Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Return the longest padded sequence of the micro-batch in tokens."""
+        return self.rotary.get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, max_seq_len: int, **_unused: Any) -> Tensor:
+        """Return the angles of at least `max_seq_len` positions, float32 [positions, 1, 1, rotary dim]."""
+        if self.table is None or len(self.table) < max_seq_len:
+            self.table = self.rotary.get_emb(round_up(max_seq_len, _TABLE_STEP_TOKENS))
+        return self.table
+
+
+def use_one_rotary_table(model: torch.nn.Module) -> None:
+    """Give a GPTModel its `OneRotaryTable`; does nothing when it has no RoPE."""
+    if getattr(model, "position_embedding_type", None) == "rope":
+        model.rotary_pos_emb = OneRotaryTable(model.rotary_pos_emb)
+
+
+def rotary_cos_sin(frequencies: Tensor, params: DynamicPackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the local tokens, each [T, 1, 1, rotary dim]; computed by the first layer that asks.
+
+    Args:
+        frequencies: megatron-core's table of angles, float32 [longest sequence, 1, 1, rotary dim].
+    """
+    if params.rotary_cache is None:
+        angles = frequencies.index_select(0, params.positions)
+        params.rotary_cache = angles.cos().to(dtype), angles.sin().to(dtype)
+    return params.rotary_cache
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Return x [T, 1, heads, dim] with its first `rotary dim` channels rotated; the rest passes."""
+    rotary_dim = cos.shape[-1]
+    rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        turned = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return torch.cat((rotated * cos + turned * sin, passed), dim=-1)

@@ -1,0 +1,45 @@
+"""Forward step and per-token loss in the form that megatron-core's schedules call.
+
+`calculate_per_token_loss=True` is mandatory: each rank returns the sum of losses of its own tokens and their count, the
+schedules and `finalize_model_grads` divide by the count over the whole job. Exact for any mixture of CP sizes, because
+shards are disjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.measuring.nvtx import bucket_span, span
+
+LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def sum_of_losses(loss_mask: Tensor, token_losses: Tensor) -> LossOutput:
+    """Return (sum of the losses of unmasked tokens, their number as int, {"lm loss": [sum, number]}).
+
+    Args:
+        loss_mask: [1, T] float32, 0 for padding.
+        token_losses: [1, T] loss of each local token.
+    """
+    mask = loss_mask.reshape(-1)
+    total = torch.sum(token_losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
+    """Run the next micro-batch through `model`; megatron-core calls the returned function on the last stage."""
+    batch = next(data_iterator)
+    params = batch["packed_seq_params"]
+    phase.enter_micro_batch(params.label, len(params.positions))
+    with span("%s", params.label), bucket_span("forward", params):
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+    return output, partial(sum_of_losses, batch["loss_mask"])
