@@ -101,3 +101,17 @@ def test_a_documented_path_leads_into_a_room_and_nobody_goes_through_it(module: 
     assert all(room_of(getattr(found, name).__module__) for name in names)
     through = {other for other, names in IMPORTS.items() if module in names}
     assert not through, "import from the room"
+
+
+def test_the_walk_of_one_sample_names_at_most_eight_files_and_what_is_in_them() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("## One sample, from loader to loss")[1]
+    walk = re.findall(r"\| (\d) \| `([\w/]+\.py)` \| (.*) \|\n", page)
+    assert [number for number, _, _ in walk] == [str(number) for number in range(1, len(walk) + 1)]
+    assert 5 <= len({path for _, path, _ in walk}) <= 8
+    for _, path, says in walk:
+        names = re.findall(r"`(\w+)`", says)
+        assert names, path
+        others = "".join((ROOT / other).read_text(encoding="utf-8") for _, other, _ in walk)
+        defined = set(re.findall(r"(?:def|class) (\w+)", (ROOT / path).read_text(encoding="utf-8")))
+        assert names[0] in defined, path
+        assert all(f" {name}(" in others or f" {name}:" in others for name in names), names
