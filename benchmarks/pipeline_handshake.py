@@ -58,7 +58,7 @@ def measure(name: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from dynamic_cp.lane_plan import PlanFacts, lane_plan
+    from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
     from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample
     from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
     from megatron.dynamic_cp.data.micro_batches import PackedStep, for_chunk, micro_batches, pack_step

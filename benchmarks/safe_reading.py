@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import DataError
+from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.repairs import cpu_backend

@@ -63,11 +63,11 @@ def main() -> None:
 
 def plan_messages(num_lanes: int, num_samples: int) -> list[bytes]:
     """Return the messages of a real plan."""
-    from dynamic_cp.catalog import load_hardware, load_model
-    from dynamic_cp.lane_plan import PlanFacts, encode_lanes
-    from dynamic_cp.search import plan_global_batch
+    from dynamic_cp.lengths.workloads import draw_lengths
+    from dynamic_cp.models.catalog import load_hardware, load_model
+    from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
+    from dynamic_cp.search.search import plan_global_batch
     from dynamic_cp.types import PlanOptions, Sample, Topology
-    from dynamic_cp.workloads import draw_lengths
 
     seqlens = draw_lengths("github", num_samples, 0, 131072, min_seqlen=64, overlong="truncate").tolist()
     planned = plan_global_batch(

@@ -37,7 +37,7 @@ class MemoryLimitError(DynamicCPError):
 
 
 class IllegalPlanError(DynamicCPError):
-    """A plan that breaks a rule of `dynamic_cp.validate.check_plan`."""
+    """A plan that breaks a rule of `dynamic_cp.plans.validate.check_plan`."""
 
 
 class DisagreementError(DynamicCPError):

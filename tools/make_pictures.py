@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.comparison import Comparison, compare_settings, verdict_of
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.lengths.workloads import draw_lengths, longest_length
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.drawing import NARROW_IN, save
 from dynamic_cp.report.gantt import gantt
@@ -28,7 +29,6 @@ from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.theme import THEMES
 from dynamic_cp.sweep import Space, SweepJob, sweep
 from dynamic_cp.types import Sample
-from dynamic_cp.workloads import draw_lengths, longest_length
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 NUM_BATCHES, NUM_SAMPLES, MAX_SEQLEN = 8, 256, 131072

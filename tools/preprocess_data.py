@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
-from dynamic_cp.megatron_index import read_megatron_index
+from dynamic_cp.lengths.megatron_index import read_megatron_index
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.config import TOKENIZERS, DataConfig
 from megatron.trainer.data.data_path import find_files

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamic_cp.cost_model import BucketCost, CostModel
-from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.search import plan_global_batch
-from dynamic_cp.serialize import format_plan, parse_plan
+from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.serialize import format_plan, parse_plan
+from dynamic_cp.pricing.cost_model import BucketCost, CostModel
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Sample, Topology
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"

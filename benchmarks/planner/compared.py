@@ -15,11 +15,11 @@ from typing import NamedTuple
 from benchmarks.planner.problem import Problem, best_static, timed
 from benchmarks.planner.report import Row, table
 from dynamic_cp.bounds import lower_bound
-from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.peers import flexsp, wlb
 from dynamic_cp.peers.peer import PeerResult
 from dynamic_cp.types import PlanOptions, Topology
-from dynamic_cp.workloads import draw_lengths
 from megatron.dynamic_cp import hybrid_peer
 
 

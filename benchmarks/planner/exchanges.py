@@ -15,9 +15,9 @@ from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
 from benchmarks.planner.problem import Problem, timed
 from benchmarks.planner.report import Row, percent, table
 from dynamic_cp.bounds import lower_bound
-from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import CpCommType, Plan, PlanOptions, Topology
-from dynamic_cp.workloads import draw_lengths
 
 RING: tuple[CpCommType, ...] = ("p2p",)
 HIERARCHY: tuple[CpCommType, ...] = ("p2p", "a2a+p2p")

@@ -16,8 +16,8 @@ from benchmarks.planner.report import Row
 _PROGRAM = """
 import json, time
 start_s = time.process_time()
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample, Topology
 import_s = time.process_time() - start_s
 samples = [Sample(sample_id=index, seqlen=100 + index) for index in range(256)]

@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.planner.problem import Problem
 from dynamic_cp.arrays import Ints
-from dynamic_cp.cost_model import BucketCost, CostModel
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
-from dynamic_cp.workloads import draw_lengths
 
 CASES = Path(__file__).parents[1] / "planner_cases"
 

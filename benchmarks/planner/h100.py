@@ -9,11 +9,11 @@ from typing import NamedTuple
 from benchmarks.planner.problem import Problem, best_static, cold_ms, num_empty_places, timed
 from benchmarks.planner.report import Row, percent, table
 from dynamic_cp.bounds import lower_bound
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType, PlanOptions, Topology
-from dynamic_cp.workloads import draw_lengths
 
 
 class Setting(NamedTuple):

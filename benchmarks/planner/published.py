@@ -14,11 +14,11 @@ from statistics import fmean
 
 from benchmarks.planner.problem import Problem
 from benchmarks.planner.report import Row, table
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.flops import plan_flops, tflops_per_rank
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.pricing.flops import plan_flops, tflops_per_rank
 from dynamic_cp.types import Plan, PlanOptions, Topology
-from dynamic_cp.workloads import draw_lengths
 
 GITHUB, COMMON_CRAWL = (195.88, 289.32), (139.17, 174.39)
 """(static, dynamic) TFLOPS per GPU of the blog."""

@@ -25,7 +25,7 @@ from dynamic_cp.bounds.paths import NUM_DIRECTIONS, Spread, path_bound_s
 from dynamic_cp.bounds.ways import Ways, longest_within, ratio_range, ways_of
 from dynamic_cp.bounds.work import Work, least_work, sum_of_least
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
-from dynamic_cp.padding import round_up
+from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import price

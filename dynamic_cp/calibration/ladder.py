@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count, cycle, islice
 
-from dynamic_cp.padding import sample_multiple
+from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, largest_power_of_two

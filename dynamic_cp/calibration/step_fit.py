@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from dynamic_cp.multipliers import MOST, Multipliers
-from dynamic_cp.observations import Observation
+from dynamic_cp.learning.multipliers import MOST, Multipliers
+from dynamic_cp.learning.observations import Observation
+from dynamic_cp.learning.refinement import refine
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.refinement import refine
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Topology
 
 _MOST_ROUNDS = 6

@@ -8,7 +8,7 @@ import click
 
 from dynamic_cp.cli.parameters import KINDS, Argument, Command, Names
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.streams import name_of, piped_bytes
+from dynamic_cp.lengths.streams import name_of, piped_bytes
 from dynamic_cp.types import Sample, counted
 
 
@@ -34,9 +34,9 @@ def command(plan: str, lengths: str | None) -> None:
 
     Exit status 2 and the place that is wrong if not.
     """
-    from dynamic_cp.lengths import read_lengths
-    from dynamic_cp.serialize import digest, format_cp_sizes, loads
-    from dynamic_cp.validate import check_plan
+    from dynamic_cp.lengths.read import read_lengths
+    from dynamic_cp.plans.serialize import digest, format_cp_sizes, loads
+    from dynamic_cp.plans.validate import check_plan
 
     name = name_of(plan)
     try:

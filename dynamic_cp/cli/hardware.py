@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import click
 
-from dynamic_cp import catalog
 from dynamic_cp.cli.console import console
 from dynamic_cp.cli.output import STDOUT, check_suffix, check_writable, write_text
 from dynamic_cp.cli.parameters import SET, Argument, Command, Names, check_name, one_option, options_in, output_option
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.hardware_numbers import KIND_OF
-from dynamic_cp.streams import is_pipe
+from dynamic_cp.lengths.streams import is_pipe
+from dynamic_cp.models import catalog
+from dynamic_cp.models.hardware_numbers import KIND_OF
 
 _LISTED = {
     "peak": "peak_flops_per_s",

@@ -27,7 +27,7 @@ from dynamic_cp.cli.parameters import (
     workload_names,
 )
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.streams import is_pipe, name_of
+from dynamic_cp.lengths.streams import is_pipe, name_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,7 +174,7 @@ def _write(output: str, values: list[int]) -> None:
 
 def _described(name: str, values: list[int], is_drawn: bool) -> dict[str, Any]:
     from dynamic_cp.length_classes import length_classes
-    from dynamic_cp.workloads import describe, workload_source
+    from dynamic_cp.lengths.workloads import describe, workload_source
 
     summary = describe(values)
     return {
@@ -228,7 +228,7 @@ def _show(name: str, described: dict[str, Any], out: Console) -> None:
 
 def _list_workloads(out: Console, json: str | None) -> None:
     from dynamic_cp.cli.tables import make_table
-    from dynamic_cp.workloads import workload_source
+    from dynamic_cp.lengths.workloads import workload_source
 
     sources = {name: workload_source(name) for name in workload_names()}
     if json:

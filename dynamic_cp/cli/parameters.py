@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
-from dynamic_cp import catalog
 from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
-from dynamic_cp.streams import STDIN, is_pipe
+from dynamic_cp.lengths.streams import STDIN, is_pipe
+from dynamic_cp.models import catalog
 from dynamic_cp.types import (
     CP_COMM_TYPES,
     RECOMPUTE_MODES,
@@ -144,7 +144,7 @@ class Names(click.ParamType[Any]):
 
 def workload_names() -> tuple[str, ...]:
     """Return the bundled workloads (numpy is imported here, not at start)."""
-    from dynamic_cp import workloads
+    from dynamic_cp.lengths import workloads
 
     return workloads.workload_names()
 
@@ -409,8 +409,8 @@ class BatchInput:
         Raises:
             DynamicCPError: unknown name, unreadable file, numbers out of range.
         """
-        from dynamic_cp.lengths import read_length_array
-        from dynamic_cp.workloads import draw_lengths, workload_source
+        from dynamic_cp.lengths.read import read_length_array
+        from dynamic_cp.lengths.workloads import draw_lengths, workload_source
 
         name, num_samples = self.lengths, self.global_batch_size
         if num_samples is None:
@@ -445,7 +445,7 @@ class BatchInput:
         Raises:
             DynamicCPError: as `draw`.
         """
-        from dynamic_cp.workloads import longest_length
+        from dynamic_cp.lengths.workloads import longest_length
 
         if self.global_batch_size is None:
             return max(sample.seqlen for batch in batches for sample in batch)
@@ -456,13 +456,13 @@ class BatchInput:
         """What is drawn from: a pipe is read once, it holds nothing afterwards."""
         if self.known is not None or not is_pipe(self.lengths):
             return self.lengths if self.known is None else self.known
-        from dynamic_cp.lengths import read_length_array
+        from dynamic_cp.lengths.read import read_length_array
 
         return read_length_array(self.lengths)
 
     def _cut(self) -> dict[str, Any]:
         """Return what `draw_lengths` wants to know beside name, number and seed."""
-        from dynamic_cp.lengths import MAX_LENGTH
+        from dynamic_cp.lengths.read import MAX_LENGTH
 
         max_seqlen = MAX_LENGTH if self.cut_tokens is None else self.cut_tokens
         return {

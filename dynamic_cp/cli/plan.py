@@ -75,7 +75,7 @@ def command(policy: str, bound: bool, output: str | None, json: str | None, **gi
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     with progress("planning") as steps:
         steps(0, 3, "lengths")
-        from dynamic_cp.search import POLICIES
+        from dynamic_cp.search.search import POLICIES
 
         if policy not in POLICIES:
             near = did_you_mean(policy, POLICIES)
@@ -89,9 +89,9 @@ def _plan(
     batch: BatchInput, job: JobInput, policy: str, bound: bool, steps: Progress
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
-    from dynamic_cp.plan_in_memory import plan_in_memory
+    from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.serialize import digest
+    from dynamic_cp.search.plan_in_memory import plan_in_memory
 
     (samples,) = batches = batch.draw()
     model, hardware = job.model_shape, job.hardware_values
@@ -131,7 +131,7 @@ def _plan(
 
 
 def _write(planned: PlannedBatch, figures: dict[str, Any], output: str | None, json_path: str | None) -> None:
-    from dynamic_cp.serialize import dumps, plan_to_dict
+    from dynamic_cp.plans.serialize import dumps, plan_to_dict
 
     if output:
         write_text(output, dumps(planned.plan) + "\n")
@@ -147,7 +147,7 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
     from rich.text import Text
 
     from dynamic_cp.cli.tables import heading
-    from dynamic_cp.serialize import format_plan
+    from dynamic_cp.plans.serialize import format_plan
 
     more = "…" if can_draw(out) else "..."
     _, *lines = format_plan(plan).splitlines()
@@ -222,7 +222,7 @@ def _bound_figures(plan: Plan, cost_model: Any) -> dict[str, Any]:
 
 
 def _plan_figures(planned: PlannedBatch) -> dict[str, Any]:
-    from dynamic_cp.padding import padding_fraction
+    from dynamic_cp.plans.padding import padding_fraction
 
     plan = planned.plan
     return {
@@ -250,7 +250,7 @@ def _flops_figures(
     planned: PlannedBatch, model: ModelShape, hardware: Hardware, options: PlanOptions
 ) -> dict[str, Any]:
     """Return rates of true tokens and model FLOPs; hardware_flops has padding and recomputation in it."""
-    from dynamic_cp.flops import mfu, plan_flops, tflops_per_rank
+    from dynamic_cp.pricing.flops import mfu, plan_flops, tflops_per_rank
 
     true, padded = plan_flops(model, planned.plan, options.recompute)
     seconds, num_ranks = planned.predicted_s, planned.plan.topology.world_size

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp import catalog
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
@@ -28,12 +27,13 @@ from dynamic_cp.cli.parameters import (
 from dynamic_cp.cli.simulate import DEFAULT_POLICIES, policies_in
 from dynamic_cp.cli.tuned import check_memory_is_known, compared_at_their_best, exchanges_tried, searched
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models import catalog
 from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
 from dynamic_cp.types import RECOMPUTE_MODES
 
 if TYPE_CHECKING:
-    from dynamic_cp.architecture import Architecture
     from dynamic_cp.comparison import Comparison
+    from dynamic_cp.models.architecture import Architecture
     from dynamic_cp.sweep import Point, Sweep, SweepJob
 
 SCHEMA_VERSION = 2
@@ -204,7 +204,7 @@ def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None)
 
 def _swept(policy: str) -> tuple[str, ...]:
     """Return the policies of --policy; InvalidInputError: one is unknown, or is planned elsewhere."""
-    from dynamic_cp.search import POLICIES
+    from dynamic_cp.search.search import POLICIES
 
     names = policies_in(policy)
     for name in names:

@@ -17,7 +17,7 @@ from typing import Any
 from dynamic_cp.comparison.speedup import CONFIDENCE
 from dynamic_cp.comparison.values import DENOMINATORS, BatchOutcome, Comparison, PolicyOutcome, mean_of
 from dynamic_cp.comparison.verdict import verdict_of
-from dynamic_cp.serialize import digest
+from dynamic_cp.plans.serialize import digest
 from dynamic_cp.setting import Setting
 
 SCHEMA_VERSION = 1

@@ -21,7 +21,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search import POLICIES, plan_global_batch
+from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.comparison.parts import PricesByPart, prices_by_part, time_parts
 from dynamic_cp.comparison.values import BatchOutcome
-from dynamic_cp.flops import batch_flops, length_sums, tflops_per_rank
-from dynamic_cp.memory_model import MemoryModel
-from dynamic_cp.padding import padding_fraction
+from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 

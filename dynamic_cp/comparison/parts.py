@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.padding import padded_seqlens
 from dynamic_cp.pipeline.timeline import Timeline
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import seconds_of_rows
 from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology

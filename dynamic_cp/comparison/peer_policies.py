@@ -14,9 +14,9 @@ from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.peers.peer import PeerResult
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlannedBatch, PlanOptions, Sample
-from dynamic_cp.validate import check_plan
 
 PEERS = ("megatron-0.16.1", "flexsp", "wlb")
 """Planners of others, compared on request."""

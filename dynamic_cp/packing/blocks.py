@@ -30,8 +30,8 @@ from dynamic_cp.packing.judge import grid_of_packing
 from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profiles
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
+from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import largest_power_of_two

@@ -11,9 +11,9 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.padded import sums_of_buckets
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
+from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import PriceTable, best_options
 from dynamic_cp.pricing.terms import price

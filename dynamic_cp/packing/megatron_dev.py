@@ -25,13 +25,13 @@ from math import ceil, sqrt
 
 import numpy as np
 
-from dynamic_cp import padding
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.packing.fit import first_unused, next_unused, skip
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.plans import padding
 from dynamic_cp.pricing.table import PriceTable
 
 _WORK_LIMIT_FACTOR = 1.05

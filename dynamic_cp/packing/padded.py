@@ -1,12 +1,12 @@
-"""The rules of `dynamic_cp/padding.py`, compiled for the inner loops of packing."""
+"""The rules of `dynamic_cp/plans/padding.py`, compiled for the inner loops of packing."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dynamic_cp import padding
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.plans import padding
 
 padded_seqlen = inlined(padding.padded_seqlen)
 _rank_multiple = inlined(padding.rank_multiple)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynamic_cp import padding
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
@@ -18,6 +17,7 @@ from dynamic_cp.packing.durations import Durations, bucket_ns
 from dynamic_cp.packing.heap import find_room, sift_down
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.plans import padding
 from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.types import is_power_of_two
 

@@ -16,7 +16,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.heap import sift_down
 from dynamic_cp.packing.static import in_rows
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import padded_seqlen, round_up
+from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import linear_parts
 

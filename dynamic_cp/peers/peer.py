@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dynamic_cp.padding import padded_seqlens, round_up
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.padding import padded_seqlens, round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.deadlock import LaneOperations
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, peak_in_flight_tokens
+from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.types import Bucket, Plan
 
 

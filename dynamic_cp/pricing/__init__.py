@@ -1,12 +1,14 @@
 """What a bucket costs: seconds of one bucket on one pipeline stage.
 
 Read in this order:
-    cost_model    CostModel: the price of a bucket, and which way to compute attention is the fastest for it
-    stage         the formulas of one stage's layers, and the table of all prices made of them
-    edges         what a step pays besides its layers: embedding, head and loss, TP collectives, gradients
-    capacity      which CP sizes a bucket may have and how many tokens it may hold
-    table         all prices as arrays, and the two questions that compiled loops ask of them
-    terms         the numbers of one price: the only file that knows what stands where
+
+- `terms`: the numbers of one price; the only file that knows what stands where
+- `table`: all prices as arrays, and the two questions that compiled loops ask of them
+- `capacity`: which CP sizes a bucket may have and how many tokens it may hold
+- `edges`: what a step pays besides its layers: embedding, head and loss, TP collectives, gradients
+- `stage`: the formulas of one stage's layers, and the table of all prices made of them
+- `cost_model`: the price of a bucket, and which way to compute attention is the fastest for it
+- `flops`: of a step, for the log
 
 How attention is computed and exchanged is priced in `dynamic_cp/mechanisms`.
 """

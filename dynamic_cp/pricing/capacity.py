@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.padding import rank_multiple
+from dynamic_cp.plans.padding import rank_multiple
 from dynamic_cp.types import PlanOptions, Topology
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import gradient_reduction_s
 from dynamic_cp.pricing.stage import StagePrices, make_table

@@ -20,7 +20,7 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.padding import sample_multiple
+from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.table import PriceTable

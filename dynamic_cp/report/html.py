@@ -13,6 +13,7 @@ from dynamic_cp.comparison.parts import PART_LABELS, TimeParts
 from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
 from dynamic_cp.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.pipeline.timeline import Timeline
+from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_count, format_s
@@ -22,7 +23,6 @@ from dynamic_cp.report.imbalance import imbalance
 from dynamic_cp.report.knee import knee, knee_points
 from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.page import Picture, picture, render
-from dynamic_cp.serialize import format_cp_sizes
 
 LABELS = (
     "policy",

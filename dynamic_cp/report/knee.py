@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dynamic_cp.flops import batch_flops
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.report.drawing import FONT_PT, MEDIUM_IN, add_handles, format_tokens, new_figure
 from dynamic_cp.report.theme import Theme
 from dynamic_cp.types import Hardware, ModelShape

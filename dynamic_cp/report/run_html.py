@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_count, format_s
 from dynamic_cp.report.files import write_whole
 from dynamic_cp.report.page import picture, render
 from dynamic_cp.report.run import RunRecord
 from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
-from dynamic_cp.serialize import format_cp_sizes
 
 _MAX_ROWS = 100
 _CLOSE = 0.1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.sweep.space import Refused

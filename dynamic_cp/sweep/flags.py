@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from math import lcm
 
-from dynamic_cp.architecture import Architecture
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import ModelShape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, Sample, SearchEffort

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.padding import round_up
+from dynamic_cp.plans.padding import round_up
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from dynamic_cp.planner_process import die_with_parent
+from dynamic_cp.search.planner_process import die_with_parent
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
 

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.planner_process import Problem
+from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.search.planner_process import Problem
 from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.lane_plan import PlanFacts
-from dynamic_cp.serialize import format_cp_sizes
+from dynamic_cp.plans.lane_plan import PlanFacts
+from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
 from megatron.dynamic_cp.foreign.rerouting import in_phase
 from megatron.trainer.log import Interval, StepRecord, plan_scalars

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from typing import Any
 
-from dynamic_cp.padding import round_up
+from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape
 from megatron.trainer.settings import ModelSettings
 

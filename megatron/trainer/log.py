@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.serialize import format_cp_sizes
+from dynamic_cp.plans.serialize import format_cp_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.types import CpCommType, Hardware, ModelShape
 from megatron.dynamic_cp.flags.settings import PlanningSettings

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dynamic_cp.coefficients import Coefficients
-from dynamic_cp.multipliers import Multipliers
-from dynamic_cp.observations import Observation
-from dynamic_cp.refinement import refine
+from dynamic_cp.learning.coefficients import Coefficients
+from dynamic_cp.learning.multipliers import Multipliers
+from dynamic_cp.learning.observations import Observation
+from dynamic_cp.learning.refinement import refine
 from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.plans.plan_dump import JsonLines, spans_path

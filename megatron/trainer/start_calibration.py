@@ -26,12 +26,12 @@ from megatron.core.distributed import DistributedDataParallel
 
 from dynamic_cp.calibration.ladder import ladder
 from dynamic_cp.calibration.step_fit import fit_steps, step_s
-from dynamic_cp.catalog import hardware_as_dict, load_hardware
 from dynamic_cp.cli.output import write_json
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.observations import Observation
+from dynamic_cp.learning.observations import Observation
+from dynamic_cp.models.catalog import hardware_as_dict, load_hardware
+from dynamic_cp.plans.serialize import dumps, loads
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.serialize import dumps, loads
 from dynamic_cp.types import Hardware, Plan, PlannedBatch
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.global_batch import GlobalBatch
+from dynamic_cp.plans.global_batch import GlobalBatch
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import keep_beating
 from megatron.dynamic_cp.calibration.undisturbed import Moment, share_of_others

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
@@ -262,7 +262,7 @@ def planning_settings(args: argparse.Namespace) -> PlanningSettings:
         return settings
     _positive(args, "max_seqlen_per_dp_cp_rank")
 
-    from dynamic_cp.search import check_feasible  # here: numpy is needed only once the rest is right
+    from dynamic_cp.search.search import check_feasible  # here: numpy is needed only once the rest is right
 
     check_feasible(settings.seq_length, topology, settings.used(settings.options()))
     return settings

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from dynamic_cp.planner_process import die_with_parent
+from dynamic_cp.search.planner_process import die_with_parent
 from megatron.dynamic_cp.data.prefetch import keep_what_forks_inherit
 from megatron.trainer.content_hash import FileRecord, HashedFile
 from megatron.trainer.exits import EXIT_SIGNALS

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dynamic_cp.catalog import load_hardware
+from dynamic_cp.models.catalog import load_hardware
 from megatron.trainer import derive, memory
 from megatron.trainer.arguments import parse_args
 from tests.cluster.conftest import ROOT, Cluster

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.models.catalog import load_hardware, load_model
 from megatron.trainer import derive, memory
 from megatron.trainer.arguments import parse_args
 from tests.cluster.conftest import ROOT

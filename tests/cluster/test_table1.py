@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.models.catalog import load_hardware, load_model
 from megatron.trainer import derive, memory
 from megatron.trainer.arguments import parse_args
 from tests.cluster.conftest import ROOT, Cluster

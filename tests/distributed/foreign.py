@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from dynamic_cp import serialize
-from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans import serialize
+from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Plan, PlannedBatch, Sample
 from megatron.dynamic_cp.agreement.verify import job_store
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds

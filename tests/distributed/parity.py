@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.padding import rank_tokens
+from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.observations import Observation
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.learning.observations import Observation
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, MicroBatch, Plan
 from megatron.dynamic_cp.step import loss
 from megatron.dynamic_cp.step.bucket_times import BucketTimes, least_of_equal_keys

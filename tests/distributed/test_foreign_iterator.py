@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.foreign.iterator import chunks_of
 from megatron.dynamic_cp.plans.planner import Planner

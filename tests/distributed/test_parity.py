@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Plan, Sample
-from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp.attention import thd
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (

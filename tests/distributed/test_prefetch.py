@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.lane_plan import LanePlan, PlanFacts
+from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts
 from dynamic_cp.types import Bucket, Sample
 from megatron.dynamic_cp.data.prefetch import Packer
 from tests.distributed.reference import SampleTokens

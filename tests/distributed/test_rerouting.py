@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError, InvalidInputError
-from dynamic_cp.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import PlannedBatch, Sample
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.data.token_checksum import combine, token_checksum

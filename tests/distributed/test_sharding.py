@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_seqlens
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions, shard_positions, take_shard
 
 CP_SIZES = (1, 2, 4, 8, 16, 32)

@@ -18,9 +18,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.padding import padded_seqlens
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats

@@ -9,8 +9,8 @@ import pytest
 
 COUNT_COMPILED = """
 import random, sys
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.plans.planning import _made_up_batch
 

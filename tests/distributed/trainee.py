@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 
-from dynamic_cp.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import Plan, PlannedBatch, Sample
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, for_chunk, micro_batches, pack_step

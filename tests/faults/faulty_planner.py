@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamic_cp.planner_process import Problem
+from dynamic_cp.search.planner_process import Problem
 from dynamic_cp.types import PlannedBatch, Sample
 
 BATCH = 12

@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.planner_process import die_with_parent
+from dynamic_cp.search.planner_process import die_with_parent
 from megatron.trainer import exits, main, training  # noqa: F401 (training: imported once, before the ranks are forked)
 
 SURVIVORS_LIMIT_S = 8.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.planner_process import Problem
+from dynamic_cp.search.planner_process import Problem
 from megatron.trainer import planned_runtime
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
@@ -184,7 +184,7 @@ def test_a_planner_process_that_never_starts_leaves_the_static_plan(tmp_path, un
 
     def sabotage(rank: int) -> None:
         if rank == 0:
-            from dynamic_cp import planner_process
+            from dynamic_cp.search import planner_process
 
             planner_process._RUN = "import sys; sys.exit(7)"
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynamic_cp.bounds import lower_bound
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
-from dynamic_cp.padding import padding_fraction
 from dynamic_cp.peers import wlb
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.plans.serialize import digest
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
-from dynamic_cp.search import POLICIES, plan_global_batch
-from dynamic_cp.serialize import digest
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import (
     CP_COMM_TYPES,
     Bucket,
@@ -31,7 +32,6 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import DEEP_MODEL
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE
 

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
-from dynamic_cp.search import POLICIES, check_feasible
-from dynamic_cp.serialize import dumps, format_plan, loads, parse_plan
+from dynamic_cp.search.search import POLICIES, check_feasible
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
 from tests.property.instances import Case, check_case, draw_case, longest_seqlen
 
@@ -189,7 +189,7 @@ def test_check_feasible_agrees_with_planning(case):
 
 PROGRAM = """
 import sys
-from dynamic_cp.serialize import digest
+from dynamic_cp.plans.serialize import digest
 from tests.property.test_plans import POLICIES, InfeasibleSampleError, drawn
 for seed in map(int, sys.argv[1:]):
     for policy in POLICIES:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.catalog import load_hardware
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.pricing.cost_model import CostModel
 from megatron.dynamic_cp.flags.arguments import EXCHANGES
 from megatron.trainer import derive
 from megatron.trainer.arguments import parse_args

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from dynamic_cp.errors import CheckpointError
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_seqlens
 from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from megatron.dynamic_cp.step.loss import sum_of_losses
 from megatron.trainer import checkpoint_files, initialize, interchange, model

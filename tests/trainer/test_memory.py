@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import dynamic_cp
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware
 from megatron.trainer import derive, memory
 from megatron.trainer.arguments import parse_args
 from tests.trainer.commandline import command_line

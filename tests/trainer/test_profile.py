@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.serialize import plan_from_dict
+from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.types import Bucket
 from megatron.dynamic_cp.measuring import nvtx
 from megatron.trainer.arguments import parse_args

@@ -11,8 +11,8 @@ import pytest
 from dynamic_cp.peers import flexsp, wlb
 from dynamic_cp.peers.peer import PeerBucket, plan_of_rows
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import PlanOptions, Topology
-from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp import hybrid_peer
 from tests.unit.planner.support import (
     CASES,

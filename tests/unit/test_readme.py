@@ -26,10 +26,10 @@ def test_tree_names_what_exists() -> None:
     tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where things are")[1]
     names = set(re.findall(r"\b[\w/]+\.py\b", tree))
     existing = {path.name for folder in ("dynamic_cp", "megatron", ".") for path in (ROOT / folder).glob("**/*.py")}
-    assert len(names) >= 6
+    assert len(names) >= 3
     assert names <= existing, f"not there: {names - existing}"
     folders = set(re.findall(r"\b(\w[\w/]*)/(?!\w)", tree))
-    assert len(folders) >= 30
+    assert len(folders) >= 35
     places = [ROOT, ROOT / "dynamic_cp", ROOT / "megatron" / "dynamic_cp"]
     assert all(any((place / folder).is_dir() for place in places) for folder in folders), folders
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths import read_lengths
-from dynamic_cp.planner_process import PlannerProcess, Problem, Request
-from dynamic_cp.serialize import loads
+from dynamic_cp.lengths.read import read_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.plans.serialize import loads
+from dynamic_cp.search.planner_process import PlannerProcess, Problem, Request
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from tests.payload import Payload, planted, works
 
@@ -187,7 +187,7 @@ RUNS_CODE = {
 
 LISTED = {
     # Pipes to processes that this one has started.
-    ("dynamic_cp/planner_process.py", ".recv"): 3,
+    ("dynamic_cp/search/planner_process.py", ".recv"): 3,
     ("megatron/trainer/writer_process.py", "pickle.load"): 1,
     ("megatron/trainer/data/scan.py", "pickle.load"): 1,
     ("megatron/trainer/data/workers.py", "pickle.load"): 1,

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from dynamic_cp import catalog
 from dynamic_cp.cli.output import check_suffix, check_writable
 from dynamic_cp.cli.parameters import SET, Command, Names, check_name, one_option, options_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models import catalog
 
 DEVICES = ("auto", "cuda", "cpu")
 

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
 from dynamic_cp.calibration.measurements import Measurement
-from dynamic_cp.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology, largest_power_of_two
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.timing import Probe

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dynamic_cp import catalog
 from dynamic_cp.calibration import Calibration, Measurements, Setup, calibrate
 from dynamic_cp.calibration.measurements import SECTIONS
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import write_json, write_text
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.models import catalog
 from dynamic_cp.types import Hardware, Topology
 from megatron.dynamic_cp.agreement.verify import agree, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.calibration.bench import Bench

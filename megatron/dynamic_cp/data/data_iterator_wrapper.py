@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from dynamic_cp.errors import DisagreementError, IllegalPlanError
-from dynamic_cp.global_batch import GlobalBatch
-from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.plans.global_batch import GlobalBatch
+from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.lane_plan import LanePlan
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, CpCommType, Sample
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries

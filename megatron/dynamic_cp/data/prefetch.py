@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.lane_plan import LanePlan
-from dynamic_cp.planner_process import die_with_parent
+from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.search.planner_process import die_with_parent
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.measuring.nvtx import span
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.plans.lane_plan import LanePlan
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample
 from megatron.dynamic_cp.data.token_checksum import combine, token_checksum

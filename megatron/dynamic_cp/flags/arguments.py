@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dynamic_cp import catalog
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, SEARCH_EFFORTS, CpCommType
 

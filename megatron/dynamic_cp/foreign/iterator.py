@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.lane_plan import LanePlan
+from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device, run_on_all_ranks
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData

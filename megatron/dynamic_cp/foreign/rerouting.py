@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.lane_plan import LanePlan
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import lost_rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamic_cp.flops import batch_flops
+from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.types import ModelShape
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from dynamic_cp.padding import round_up
+from dynamic_cp.plans.padding import round_up
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _TABLE_STEP_TOKENS = 4096

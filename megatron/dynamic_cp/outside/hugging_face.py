@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dynamic_cp.catalog import load_hardware
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.hugging_face import model_shape
-from dynamic_cp.planner_process import Problem
+from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.models.hugging_face import model_shape
+from dynamic_cp.search.planner_process import Problem
 from dynamic_cp.types import PlanOptions, Topology
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
@@ -49,7 +49,7 @@ def problem_of(
         hardware: a bundled name or the path of a hardware file.
 
     Raises:
-        UnsupportedFeatureError: a model_type whose shape is not known (see `dynamic_cp.hugging_face`).
+        UnsupportedFeatureError: a model_type whose shape is not known (see `dynamic_cp.models.hugging_face`).
     """
     return Problem(
         topology=Topology(num_lanes=num_lanes, ranks_per_node=ranks_per_node),

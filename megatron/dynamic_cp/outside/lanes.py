@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.registry import inner_sizes
-from dynamic_cp.planner_process import Problem
+from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
+from dynamic_cp.search.planner_process import Problem
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step

@@ -19,11 +19,11 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.lane_plan import PlanFacts, encode_lanes
-from dynamic_cp.planner_process import Answer, Request
-from dynamic_cp.serialize import digest, plan_from_dict
+from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
+from dynamic_cp.plans.serialize import digest, plan_from_dict
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.search.planner_process import Answer, Request
 from dynamic_cp.types import PlanOptions, Topology
-from dynamic_cp.validate import check_plan
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch.distributed as dist
 
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.planner_process import Answer, PlannerProcess, Problem, Request, answer
+from dynamic_cp.search.planner_process import Answer, PlannerProcess, Problem, Request, answer
 from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.agreement.verify import job_store

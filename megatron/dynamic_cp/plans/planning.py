@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from dynamic_cp import serialize
 from dynamic_cp.errors import DisagreementError, DynamicCPError
-from dynamic_cp.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
+from dynamic_cp.plans import serialize
+from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, lane_plan
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, Sample, Topology
-from dynamic_cp.validate import check_plan
 from megatron.dynamic_cp.agreement.messages import decode_error
 from megatron.dynamic_cp.agreement.verify import (
     agree,

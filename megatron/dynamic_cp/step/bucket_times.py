@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.observations import Observation
+from dynamic_cp.learning.observations import Observation
 from dynamic_cp.types import CP_COMM_TYPES
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.step import loss

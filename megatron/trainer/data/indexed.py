@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.megatron_index import MegatronIndex, read_megatron_index
+from dynamic_cp.lengths.megatron_index import MegatronIndex, read_megatron_index
 from megatron.trainer.data.file_table import changed_file
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.global_batch import GlobalBatch
+from dynamic_cp.plans.global_batch import GlobalBatch
 from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.source import count

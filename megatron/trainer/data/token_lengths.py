@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.length_file import LengthFile
-from dynamic_cp.length_parquet import open_parquet
+from dynamic_cp.lengths.file import LengthFile
+from dynamic_cp.lengths.parquet import open_parquet
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.chat_lines import build_chat_reader, chat_request
 from megatron.trainer.data.config import DataConfig

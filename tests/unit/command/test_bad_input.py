@@ -254,7 +254,7 @@ def test_output_is_refused_before_the_work(folder, capsys, monkeypatch):
 
     monkeypatch.setattr("dynamic_cp.comparison.compare_policies", work)
     monkeypatch.setattr("dynamic_cp.sweep.sweep", work)
-    monkeypatch.setattr("dynamic_cp.search.plan_global_batch", work)
+    monkeypatch.setattr("dynamic_cp.search.search.plan_global_batch", work)
     for command in ("plan", "simulate", "sweep"):
         refused([*COMMANDS[command], "--json", "no/x.json"], capsys, folder)
     refused([*COMMANDS["trace"], "--output", "no/x.json"], capsys, folder)

@@ -16,9 +16,9 @@ from dynamic_cp.comparison.speedup import Speedup, t_quantile
 from dynamic_cp.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.search import POLICIES, plan_global_batch
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGIES = [

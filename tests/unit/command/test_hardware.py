@@ -10,8 +10,8 @@ import click
 import pytest
 
 from dynamic_cp import cli, load_hardware
-from dynamic_cp.catalog import hardware_as_dict
 from dynamic_cp.cli.app import group
+from dynamic_cp.models.catalog import hardware_as_dict
 from tests.unit.command.test_bad_input import DRAWN, FILES, LENGTHS
 
 SLOW_NETWORK = ["--set", "bandwidth_across_nodes=1GB/s"]

@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from dynamic_cp import cli
-from dynamic_cp.architecture import Architecture
-from dynamic_cp.catalog import load_architecture, load_hardware, load_model, model_names
 from dynamic_cp.cli.app import group
 from dynamic_cp.comparison import speedup_of
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
 from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES

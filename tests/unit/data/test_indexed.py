@@ -17,9 +17,9 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from dynamic_cp import megatron_index
 from dynamic_cp.errors import DataError
-from dynamic_cp.megatron_index import HEADER, MAGIC, read_megatron_index
+from dynamic_cp.lengths import megatron_index
+from dynamic_cp.lengths.megatron_index import HEADER, MAGIC, read_megatron_index
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from dynamic_cp import cli
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths import read_lengths
+from dynamic_cp.lengths.read import read_lengths
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries
 from megatron.trainer.data.token_lengths import token_lengths

@@ -8,11 +8,11 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from dynamic_cp.cost_model import BucketCost, CostModel
-from dynamic_cp.padding import rank_tokens
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.durations import Durations
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL
 

@@ -13,7 +13,7 @@ from benchmarks.planner.frozen import (
     frozen_parameters,
     frozen_topology,
 )
-from dynamic_cp.cost_model import BucketCost, CostModel
+from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Sample, Topology
 
 __all__ = [

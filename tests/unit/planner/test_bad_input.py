@@ -11,9 +11,9 @@ import pytest
 
 import dynamic_cp
 from dynamic_cp import _jit
+from dynamic_cp.bounds.exact import exact_plan
 from dynamic_cp.cli import main
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
-from dynamic_cp.exact import exact_plan
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.nested import pack_nested
 from dynamic_cp.types import MAX_COUNT, MAX_LANES, PlanOptions, Sample, Topology

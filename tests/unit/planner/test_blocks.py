@@ -11,8 +11,8 @@ from dynamic_cp.packing.blocks import EFFORTS, _cut, _heavy_counts, _middle_out,
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.static import fewest_rows
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import check_packing, deep_cost_model, descending
 from tests.unit.planner.support import samples_of
 

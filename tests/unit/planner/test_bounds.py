@@ -15,7 +15,7 @@ from dynamic_cp.bounds.ways import ratio_range, ways_of
 from dynamic_cp.bounds.work import least_work
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Topology
 from tests.unit.planner.brute_force import best_plan, exchanges_of, tiny_case
 from tests.unit.planner.packings import DEEP_MODEL, deep_cost_model

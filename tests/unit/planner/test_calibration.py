@@ -16,8 +16,8 @@ from dynamic_cp.calibration.least_squares import fit_seconds
 from dynamic_cp.calibration.measurements import SECTIONS
 from dynamic_cp.calibration.picture import save_picture
 from dynamic_cp.calibration.results import FitError, Point
-from dynamic_cp.catalog import hardware_as_dict, load_hardware
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.catalog import hardware_as_dict, load_hardware
 from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Sample, Topology
 
 MODEL = ModelShape(

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from dynamic_cp import catalog
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.models import catalog
 from dynamic_cp.types import Hardware
 from tests.unit.planner.support import CASES
 

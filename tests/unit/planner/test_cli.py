@@ -11,15 +11,15 @@ import pytest
 
 from dynamic_cp import cli
 from dynamic_cp.bounds import lower_bound
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.cost_model import CostModel
-from dynamic_cp.memory_model import MemoryModel
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.search import POLICIES
-from dynamic_cp.serialize import digest, format_plan, loads, plan_from_dict
+from dynamic_cp.plans.serialize import digest, format_plan, loads, plan_from_dict
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
-from dynamic_cp.validate import check_plan
-from dynamic_cp.workloads import draw_lengths
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
 
@@ -265,7 +265,7 @@ def test_a_hugging_face_config_is_a_model(lengths, tmp_path, capsys):
 def test_only_planning_loads_the_compiler(lengths):
     program = (
         "import sys; from dynamic_cp import cli; cli.main(['plan', '--help']); cli.main(['check', '/nowhere.json']); "
-        "sys.exit('numba' in sys.modules or 'dynamic_cp.search' in sys.modules)"
+        "sys.exit('numba' in sys.modules or 'dynamic_cp.search.search' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
 

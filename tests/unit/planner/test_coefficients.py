@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dynamic_cp.coefficients import Coefficients
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.multipliers import Multipliers
+from dynamic_cp.learning.coefficients import Coefficients
+from dynamic_cp.learning.multipliers import Multipliers
 from tests.unit.planner.support import TINY_HARDWARE
 
 FIRST, SECOND = Multipliers(linear=1.5), Multipliers(linear=1.25, exchange=2.0)

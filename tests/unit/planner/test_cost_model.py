@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 

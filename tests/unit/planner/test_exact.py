@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from dynamic_cp.bounds import bound_at, lower_bound
-from dynamic_cp.cost_model import CostModel
+from dynamic_cp.bounds.exact import exact_plan
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.exact import exact_plan
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.brute_force import best_plan, tiny_case
 from tests.unit.planner.support import (
     TINY_HARDWARE,

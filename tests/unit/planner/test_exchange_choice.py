@@ -12,7 +12,7 @@ from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
 from dynamic_cp.packing.blocks import _widths
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.rows import alone_ns
-from dynamic_cp.validate import check_plan
+from dynamic_cp.plans.validate import check_plan
 
 
 def problem_of(name: str, seed: int, nic_gb_per_s: float | None = None):

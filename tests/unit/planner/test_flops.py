@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.catalog import load_model
-from dynamic_cp.flops import batch_flops, length_sums, mfu, plan_flops, tflops_per_rank
+from dynamic_cp.models.catalog import load_model
+from dynamic_cp.pricing.flops import batch_flops, length_sums, mfu, plan_flops, tflops_per_rank
 from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, Topology
 from tests.unit.planner.support import TINY_HARDWARE, samples_of
 

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample
 from tests.unit.planner.support import (
     CASES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynamic_cp.global_batch import GlobalBatch
+from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.types import Sample
 
 SAMPLES = tuple(Sample(sample_id=i, seqlen=n) for i, n in ((7, 30), (2, 1), (9, 512), (3, 8)))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp import catalog
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.hardware_numbers import KIND_OF, parse_number, short_names
+from dynamic_cp.models import catalog
+from dynamic_cp.models.hardware_numbers import KIND_OF, parse_number, short_names
 from dynamic_cp.types import Hardware
 
 NUMBERS = [field.name for field in fields(Hardware) if field.name not in ("name", "source")]

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns, num_microbatches_of, price_packing
 from dynamic_cp.packing.padded import sums_of_buckets
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import padded_seqlens, rank_multiple, sample_multiple
 from dynamic_cp.pipeline.simulator import grid_of
 from dynamic_cp.pipeline.simulator import makespan_ns as simulated_ns
+from dynamic_cp.plans.padding import padded_seqlens, rank_multiple, sample_multiple
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import DEEP_MODEL, deep_cost_model, descending
 from tests.unit.planner.support import CURVED_HARDWARE, samples_of
 

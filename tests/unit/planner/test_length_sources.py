@@ -17,9 +17,9 @@ import pytest
 
 from dynamic_cp.cli.parameters import KINDS
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
-from dynamic_cp.lengths import READERS, read_length_array, read_lengths
-from dynamic_cp.streams import FIRST_BYTE_S
-from dynamic_cp.workloads import draw_lengths
+from dynamic_cp.lengths.read import READERS, read_length_array, read_lengths
+from dynamic_cp.lengths.streams import FIRST_BYTE_S
+from dynamic_cp.lengths.workloads import draw_lengths
 from tests.unit.planner.test_lengths import LENGTHS, index_bytes
 
 ROWS = "\n".join(map(str, LENGTHS))

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths import COLUMNS, MAX_LENGTH, read_length_array, read_lengths
-from dynamic_cp.megatron_index import HEADER, MAGIC, read_megatron_index
+from dynamic_cp.lengths.megatron_index import HEADER, MAGIC, read_megatron_index
+from dynamic_cp.lengths.read import COLUMNS, MAX_LENGTH, read_length_array, read_lengths
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
 KINDS = (".npy", ".txt", ".csv", ".jsonl", ".idx")

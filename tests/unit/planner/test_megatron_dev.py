@@ -7,15 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.padding import round_up
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.support import (
     CASES,
     UnpaddedCostModel,

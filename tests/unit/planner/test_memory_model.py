@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.activations import activation_bytes
-from dynamic_cp.catalog import load_hardware, load_model
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.memory_model import SAFETY_FRACTION, MemoryModel
+from dynamic_cp.memory.activations import activation_bytes
+from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, PlanOptions, Topology
 from tests.unit.planner.support import TINY_HARDWARE, samples_of
 

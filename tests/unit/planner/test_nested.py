@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.catalog import load_hardware, load_model
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.nested import choose_cp_sizes, pack_nested
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
-from dynamic_cp.validate import check_plan
-from dynamic_cp.workloads import draw_lengths
 from tests.unit.planner.packings import check_packing, contents, descending
 from tests.unit.planner.support import samples_of, tiny_cost_model
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths, simulate
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.global_batch import GlobalBatch
-from dynamic_cp.memory_model import MemoryModel
-from dynamic_cp.padding import rank_tokens
-from dynamic_cp.plan_arrays import PlanArrays
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.plans.global_batch import GlobalBatch
+from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.search.plan_arrays import PlanArrays
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.multipliers import MOST, TERMS, Multipliers
-from dynamic_cp.observations import Observation, PricedObservations
-from dynamic_cp.padding import round_up
-from dynamic_cp.refinement import MIN_OBSERVATIONS, MOST_AT_ONCE, RefinedHardware, refine
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.learning.multipliers import MOST, TERMS, Multipliers
+from dynamic_cp.learning.observations import Observation, PricedObservations
+from dynamic_cp.learning.refinement import MIN_OBSERVATIONS, MOST_AT_ONCE, RefinedHardware, refine
+from dynamic_cp.plans.padding import round_up
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import Hardware, PlanOptions, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGY = Topology(num_lanes=8, ranks_per_node=8)

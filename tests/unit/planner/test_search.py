@@ -11,14 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.catalog import load_hardware, load_model
-from dynamic_cp.cost_model import CostModel
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.search import POLICIES, _batch_of, _Search, check_feasible, plan_global_batch
-from dynamic_cp.serialize import digest
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.plans.serialize import digest
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import POLICIES, _batch_of, _Search, check_feasible, plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from dynamic_cp.validate import check_plan
-from dynamic_cp.workloads import draw_lengths
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.lane_plan import PlanFacts, decode_lane, encode_lanes
-from dynamic_cp.serialize import digest, dumps, format_plan, loads, parse_plan, plan_from_dict, plan_to_dict
+from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
+from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan, plan_from_dict, plan_to_dict
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 
 PLAN = Plan(

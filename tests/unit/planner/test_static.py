@@ -11,8 +11,8 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan, price_packing
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from dynamic_cp.validate import check_plan
 from tests.unit.planner.packings import check_packing, contents, descending
 from tests.unit.planner.support import samples_of, tiny_cost_model
 

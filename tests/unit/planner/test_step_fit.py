@@ -10,13 +10,13 @@ import pytest
 from dynamic_cp import load_hardware
 from dynamic_cp.calibration.ladder import ladder
 from dynamic_cp.calibration.step_fit import fit_steps, step_s
-from dynamic_cp.cost_model import CostModel
-from dynamic_cp.observations import Observation
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.learning.observations import Observation
+from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlanOptions, Sample, Topology
-from dynamic_cp.validate import check_plan
 
 CPU = load_hardware("cpu")
 MODEL = ModelShape(

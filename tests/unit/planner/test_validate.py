@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from dynamic_cp.validate import check_plan
 
 
 def bucket(first_lane: int, cp_size: int, *samples: tuple[int, int]) -> Bucket:

@@ -9,7 +9,7 @@ import numpy as np
 from dynamic_cp.comparison import Comparison, compare_policies
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, plan_of, samples_of, tiny_cost_model
 

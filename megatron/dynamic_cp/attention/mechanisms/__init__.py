@@ -1,5 +1,5 @@
 """How the lanes of a CP group compute attention together: one executor for each way.
 
-Read in this order: `executor` (what each of them does, and the choice among them), `transfers` (what moves between
-lanes), `ring` (p2p), `all_gather`, `row_order` (whose rows are where), `heads` (a2a, and around a ring a2a+p2p).
+Read in this order: `executor` (what each of them does), `transfers` (what moves between lanes), `row_order` (whose rows
+are where), `ring` (p2p), `all_gather`, `heads` (a2a, and around a ring a2a+p2p).
 """

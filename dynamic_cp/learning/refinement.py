@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.multipliers import MOST, TERMS, Multipliers
-from dynamic_cp.observations import Observation, PredictionError, PricedObservations
+from dynamic_cp.learning.multipliers import MOST, TERMS, Multipliers
+from dynamic_cp.learning.observations import Observation, PredictionError, PricedObservations
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
 

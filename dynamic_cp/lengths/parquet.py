@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.length_file import TOKEN_IDS, TOKEN_MASK, LengthFile
+from dynamic_cp.lengths.file import TOKEN_IDS, TOKEN_MASK, LengthFile
 
 PARQUET_MAGIC = b"PAR1"
 

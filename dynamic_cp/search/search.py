@@ -28,13 +28,13 @@ from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.packing.wlb import packings_like_wlb
-from dynamic_cp.padding import round_up
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.padding import round_up
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
-from dynamic_cp.validate import check_plan
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 

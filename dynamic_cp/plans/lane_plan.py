@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.padding import padding_fraction
-from dynamic_cp.serialize import digest
+from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.plans.serialize import digest
 from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
 
 

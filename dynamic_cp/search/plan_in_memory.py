@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamic_cp.memory_model import MemoryModel
-from dynamic_cp.search import plan_global_batch
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 

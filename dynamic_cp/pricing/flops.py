@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dynamic_cp.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Hardware, ModelShape, Plan, Recompute
 
 

@@ -31,9 +31,9 @@ import numpy as np
 from dynamic_cp.bounds import bound_at
 from dynamic_cp.convex import Convex
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.padding import padded_seqlen, round_up
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import convex_of
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample

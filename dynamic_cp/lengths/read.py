@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
-from dynamic_cp.length_arrays import NUMPY_MAGIC, IndexUnit, read_idx, read_npy
-from dynamic_cp.length_file import COLUMNS as COLUMNS
-from dynamic_cp.length_file import MAX_LENGTH as MAX_LENGTH
-from dynamic_cp.length_file import LengthFile
-from dynamic_cp.length_parquet import PARQUET_MAGIC, read_parquet
-from dynamic_cp.length_tables import is_number, read_csv, read_jsonl, read_txt
-from dynamic_cp.megatron_index import MAGIC as INDEX_MAGIC
-from dynamic_cp.streams import is_standard_input, name_of, piped_bytes
+from dynamic_cp.lengths.arrays import NUMPY_MAGIC, IndexUnit, read_idx, read_npy
+from dynamic_cp.lengths.file import COLUMNS as COLUMNS
+from dynamic_cp.lengths.file import MAX_LENGTH as MAX_LENGTH
+from dynamic_cp.lengths.file import LengthFile
+from dynamic_cp.lengths.megatron_index import MAGIC as INDEX_MAGIC
+from dynamic_cp.lengths.parquet import PARQUET_MAGIC, read_parquet
+from dynamic_cp.lengths.streams import is_standard_input, name_of, piped_bytes
+from dynamic_cp.lengths.tables import is_number, read_csv, read_jsonl, read_txt
 
 READERS: dict[str, Callable[[LengthFile], NDArray[np.int64]]] = {
     ".npy": read_npy,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.multipliers import Multipliers
+from dynamic_cp.learning.multipliers import Multipliers
 from dynamic_cp.types import Hardware
 
 _NONE = Multipliers()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.length_file import COLUMNS, TOKEN_IDS, TOKEN_MASK, LengthFile, shortened
+from dynamic_cp.lengths.file import COLUMNS, TOKEN_IDS, TOKEN_MASK, LengthFile, shortened
 
 _Entries = Iterable[tuple[str, object]]
 """(where in the file, value); the value still has to be shown to be a length."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.lengths import MAX_LENGTH
+from dynamic_cp.lengths.read import MAX_LENGTH
 
 SPEC_EXAMPLE = "lognormal:mean=1024,sigma=1.5,min=128,max=8192"
 

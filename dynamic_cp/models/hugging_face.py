@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamic_cp.architecture import Architecture
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

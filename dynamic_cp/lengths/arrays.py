@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.length_file import MAX_LENGTH, LengthFile
-from dynamic_cp.megatron_index import read_megatron_index
+from dynamic_cp.lengths.file import MAX_LENGTH, LengthFile
+from dynamic_cp.lengths.megatron_index import read_megatron_index
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,22 @@
+"""Lengths of samples, from files and from names.
+
+Read in this order: `streams` (pipes and standard input), `file`, `megatron_index`, `arrays`, `tables`, `parquet`
+(formats of files), `read` (any of them), `lognormal` (drawn lengths), `summary` (what they are like), `workloads`
+(whatever a user names).
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamic_cp.lengths.read import read_lengths
+
+__all__ = ["read_lengths"]
+
+if not TYPE_CHECKING:  # at its first use, as all that reads files
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            from dynamic_cp.lengths.read import read_lengths
+
+            return read_lengths
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

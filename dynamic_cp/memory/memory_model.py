@@ -1,0 +1,262 @@
+"""Bytes of a rank on every pipeline stage: what a plan needs at its peak, and how many tokens a rank may hold.
+
+Weights, gradients and optimizer state follow Megatron-LM's theoretical memory report: 2 bytes of bf16 weight, 4 of
+fp32 gradient and 12 of fp32 master weight and Adam's moments, the 12 divided by the lanes with the distributed
+optimizer (fp32 training: 4 + 4 + 8). Activations: `activations.py`, times the tokens in flight on the stage, which come
+from the actual micro-batches of a plan and the order of the schedule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.mechanisms.heads import heads_of_rank
+from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.memory.activations import activation_bytes
+from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
+from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.pricing.edges import GRADIENT_BYTES
+from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
+
+SAFETY_FRACTION = 0.92
+"""Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
+_MOMENT_BYTES = 8
+_MASTER_BYTES = 4
+
+
+class StageMemory(NamedTuple):
+    """Peak bytes of the rank of one stage that needs most."""
+
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    communicators_bytes: float
+    activations_bytes: float
+    working_bytes: float
+    logits_bytes: float
+    exchange_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+
+class MemoryModel:
+    """Memory of one model on one kind of device.
+
+    Args:
+        model, hardware, topology, options: as for the cost model.
+        distributed_optimizer: the optimizer state is sharded over the lanes.
+
+    Limits: stages have num_layers / pp_size layers; no biases; the working set of a layer is that of its MLP; memory of
+    the input pipeline and fragmentation only through SAFETY_FRACTION.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        topology: Topology,
+        options: PlanOptions,
+        *,
+        distributed_optimizer: bool = True,
+    ) -> None:
+        self._model = model
+        self._hardware = hardware
+        self._topology = topology
+        self._options = options
+        self._distributed_optimizer = distributed_optimizer
+        self._bytes = activation_bytes(model, topology, options)
+        heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
+        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes)
+
+    @property
+    def available_bytes(self) -> float:
+        """Bytes that a rank may plan with.
+
+        Raises:
+            InvalidInputError: the hardware file does not say how much memory there is.
+        """
+        if not self._hardware.hbm_bytes:
+            raise InvalidInputError(
+                f"hardware {self._hardware.name!r} gives no hbm_bytes, so no token limit can follow from memory: "
+                "give max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) in tokens"
+            )
+        return SAFETY_FRACTION * (self._hardware.hbm_bytes - self._hardware.hbm_reserved_bytes)
+
+    def num_weights(self, stage: int) -> float:
+        """Return the weights of a rank on `stage`; norms are not split by TP."""
+        model, topology = self._model, self._topology
+        layers = model.num_layers / topology.pp_size
+        table = model.vocab_size * model.hidden_size / topology.tp_size
+        weights = layers * (model.linear_weights_per_layer / topology.tp_size + 2 * model.hidden_size)
+        is_first, is_last = stage == 0, stage == topology.pp_size - 1
+        weights += table if is_first else 0
+        if is_last:
+            # With one stage a shared table is there already; with more the last stage has a copy.
+            weights += model.hidden_size
+            weights += 0 if is_first and model.share_embeddings_and_output_weights else table
+        return weights
+
+    def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
+        """Return the memory of every stage when it runs `plan`, on its worst lane."""
+        held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
+        exchanged = np.zeros(held.shape)
+        for row, micro_batch in enumerate(plan.micro_batches):
+            for bucket in micro_batch.buckets:
+                tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
+                lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
+                held[row, lanes] = tokens
+                exchanged[row, lanes] = self._exchange_bytes(tokens, bucket.cp_size, bucket.attention)
+        alive = peak_in_flight_tokens(held, plan.topology.pp_size, plan.topology.vp_size)
+        most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
+        return tuple(
+            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers)
+            for stage in range(plan.topology.pp_size)
+        )
+
+    def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
+        """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`."""
+        topology = self._topology
+        # Enough micro-batches that no schedule holds fewer than it could.
+        many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
+        alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
+        most = np.array([float(tokens_per_rank)])
+        possible = (
+            Attention(name, inner)
+            for name in self._options.cp_comm_types
+            for inner in MECHANISMS[name].inner_sizes(cp_size, self._sharing)
+        )
+        buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
+        return tuple(
+            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers) for stage in range(topology.pp_size)
+        )
+
+    def max_tokens_per_rank(self, max_seqlen: int | None = None) -> int:
+        """Return the largest token limit that fits on every stage: what `auto` means.
+
+        A multiple of 2 * rank_token_multiple. All micro-batches in flight are taken as full, and buckets as large as
+        the smallest CP size that holds `max_seqlen` under the limit (None: the largest allowed CP size).
+
+        Raises:
+            MemoryLimitError: not even the smallest limit fits, or none that holds `max_seqlen`.
+        """
+        options, topology = self._options, self._topology
+        multiple = 2 * topology.rank_token_multiple
+        largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+        sizes = [1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length())] or [largest]
+        for cp_size in sizes if max_seqlen is not None else sizes[-1:]:
+            base, one = self.peak_at(0, cp_size), self.peak_at(1, cp_size)
+            free = [
+                (self.available_bytes - empty.total_bytes) / (full.total_bytes - empty.total_bytes)
+                for empty, full in zip(base, one, strict=True)
+            ]
+            limit = int(min(free) // multiple) * multiple
+            if limit < multiple:
+                self._refuse(
+                    f"{multiple} tokens per rank at CP size {cp_size}", multiple, self.peak_at(multiple, cp_size)
+                )
+            if max_seqlen is None or limit * cp_size >= max_seqlen:
+                return limit
+        raise MemoryLimitError(
+            f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
+            f"{largest}, memory holds {limit}: "
+            f"{'' if options.recompute == 'full' else 'use full recomputation, '}more lanes, a larger "
+            "tp_size (--tensor-model-parallel-size) or lower seqlen (--seq-length)",
+            max_seqlen=max_seqlen,
+            max_tokens_per_rank=limit,
+        )
+
+    def check_plan_fits(self, plan: Plan) -> None:
+        """Refuse `plan` if a stage needs more than `available_bytes`.
+
+        Raises:
+            MemoryLimitError: with the stage, both numbers of bytes and the remedy.
+        """
+        self._check("the plan", plan.max_tokens_per_rank, self.peak(plan))
+
+    def check_limit_fits(self, tokens_per_rank: int, cp_size: int = 1) -> None:
+        """Refuse a limit of `tokens_per_rank` in groups of `cp_size` if a stage needs more than `available_bytes`.
+
+        Raises:
+            MemoryLimitError: with the stage, both numbers of bytes and the remedy.
+        """
+        what = f"{tokens_per_rank} tokens per rank at CP size {cp_size}"
+        self._check(what, tokens_per_rank, self.peak_at(tokens_per_rank, cp_size))
+
+    def _check(self, what: str, limit: int, stages: tuple[StageMemory, ...]) -> None:
+        if max(stage.total_bytes for stage in stages) > self.available_bytes:
+            self._refuse(what, limit, stages)
+
+    def _refuse(self, what: str, limit: int, stages: tuple[StageMemory, ...]) -> None:
+        needed, stage = max((memory.total_bytes, -index) for index, memory in enumerate(stages))
+        parts = stages[-stage]
+        largest = max(parts._fields, key=lambda name: float(getattr(parts, name)))
+        raise MemoryLimitError(
+            f"{what} needs {needed / 1e9:.2f} GB on pipeline stage {-stage}, {self.available_bytes / 1e9:.2f} GB are "
+            f"available ({SAFETY_FRACTION:.0%} of what {self._hardware.name} has); most goes to "
+            f"{largest.removesuffix('_bytes')} ({getattr(parts, largest) / 1e9:.2f} GB): {self._remedy(limit, parts)}",
+            needed_bytes=needed,
+            available_bytes=self.available_bytes,
+            stage=-stage,
+        )
+
+    def _remedy(self, limit: int, parts: StageMemory) -> str:
+        """Return what helps and is not done already."""
+        least = 2 * self._topology.rank_token_multiple
+        state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
+        ways = []
+        if state < self.available_bytes:  # else no fewer tokens help
+            ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
+            ways += ["recompute more"] * (self._options.recompute != "full")
+        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
+        ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
+        return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+
+    def _exchange_bytes(self, tokens: int, cp_size: int, attention: Attention) -> float:
+        """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""
+        if cp_size == 1:
+            return 0.0
+        mechanism, inner = MECHANISMS[attention.cp_comm_type], attention.inner_cp_size
+        copies, per_token = self._sharing.copies(inner), self._bytes
+        return tokens * mechanism.kept_bytes(
+            cp_size, inner, per_token.a2a_queries, per_token.ring_per_bucket_token, copies
+        )
+
+    def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
+        """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""
+        topology, per_token = self._topology, self._bytes
+        activations = alive * self._model.num_layers / (topology.pp_size * topology.vp_size) * per_token.per_layer
+        working = most * (per_token.working + per_token.hops)
+        logits = most * (per_token.head if stage == topology.pp_size - 1 else 0.0)
+        lane = int(np.argmax(activations + working + logits + buffers))
+        weights = self.num_weights(stage)
+        element = self._options.bytes_per_element
+        state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
+        return StageMemory(
+            weights_bytes=weights * element,
+            gradients_bytes=weights * GRADIENT_BYTES,
+            optimizer_bytes=weights * state / (topology.num_lanes if self._distributed_optimizer else 1),
+            communicators_bytes=self._num_groups() * self._hardware.communicator_bytes_per_group,
+            activations_bytes=float(activations[lane]),
+            working_bytes=float(working[lane]),
+            logits_bytes=float(logits[lane]),
+            exchange_bytes=float(buffers[lane]),
+        )
+
+    def _num_groups(self) -> int:
+        """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""
+        topology = self._topology
+        largest = min(self._options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+        others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
+        sizes = [1 << k for k in range(1, largest.bit_length())]
+        for name in self._options.cp_comm_types:
+            others += sum(MECHANISMS[name].num_more_groups(cp_size, self._sharing) for cp_size in sizes)
+        return len(sizes) + others

@@ -1,0 +1,189 @@
+"""Hardware and model files by name or path; every number of a hardware file has its source next to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
+from dynamic_cp.models import hugging_face
+from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
+from dynamic_cp.nearest import did_you_mean
+from dynamic_cp.types import Hardware, ModelShape
+
+_ARCHITECTURE = "architecture"
+"""Entry of a model file that is not priced."""
+_DATA = Path(__file__).parents[1] / "data"
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Return the names of the bundled hardware files."""
+    return _names("hardware")
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names of the bundled model files."""
+    return _names("models")
+
+
+def load_hardware(name_or_path: str | Path, settings: Sequence[str] = ()) -> Hardware:
+    """Return the hardware of a bundled name or of a file like `dynamic_cp/data/hardware/h100.json`.
+
+    A file with a `base`, the name or path of another hardware, states only what differs from it. A path is relative to
+    the file. A value is a number in the unit of its name, or a text with a unit: "12.5 GB/s".
+
+    Args:
+        settings: numbers to change, each NAME=VALUE with a unit, such as "bandwidth_across_nodes=12.5GB/s".
+
+    Raises:
+        InvalidInputError: unknown name, unreadable file, or a number that is missing, implausible or without a source.
+    """
+    return with_settings(_hardware(name_or_path, ()), settings)
+
+
+def _hardware(name_or_path: str | Path, above: tuple[Path, ...]) -> Hardware:
+    """Return a hardware; `above` are the files that have it as their base."""
+    where, data = _read("hardware", name_or_path)
+    values: dict[str, float] = {}
+    source: dict[str, str] = {}
+    if "base" in data:
+        name, path = _typed(where, data, "base", str), Path(name_or_path)
+        named = [*above, path.resolve()]
+        base = name if name in hardware_names() else str(path.parent / name) if _is_path(name) else name
+        if _is_path(base) and Path(base).resolve() in named:
+            raise InvalidInputError(f"{where}: its base: {base} is its own base: name another")
+        try:
+            under = _hardware(base, tuple(named))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}: its base: {error}", **error.details) from error
+        values, source = {number: getattr(under, number) for number in KIND_OF}, dict(under.source)
+        _check_keys(where, data, [], Hardware)
+    else:
+        needed = [field.name for field in fields(Hardware) if field.default is MISSING and field.name != "source"]
+        _check_keys(where, data, needed, Hardware)
+    for number in KIND_OF:
+        if number in data:
+            values[number], source[number] = _number_and_source(where, number, data[number])
+    name = _typed(where, data, "name", str) if "name" in data else Path(name_or_path).stem
+    return Hardware(name=name, source=source, **values)
+
+
+def _number_and_source(where: str, name: str, entry: object) -> tuple[float, str]:
+    if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
+        raise InvalidInputError(f'{where}: {name} must be {{"value": number, "source": "where it is from"}}')
+    value, source = entry["value"], entry["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise InvalidInputError(f"{where}: {name} has no source: say where {value} is from", name=name)
+    if isinstance(value, str):
+        return parse_number(where, name, value, needs_unit=True), source
+    return checked_number(where, name, value), source
+
+
+def hardware_as_dict(hardware: Hardware) -> dict[str, Any]:
+    """Return `hardware` as the entries of a file that `load_hardware` reads: each number beside its source."""
+    return {"name": hardware.name} | {
+        name: {"value": getattr(hardware, name), "source": hardware.source.get(name, "default of this version")}
+        for name in KIND_OF
+    }
+
+
+def load_model(name_or_path: str | Path) -> ModelShape:
+    """Return the model of a bundled name, of a file like `dynamic_cp/data/models/llama-3-8b.json` or of a Hugging Face
+    config.json.
+
+    Raises:
+        InvalidInputError: unknown name, unreadable file, or an entry that is missing or of the wrong type.
+        UnsupportedFeatureError: a Hugging Face model_type that is not known.
+    """
+    where, data = _read("models", name_or_path)
+    if hugging_face.is_config(data):
+        return hugging_face.model_shape(where, data)
+    priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
+    _check_keys(where, priced, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
+    kinds = {"int": int, "bool": bool, "str": str}
+    values = {
+        field.name: _typed(where, data, field.name, kinds[str(field.type)])
+        for field in fields(ModelShape)
+        if field.name in data
+    }
+    try:
+        return ModelShape(**values)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}", **error.details) from error
+
+
+def load_architecture(name_or_path: str | Path) -> Architecture | None:
+    """Return what the model of `load_model` is beyond what is priced; None where its file does not say.
+
+    Raises:
+        InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type.
+    """
+    where, data = _read("models", name_or_path)
+    if hugging_face.is_config(data):
+        return hugging_face.architecture(where, data)
+    if _ARCHITECTURE not in data:
+        return None
+    return Architecture.from_dict(where, _typed(where, data, _ARCHITECTURE, dict))
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return tuple(sorted(file.stem for file in (_DATA / kind).glob("*.json")))
+
+
+def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return (what to call the file in errors, its JSON object)."""
+    name, names = str(name_or_path), _names(kind)
+    if name in names:
+        file = _DATA / kind / f"{name}.json"
+    elif _is_path(name):
+        file = Path(name)
+    else:
+        raise InvalidInputError(
+            f"{name!r} is none of the bundled {kind}{did_you_mean(name, names)}: use {', '.join(names)}, "
+            "or the path of a .json file",
+            name=name,
+        )
+    try:
+        content = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        raise InvalidInputError(
+            f"cannot read {name}: {getattr(error, 'strerror', None) or error}: check the path"
+        ) from error
+    data = parse_json(name, content, f"compare it with {_example(kind)}")
+    if not isinstance(data, dict):
+        raise InvalidInputError(
+            f"{name} holds {value_in_words(data)}, an object is needed: compare it with {_example(kind)}"
+        )
+    return name, data
+
+
+def _example(kind: str) -> Path:
+    """Return a bundled file to compare another with."""
+    return _DATA / kind / {"hardware": "h100.json", "models": "llama-3-8b.json"}[kind]
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".json") or "/" in name
+
+
+def _check_keys(where: str, data: Mapping[str, Any], required: list[str], value_type: type) -> None:
+    known = [field.name for field in fields(value_type)]
+    if value_type is Hardware:
+        known = ["base", *(name for name in known if name != "source")]
+    if missing := [name for name in required if name not in data]:
+        example = _example("hardware" if value_type is Hardware else "models")
+        raise InvalidInputError(f"{where} lacks {', '.join(missing)}: compare it with {example}")
+    if unknown := sorted(name for name in data if name not in known):
+        near = did_you_mean(unknown[0], known)
+        raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}{near}: known are {', '.join(known)}")
+
+
+def _typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = data[name]
+    if not is_kind(value, kind):
+        raise InvalidInputError(f"{where}: {name} is {value_in_words(value)}, {in_words(kind)} is needed", name=name)
+    return value

@@ -1,0 +1,228 @@
+"""Plans as JSON (for programs and ranks), as text (for people and goldens) and as a digest (for comparing ranks).
+
+    loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+
+Loading checks the form only; whether the plan is legal is for `dynamic_cp.plans.validate.check_plan` to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, cast
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
+from dynamic_cp.types import CHOOSES_INNER_SIZE, Attention, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
+
+SCHEMA_VERSION = 1
+_UNUSED = {"all_lanes_coupled": False}
+"""A field of topologies that nothing ever used: plans still carry it, so that their digests stay what they were."""
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Return `plan` as what JSON can hold."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "policy": plan.policy,
+        "max_tokens_per_rank": plan.max_tokens_per_rank,
+        "topology": _topology_to_dict(plan.topology),
+        "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
+    }
+
+
+def plan_from_dict(data: object) -> Plan:
+    """Return the plan that `plan_to_dict` made `data` from; InvalidInputError names the first thing that is wrong."""
+    version = data.get("schema_version") if isinstance(data, Mapping) else None
+    if version is not None and version != SCHEMA_VERSION:
+        raise InvalidInputError(
+            f"the plan has schema_version {version!r}, this program reads {SCHEMA_VERSION}: use the version of "
+            "dynamic_cp that wrote it",
+            schema_version=version,
+        )
+    plan = _Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
+    kinds = {field.name: bool if field.name == "sequence_parallel" else int for field in fields(Topology)}
+    topology = _Fields(plan.get("topology", dict), "topology", (*kinds, *_UNUSED))
+    for name in _UNUSED:
+        topology.get(name, bool)
+    plan.get("schema_version", int)
+    return Plan(
+        topology=Topology(**{name: topology.get(name, kind) for name, kind in kinds.items()}),
+        max_tokens_per_rank=plan.get("max_tokens_per_rank", int),
+        policy=plan.get("policy", str),
+        micro_batches=tuple(
+            MicroBatch(
+                buckets=tuple(
+                    _bucket_from_dict(bucket, f"micro_batches[{i}][{j}]")
+                    for j, bucket in enumerate(_checked(row, list, f"micro_batches[{i}]"))
+                )
+            )
+            for i, row in enumerate(plan.get("micro_batches", list))
+        ),
+    )
+
+
+def _topology_to_dict(topology: Topology) -> dict[str, Any]:
+    return {**asdict(topology), **_UNUSED}
+
+
+def dumps(plan: Plan) -> str:
+    """Return `plan` as canonical JSON: equal plans give equal text."""
+    return json.dumps(plan_to_dict(plan), sort_keys=True, separators=(",", ":"))
+
+
+def format_cp_sizes(histogram: Mapping[int, int]) -> str:
+    """Return how many buckets of each CP size there are, such as `cp2×4 cp4×1` for four of size 2 and one of size 4."""
+    return " ".join(f"cp{cp_size}×{count}" for cp_size, count in sorted(histogram.items()))
+
+
+def loads(text: str | bytes) -> Plan:
+    """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
+    return plan_from_dict(parse_json("the plan", text, "give a file that `plan --output` wrote"))
+
+
+def digest(plan: Plan) -> str:
+    """Return the SHA-256 (hex) of the canonical JSON of `plan`: ranks compare it instead of the plan."""
+    return hashlib.sha256(dumps(plan).encode()).hexdigest()
+
+
+def format_plan(plan: Plan) -> str:
+    """Return `plan` as text: one line of settings, then one line per micro-batch.
+
+    Example (sample_id:seqlen, "-" is an empty place, an exchange other than p2p is named, as in "a2a+p2p/8" with the
+    inner size where the exchange does not imply it):
+
+        plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
+        0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
+    """
+    settings = {
+        "policy": plan.policy,
+        "max_tokens_per_rank": plan.max_tokens_per_rank,
+        **_topology_to_dict(plan.topology),
+    }
+    lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
+    for index, micro_batch in enumerate(plan.micro_batches):
+        lines.append(f"{index} |" + "".join(f" {_format_bucket(bucket)} |" for bucket in micro_batch.buckets))
+    return "\n".join(lines) + "\n"
+
+
+def parse_plan(text: str) -> Plan:
+    """Return the plan that `format_plan` printed; InvalidInputError names the line that is none."""
+    header, *rows = text.strip().splitlines() or [""]
+    match = re.fullmatch(r"plan v(\d+)((?: \w+=\S*)*)", header)
+    if match is None:
+        raise InvalidInputError(f"line 1 is {header[:60]!r}: a plan starts with 'plan v{SCHEMA_VERSION} policy=...'")
+    settings: dict[str, Any] = dict(item.split("=", 1) for item in match[2].split())
+    policy = settings.pop("policy", None)
+    typed = {
+        name: value == "True" if value in ("True", "False") else int(value) if value.isdecimal() else value
+        for name, value in settings.items()
+    }
+    return plan_from_dict(
+        {
+            "schema_version": int(match[1]),
+            "policy": policy,
+            "max_tokens_per_rank": typed.pop("max_tokens_per_rank", None),
+            "topology": typed,
+            "micro_batches": [_parse_row(row, index) for index, row in enumerate(rows)],
+        }
+    )
+
+
+def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
+    data = {
+        "first_lane": bucket.first_lane,
+        "cp_size": bucket.cp_size,
+        "cp_comm_type": bucket.cp_comm_type,
+        "samples": [[sample.sample_id, sample.seqlen] for sample in bucket.samples],
+    }
+    if bucket.attention.chooses_inner_size:
+        data["inner_cp_size"] = bucket.inner_cp_size
+    return data
+
+
+def _bucket_from_dict(data: object, where: str) -> Bucket:
+    names: tuple[str, ...] = ("first_lane", "cp_size", "cp_comm_type", "samples")
+    # The others imply it, but may say it, too.
+    chooses = isinstance(data, dict) and data.get("cp_comm_type") in CHOOSES_INNER_SIZE
+    has_inner = chooses or (isinstance(data, dict) and "inner_cp_size" in data)
+    bucket = _Fields(data, where, (*names, "inner_cp_size") if has_inner else names)
+    samples = []
+    for index, pair in enumerate(bucket.get("samples", list)):
+        place = f"{where}.samples[{index}]"
+        if len(_checked(pair, list, place)) != 2:
+            raise InvalidInputError(f"{place} has {len(pair)} numbers, 2 are needed: [sample_id, seqlen]")
+        sample_id, seqlen = (_checked(number, int, place) for number in pair)
+        samples.append(Sample(sample_id=sample_id, seqlen=seqlen))
+    return Bucket(
+        first_lane=bucket.get("first_lane", int),
+        cp_size=bucket.get("cp_size", int),
+        cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
+        inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
+        samples=tuple(samples),
+    )
+
+
+def _format_bucket(bucket: Bucket) -> str:
+    lanes = (
+        f"lane {bucket.first_lane}"
+        if bucket.cp_size == 1
+        else f"lanes {bucket.first_lane}-{bucket.first_lane + bucket.cp_size - 1}"
+    )
+    exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
+    samples = " ".join(f"{sample.sample_id}:{sample.seqlen}" for sample in bucket.samples) or "-"
+    return f"{lanes}{exchange}: {samples}"
+
+
+_BUCKET = re.compile(r"lanes? (\d+)(?:-(\d+))?(?: ([^\s:/]+)(?:/(\d+))?)?: (-|-?\d+:\d+(?: -?\d+:\d+)*)")
+
+
+def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
+    number, _, cells = row.partition("|")
+    buckets = []
+    for cell in cells.rstrip().removesuffix("|").split("|"):
+        match = _BUCKET.fullmatch(cell.strip())
+        if match is None or number.strip() != str(index):
+            raise InvalidInputError(
+                f"line {index + 2} is {row[:60]!r}: micro-batch {index} looks like "
+                f"'{index} | lanes 0-1: 7:100 3:9 | lane 2: - |' (sample_id:seqlen)"
+            )
+        first_lane, last_lane, cp_comm_type, inner_cp_size, samples = match.groups()
+        buckets.append(
+            {
+                **({"inner_cp_size": int(inner_cp_size)} if inner_cp_size else {}),
+                "first_lane": int(first_lane),
+                "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
+                "cp_comm_type": cp_comm_type or Attention().cp_comm_type,
+                "samples": []
+                if samples == "-"
+                else [[int(number) for number in pair.split(":")] for pair in samples.split()],
+            }
+        )
+    return buckets
+
+
+def _checked(value: object, kind: type, where: str) -> Any:
+    """Return `value` if it is a `kind` (True is no int)."""
+    if not is_kind(value, kind):
+        raise InvalidInputError(f"{where} is {value_in_words(value)}, {in_words(kind)} is needed", where=where)
+    return value
+
+
+class _Fields:
+    """The entries of a JSON object that must have exactly `names`."""
+
+    def __init__(self, data: object, where: str, names: tuple[str, ...]) -> None:
+        self.data, self.where, self.names = _checked(data, dict, where), where, names
+        if missing := [name for name in names if name not in self.data]:
+            raise InvalidInputError(
+                f"{where} lacks {', '.join(missing)}: give a file that `plan --output` wrote (--json is more)"
+            )
+        if unknown := sorted(str(name) for name in self.data if name not in names):
+            raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}: it needs {', '.join(names)}")
+
+    def get(self, name: str, kind: type) -> Any:
+        return _checked(self.data[name], kind, f"{self.where}.{name}")

@@ -1,0 +1,213 @@
+"""The one judge of a plan: generator, loader, tests and ranks all call `check_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+
+_SHOWN_SAMPLES = 4
+
+
+def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
+    """Refuse `plan` unless every rank can run it and every sample is in it once.
+
+    The rules:
+        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple.
+        2. The buckets of a micro-batch, in lane order, tile lanes 0 .. num_lanes - 1 exactly once.
+        3. A bucket is aligned: first_lane is a multiple of cp_size (a power of two by its type).
+        4. A bucket with samples holds at most max_tokens_per_rank padded tokens a rank.
+        5. A bucket without samples (an empty place) has cp_size 1.
+        6. No sample is in two places.
+        7. The samples are `samples`, lengths included, where they are given.
+        8. The lanes of a bucket can use its mechanism: the inner groups of a2a+p2p divide the lanes of a node, and each
+           lies inside one node on every stage.
+
+    Raises:
+        IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
+            the part of the grid that matters, with a mark under the cell. `micro_batch` and `first_lane` name it.
+    """
+    if not plan.micro_batches:
+        raise IllegalPlanError("the plan has 0 micro-batches, at least 1 is needed: plan a non-empty global batch")
+    multiple = plan.topology.num_microbatches_multiple
+    if plan.num_microbatches % multiple:
+        raise IllegalPlanError(
+            f"the plan has {plan.num_microbatches} micro-batches, interleaving needs a multiple of {multiple}: "
+            "add empty micro-batches",
+            num_microbatches=plan.num_microbatches,
+            multiple=multiple,
+        )
+    place_of_sample: dict[int, tuple[int, int]] = {}
+    for index, micro_batch in enumerate(plan.micro_batches):
+        _check_tiling(plan, index, micro_batch)
+        for position, bucket in enumerate(micro_batch.buckets):
+            _check_bucket(plan, index, position, bucket)
+            place = (index, bucket.first_lane)
+            for sample in bucket.samples:
+                if sample.sample_id in place_of_sample:
+                    other, lane = place_of_sample[sample.sample_id]
+                    raise _illegal(
+                        plan,
+                        index,
+                        position,
+                        f"sample {sample.sample_id} is twice in the plan, first in micro-batch {other} at lane {lane}: "
+                        "put every sample into one bucket",
+                        also=other,
+                        sample_id=sample.sample_id,
+                    )
+                place_of_sample[sample.sample_id] = place
+    if samples is not None:
+        _check_samples(plan, samples, place_of_sample)
+
+
+def _check_tiling(plan: Plan, index: int, micro_batch: MicroBatch) -> None:
+    lane = 0
+    for position, bucket in enumerate(micro_batch.buckets):
+        if bucket.first_lane != lane:
+            what = "left out" if bucket.first_lane > lane else "covered before"
+            raise _illegal(
+                plan,
+                index,
+                position,
+                f"the bucket starts at lane {bucket.first_lane} but lane {lane} is next ({what}): "
+                "list buckets in lane order, each lane exactly once",
+                expected_lane=lane,
+            )
+        if bucket.first_lane % bucket.cp_size:
+            raise _illegal(
+                plan,
+                index,
+                position,
+                f"first_lane {bucket.first_lane} is not a multiple of cp_size {bucket.cp_size}: "
+                "use aligned groups only, others are never created",
+            )
+        lane += bucket.cp_size
+        if lane > plan.topology.num_lanes:
+            raise _illegal(
+                plan,
+                index,
+                position,
+                f"the bucket needs lanes up to {lane - 1}, the last lane is {plan.topology.num_lanes - 1}: "
+                "use a smaller cp_size",
+            )
+    if lane < plan.topology.num_lanes:
+        raise _illegal(
+            plan,
+            index,
+            len(micro_batch.buckets),
+            f"the buckets cover {lane} of {plan.topology.num_lanes} lanes: "
+            "fill the other lanes with empty places of cp_size 1",
+            expected_lane=lane,
+        )
+
+
+def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None:
+    if not bucket.samples:
+        if bucket.cp_size > 1:
+            raise _illegal(
+                plan,
+                index,
+                position,
+                f"the bucket is empty but has cp_size {bucket.cp_size}: an empty place has cp_size 1",
+            )
+        return
+    tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
+    if tokens > plan.max_tokens_per_rank:
+        raise _illegal(
+            plan,
+            index,
+            position,
+            f"{tokens} padded tokens per rank, the limit is {plan.max_tokens_per_rank}: "
+            "use a larger cp_size or fewer samples",
+            rank_tokens=tokens,
+            max_tokens_per_rank=plan.max_tokens_per_rank,
+        )
+    # Most buckets have one lane, which exchanges nothing.
+    reason = MECHANISMS[bucket.cp_comm_type].why_illegal(bucket, plan.topology) if bucket.cp_size > 1 else None
+    if reason is not None:
+        raise _illegal(
+            plan,
+            index,
+            position,
+            reason,
+            inner_cp_size=bucket.inner_cp_size,
+            lanes_per_node=plan.topology.lanes_per_node,
+        )
+
+
+def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[int, tuple[int, int]]) -> None:
+    samples = tuple(samples)
+    wanted = {sample.sample_id: sample for sample in samples}
+    if len(wanted) < len(samples):
+        raise IllegalPlanError(
+            f"the global batch has {len(samples)} samples but {len(wanted)} different sample ids: number them uniquely"
+        )
+    missing = [sample_id for sample_id in wanted if sample_id not in place_of_sample]
+    if missing:
+        raise IllegalPlanError(
+            f"the plan lacks {len(missing)} of {len(wanted)} samples ({_shorten(missing)}): plan the whole batch",
+            missing=tuple(missing),
+        )
+    for index, micro_batch in enumerate(plan.micro_batches):
+        for position, bucket in enumerate(micro_batch.buckets):
+            for sample in bucket.samples:
+                given = wanted.get(sample.sample_id)
+                if given is sample:
+                    continue
+                if given is None:
+                    reason = f"sample {sample.sample_id} is not one of the {len(wanted)} samples of the global batch"
+                elif given.seqlen != sample.seqlen:
+                    reason = f"sample {sample.sample_id} has {sample.seqlen} tokens here but {given.seqlen} were given"
+                else:
+                    continue
+                raise _illegal(plan, index, position, f"{reason}: plan these samples again", sample_id=sample.sample_id)
+
+
+def _illegal(
+    plan: Plan, index: int, position: int, reason: str, *, also: int | None = None, **details: object
+) -> IllegalPlanError:
+    """Return the error for the bucket at `position` of micro-batch `index`, with the rows around it drawn."""
+    buckets = plan.micro_batches[index].buckets
+    if position < len(buckets):
+        first_lane, where = buckets[position].first_lane, _lanes_text(buckets[position])
+    else:
+        first_lane = buckets[-1].lanes.stop if buckets else 0
+        where = f"lane {first_lane}"
+    shown = sorted(
+        {max(index - 1, 0), index, min(index + 1, plan.num_microbatches - 1), index if also is None else also}
+    )
+    lines = []
+    for row in shown:
+        cells = [_cell_text(bucket) for bucket in plan.micro_batches[row].buckets]
+        prefix = f"{row:>6} |"
+        lines.append(prefix + "".join(f" {cell} |" for cell in cells))
+        if row == index:
+            width = len(cells[position]) if position < len(cells) else 4
+            lines.append(" " * (len(prefix) + 1 + sum(len(cell) + 3 for cell in cells[:position])) + "^" * width)
+    return IllegalPlanError(
+        f"micro-batch {index}, {where}: {reason}\n" + "\n".join(lines),
+        micro_batch=index,
+        first_lane=first_lane,
+        **details,
+    )
+
+
+def _lanes_text(bucket: Bucket) -> str:
+    if bucket.cp_size == 1:
+        return f"lane {bucket.first_lane}"
+    return f"lanes {bucket.first_lane}-{bucket.lanes.stop - 1}"
+
+
+def _cell_text(bucket: Bucket) -> str:
+    if not bucket.samples:
+        return f"{_lanes_text(bucket)}: -"
+    ids = _shorten([sample.sample_id for sample in bucket.samples])
+    return f"{_lanes_text(bucket)}: {ids} = {bucket.num_tokens} tokens"
+
+
+def _shorten(ids: Sequence[int]) -> str:
+    shown = " ".join(map(str, ids[:_SHOWN_SAMPLES]))
+    return shown if len(ids) <= _SHOWN_SAMPLES else f"{shown} + {len(ids) - _SHOWN_SAMPLES} more"

@@ -1,0 +1,21 @@
+"""From lengths to the fastest plan.
+
+Read in this order: `search` (packs, prices and simulates candidates, keeps the fastest), `plan_in_memory` (with a limit
+of tokens that memory holds), `plan_arrays` (for loops of any kind), `planner_process` (beside a training process).
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamic_cp.search.search import plan_global_batch
+
+__all__ = ["plan_global_batch"]
+
+if not TYPE_CHECKING:  # at its first use: what a plan is can be asked without compiled code
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            from dynamic_cp.search.search import plan_global_batch
+
+            return plan_global_batch
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
