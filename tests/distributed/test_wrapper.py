@@ -77,13 +77,14 @@ def wrap(
 
 
 def facts(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the packed parameters without their group, which stays on its rank."""
+    """Return the packed parameters without their groups, which stay on their rank."""
     params = batch["packed_seq_params"]
     boundaries = [getattr(params, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")]
     return {
         "one_tensor": all(x is boundaries[0] for x in boundaries),
         "group_ranks": dist.get_process_group_ranks(params.cp_group),
-        **{f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name != "cp_group"},
+        "ring_ranks": dist.get_process_group_ranks(params.ring_group),
+        **{f.name: getattr(params, f.name) for f in dataclasses.fields(params) if not f.name.endswith("_group")},
     }
 
 
@@ -154,7 +155,7 @@ def check_lane(plan: Plan, outcome: Wrapped) -> None:
         assert params["max_seqlen_q"] == params["max_seqlen_kv"] == max(params["padded_seqlens"])
         assert params["qkv_format"] == "thd"
         assert params["local_cp_size"] == bucket.cp_size == len(params["group_ranks"])
-        assert dist_ranks(plan.topology, bucket, outcome.tp_rank) == params["group_ranks"]
+        assert dist_ranks(plan.topology, bucket, outcome.tp_rank) == params["group_ranks"] == params["ring_ranks"]
         assert params["cp_comm_type"] == bucket.cp_comm_type
         assert f"lanes {bucket.first_lane}..{bucket.lanes[-1]}" in params["label"]
 
