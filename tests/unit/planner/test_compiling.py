@@ -106,7 +106,7 @@ def test_all_that_kernels_read_is_in_the_name_of_their_folder() -> None:
     assert package / "pipeline" / "graph.py" in read, "constants and a tuple, no kernel"
     read.remove(package / "arrays.py")  # types for mypy: the compiler looks at no annotation
     assert read <= digested, read - digested
-    assert package / "padding.py" in digested, "its plain functions are compiled"
+    assert package / "plans" / "padding.py" in digested, "its plain functions are compiled"
 
 
 def test_an_edit_of_a_constant_that_kernels_import_is_another_folder(tmp_path: Path) -> None:
