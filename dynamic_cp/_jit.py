@@ -36,6 +36,7 @@ _kernels: set[int] = set()
 """Ids of what numba made of our functions, which live as long as the process."""
 
 _IMPORTS = re.compile(r"^from dynamic_cp\.([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
+_MODULES = re.compile(r"^from dynamic_cp([\w.]*) import (\w+)$", re.MULTILINE)
 _PLAIN = re.compile(r"(?:compiled|inlined)\((\w+)\.\w+\)")
 _CONSTANT = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
 
@@ -144,7 +145,12 @@ def sources_of_kernels(package: Path) -> list[Path]:
         for module, names in _IMPORTS.findall(text)
         if _CONSTANT.search(names)
     }
-    plain = {package / f"{module}.py" for text in kernels.values() for module in _PLAIN.findall(text)}
+    plain = {
+        package.joinpath(*room.split("."), f"{module}.py")
+        for text in kernels.values()
+        for room, module in _MODULES.findall(text)
+        if module in _PLAIN.findall(text)
+    }
     return sorted({*kernels, *constants, *plain} & sources.keys())
 
 

@@ -108,15 +108,15 @@ def sabotage(trial: Trial, folder: Path, rank: int) -> None:
 
 
 def _signal_rank_zero(rank: int) -> None:
-    real = training._train_step
+    real = training.Loop._step
 
-    def train_step(*args: Any) -> Any:
-        outcome = real(*args)
-        if rank == 0 and args[0].trainable.scheduler.num_steps == 12 * 5:  # samples: after iteration 5
+    def step(loop: training.Loop, steps: Any) -> Any:
+        outcome = real(loop, steps)
+        if rank == 0 and loop.run.scheduler.num_steps == 12 * 5:  # samples: after iteration 5
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    training._train_step = train_step
+    training.Loop._step = step  # type: ignore[method-assign]
 
 
 def _strike_in_the_moment(trial: Trial, folder: Path) -> None:
