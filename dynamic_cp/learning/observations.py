@@ -9,6 +9,7 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 
+from dynamic_cp.pipeline.graph import edges_paid
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import seconds_of_rows
 from dynamic_cp.types import is_power_of_two
@@ -87,15 +88,15 @@ class PricedObservations:
                 priced.append((one, row))
         priced.sort()
         kept = [one for one, _ in priced]
-        last_stage, last_chunk = cost_model.topology.pp_size - 1, cost_model.topology.vp_size - 1
+        pp_size, vp_size = cost_model.topology.pp_size, cost_model.topology.vp_size
         self.num_ignored = len(every) - len(kept)
         self.measured_s: Floats = np.array([[one.forward_s, one.backward_s] for one in kept]).reshape(-1, 2)
         self._rows = np.array([row for _, row in priced], np.int64)
         self._tokens = np.array([one.tokens for one in kept], np.float64)
         self._squares = np.array([one.tokens_squared for one in kept], np.float64)
         self._rank_tokens = self._tokens / np.array([one.cp_size for one in kept], np.float64)
-        self._is_first = np.array([one.stage == 0 and one.chunk == 0 for one in kept], np.float64)
-        self._is_last = np.array([one.stage == last_stage and one.chunk == last_chunk for one in kept], np.float64)
+        pays = [edges_paid(one.stage, one.chunk, pp_size, vp_size) for one in kept]
+        self._pays: Floats = np.array(pays, np.float64).reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.measured_s)
@@ -108,7 +109,7 @@ class PricedObservations:
         """
         seconds = seconds_of_rows(cost_model.table, self._rows, self._tokens, self._squares)
         embedding, head = cost_model.table.edges_s_per_token.reshape(2, 2)
-        edges = self._is_first[:, None] * embedding + self._is_last[:, None] * head
+        edges = self._pays[:, :1] * embedding + self._pays[:, 1:] * head
         return np.asarray(seconds / cost_model.topology.vp_size + self._rank_tokens[:, None] * edges)
 
     def error(self, cost_model: CostModel) -> PredictionError:
