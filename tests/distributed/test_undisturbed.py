@@ -31,8 +31,8 @@ def test_what_others_took_is_left_out_where_no_core_was_idle(elapsed, own, busy,
 def _work_on_one_rank():
     started = Moment.now()
     if dist.get_rank() == 0:
-        until = time.process_time() + 0.3
-        while time.process_time() < until:
+        until = started.wall_s + 0.3  # the clock that is asked below: that of CPU time runs a little differently
+        while time.perf_counter() < until:
             pass
     took = took_since(started, Topology(num_lanes=2, ranks_per_node=2))
     return took.elapsed_s, took.alone_s
