@@ -19,7 +19,7 @@ class Ways(NamedTuple):
         cp_sizes: [way] lanes.
         longest: [way] tokens of the longest sample that may run so.
         capacities: [way] true tokens that a bucket may hold.
-        terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.terms.price`.
+        terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.terms.price`: at least so much it takes.
         floors_s: [forward or backward] what every bucket pays at least.
     """
 
@@ -33,12 +33,9 @@ class Ways(NamedTuple):
 def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
     """Return all ways that `table` allows; CP size 1 is always there, because empty places run so."""
     rows: dict[tuple[int, bytes], Floats] = {}
-    for k in range(len(table.capacities)):
-        if k > 0 and table.capacities[k] == 0:
-            continue
-        for link in sorted(set(table.links[k].tolist())):
-            for row in range(int(table.first_option[k, link]), int(table.end_option[k, link])):
-                rows[k, table.terms[row].tobytes()] = table.terms[row]
+    for k, floor in zip(table.floor_sizes.tolist(), table.floors, strict=True):
+        if k == 0 or table.capacities[k] > 0:
+            rows[k, floor.tobytes()] = floor
     terms = np.array(list(rows.values())).reshape(-1, 2, NUM_TERMS)
     sizes = np.array([1 << k for k, _ in rows], np.int64)
     capacities = sizes * max_tokens_per_rank

@@ -1,14 +1,21 @@
-"""What the planner asks of a mechanism: where it is possible, what it costs, sends and keeps."""
+"""What the planner asks of a mechanism: where it is possible, what it costs, sends and keeps.
+
+Most mechanisms have a closed form: seconds of a bucket from its tokens alone, which packers compare by the million. One
+without (`has_closed_form` false) is never packed for: whoever chooses it puts it into a plan, and it is priced lane by
+lane, with the whole micro-batch in view; its `floor` keeps lower bounds below it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex
 from dynamic_cp.mechanisms.heads import kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import Bucket, CpCommType, Topology
+from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Topology
 
 
 class Sharing(NamedTuple):
@@ -48,9 +55,11 @@ class Mechanism:
 
     Attributes:
         name: its name in plans, flags and reports.
+        has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
     """
 
     name: ClassVar[CpCommType]
+    has_closed_form: ClassVar[bool] = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""
@@ -70,6 +79,31 @@ class Mechanism:
             link: of the group, IN_NODE or ACROSS_NODES.
         """
         raise NotImplementedError
+
+    def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
+        """Return what a bucket takes at least, in the mean of its lanes, where `price` cannot say it; as there."""
+        raise NotImplementedError
+
+    def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
+        """Return [forward or backward, lane of `bucket`] seconds of attention with what is exposed of its exchange.
+
+        Args:
+            stage: what attention of the pipeline stage is made of.
+            bucket: whose lanes; a bucket of `micro_batch`.
+            micro_batch: all lanes of the step, for those whose work or transfers depend on other buckets.
+        """
+        raise NotImplementedError
+
+    def lane_tokens(self, bucket: Bucket, even: int) -> tuple[int, ...]:
+        """Return the padded tokens of each lane of `bucket`; `even`: of each where they share evenly, as they do here.
+
+        The sum is that of even shares.
+        """
+        return (even,) * bucket.cp_size
+
+    def lane_parts(self, bucket: Bucket) -> Sequence[object] | None:
+        """Return what only this or that lane of `bucket` has to know, as JSON; None where the bucket says all."""
+        return None
 
     def sent_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> SentBytes:
         """Return what a rank sends forward; arguments as those of `sent_bytes.sent_bytes`."""

@@ -20,7 +20,7 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
-from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
 
@@ -111,10 +111,10 @@ class MemoryModel:
         exchanged = np.zeros(held.shape)
         for row, micro_batch in enumerate(plan.micro_batches):
             for bucket in micro_batch.buckets:
-                tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
+                tokens = lane_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
-                exchanged[row, lanes] = self._exchange_bytes(tokens, bucket.cp_size, bucket.attention)
+                exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         alive = peak_in_flight_tokens(held, plan.topology.pp_size, plan.topology.vp_size)
         most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
         return tuple(

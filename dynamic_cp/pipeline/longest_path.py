@@ -1,8 +1,8 @@
 """The makespan of a packing: the longest path through the schedules of all stages and lanes, as one compiled loop.
 
-A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes, and ends on
-all of them together. There is no other barrier. A hop delays its receiver and occupies nobody. Which input an operation
-needs and which stage pays embedding and head stands in `graph.py`.
+A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each of them
+ends it when its own work is done. There is no other barrier. A hop delays its receiver and occupies nobody. Which input
+an operation needs and which stage pays embedding and head stands in `graph.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynamic_cp.pipeline.graph import Graph
 
 
 class Grid(NamedTuple):
-    """Durations of a packing, whole nanoseconds; lanes of one bucket hold equal numbers.
+    """Durations of a packing, whole nanoseconds; lanes of one bucket may differ.
 
     Attributes:
         sizes: [micro-batch, lane] -> lanes of the bucket there.

@@ -1,14 +1,15 @@
 """Exact times of a plan: the longest path through the schedules of all stages and lanes.
 
-A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes, and ends on
-all of them together. There is no other barrier: neither between micro-batches nor between lanes that share no bucket.
-Times are whole nanoseconds, so two candidates compare the same on every CPU.
+A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each of them
+ends it when its own work is done. There is no other barrier: neither between micro-batches nor between lanes that share
+no bucket. Times are whole nanoseconds, so two candidates compare the same on every CPU.
 
 The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule. Lists of operations that differ
 from lane to lane first need an order in which they can run (`deadlock.resolve`) and go through a plain loop.
 
-Limits: a group's operation is one event (its lanes do not drift apart inside it); the end-of-step gradient reduction
-is a constant after the makespan; a hop takes no time of its sender and no link is shared.
+Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); the
+end-of-step gradient reduction is a constant after the makespan; a hop takes no time of its sender and links are not
+shared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
-from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
+from dynamic_cp.pricing.cost_model import CostModel, lane_costs, nanoseconds
 from dynamic_cp.types import Plan
 
 
@@ -72,6 +73,7 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
     """
     num_lanes, vp_size = plan.topology.num_lanes, plan.topology.vp_size
     sizes: list[int] = []
+    repeats: list[int] = []
     prices_ns: list[tuple[int, ...]] = []
     for index, micro_batch in enumerate(plan.micro_batches):
         lane = 0
@@ -79,8 +81,16 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
             if bucket.first_lane != lane:
                 break
             lane += bucket.cp_size
-            cost = cost_model.bucket_cost(bucket)
             sizes.append(bucket.cp_size)
+        if lane != num_lanes:
+            raise IllegalPlanError(
+                f"micro-batch {index} covers lanes 0 .. {lane - 1} in order, there are {num_lanes} lanes: "
+                "list buckets in lane order, each lane exactly once",
+                micro_batch=index,
+                num_lanes=num_lanes,
+            )
+        for num_lanes_alike, cost in lane_costs(micro_batch, cost_model):
+            repeats.append(num_lanes_alike)
             prices_ns.append(
                 (
                     nanoseconds(cost.forward_s / vp_size),
@@ -92,18 +102,10 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
                     nanoseconds(cost.p2p_s),
                 )
             )
-        if lane != num_lanes:
-            raise IllegalPlanError(
-                f"micro-batch {index} covers lanes 0 .. {lane - 1} in order, there are {num_lanes} lanes: "
-                "list buckets in lane order, each lane exactly once",
-                micro_batch=index,
-                num_lanes=num_lanes,
-            )
-    repeats = np.array(sizes, np.int64)
     of_lane = np.repeat(np.array(prices_ns, np.int64).reshape(-1, 7).T, repeats, axis=1)
     of_lane = np.ascontiguousarray(of_lane).reshape(7, plan.num_microbatches, num_lanes)
     return Grid(
-        sizes=np.repeat(repeats, repeats).reshape(plan.num_microbatches, num_lanes),
+        sizes=np.repeat(sizes, sizes).reshape(plan.num_microbatches, num_lanes),
         chunk_ns=of_lane[:2],
         edge_ns=of_lane[2:6].reshape(2, 2, plan.num_microbatches, num_lanes),
         hop_ns=of_lane[6],
@@ -120,10 +122,10 @@ def _end_times_of_lists(plan: Plan, grid: Grid, graph: Graph, operations: LaneOp
     free_ns = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
     for stage, operation, bucket_index in steps:
         group = groups[operation.micro_batch][bucket_index]
-        lanes, first = slice(group.start, group.stop), group.start
+        lanes = slice(group.start, group.stop)
         at = index_of[stage, operation]
         sender = graph.sender[at]
         start_ns = free_ns[stage, lanes].max()
         if sender >= 0:
-            start_ns = max(start_ns, ends_ns[sender, first] + grid.hop_ns[operation.micro_batch, first])
-        ends_ns[at, lanes] = free_ns[stage, lanes] = start_ns + durations[at, first]
+            start_ns = max(start_ns, (ends_ns[sender, lanes] + grid.hop_ns[operation.micro_batch, lanes]).max())
+        ends_ns[at, lanes] = free_ns[stage, lanes] = start_ns + durations[at, lanes]

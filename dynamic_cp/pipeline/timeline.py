@@ -27,18 +27,23 @@ from dynamic_cp.pipeline.deadlock import LaneOperations
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, peak_in_flight_tokens
-from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.types import Bucket, Plan
 
 
 class Span(NamedTuple):
-    """When one bucket ran one operation on one stage."""
+    """When one bucket ran one operation on one stage: its lanes start together, `end_ns` is that of the last one."""
 
     stage: int
     operation: Operation
     bucket: Bucket
     start_ns: int
     end_ns: int
+    lane_ends_ns: tuple[int, ...]
+
+    def end_on_ns(self, lane: int) -> int:
+        """Return when `lane`, one of the bucket's, ended."""
+        return self.lane_ends_ns[lane - self.bucket.first_lane]
 
     @property
     def start_s(self) -> float:
@@ -181,7 +186,7 @@ class Timeline:
     def peak_in_flight_tokens(self) -> Ints:
         """[stage, lane] -> most padded tokens alive, once per model chunk (`schedule.peak_in_flight_tokens`)."""
         topology = self.plan.topology
-        tokens = rank_tokens_of(self.plan)
+        tokens = lane_tokens_of(self.plan)
         if self.lane_operations is None:
             return peak_in_flight_tokens(tokens, topology.pp_size, topology.vp_size)
         peak = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
@@ -196,9 +201,10 @@ class Timeline:
         spans = []
         for index, (stage, operation) in enumerate(places_of(self.graph)):
             for bucket in self.plan.micro_batches[operation.micro_batch].buckets:
-                end_ns = int(self.ends_ns[index, bucket.first_lane])
-                start_ns = end_ns - int(durations[index, bucket.first_lane])
-                spans.append(Span(stage, operation, bucket, start_ns, end_ns))
+                first = bucket.first_lane
+                ends_ns = tuple(self.ends_ns[index, first : first + bucket.cp_size].tolist())
+                start_ns = ends_ns[0] - int(durations[index, first])
+                spans.append(Span(stage, operation, bucket, start_ns, max(ends_ns), ends_ns))
         return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns)))
 
     @property
@@ -210,7 +216,7 @@ class Timeline:
                 stage=span.stage,
                 lane=lane,
                 start_us=span.start_ns / 1e3,
-                duration_us=(span.end_ns - span.start_ns) / 1e3,
+                duration_us=(span.end_on_ns(lane) - span.start_ns) / 1e3,
                 args={
                     "micro_batch": span.operation.micro_batch,
                     "chunk": span.operation.chunk,
@@ -237,15 +243,3 @@ def durations_ns(grid: Grid, graph: Graph) -> Ints:
         pays = graph.pays[:, edge]
         durations[pays] += grid.edge_ns[edge, graph.kind[pays], graph.micro_batch[pays]]
     return durations
-
-
-def rank_tokens_of(plan: Plan) -> Ints:
-    """Return [micro-batch, lane] -> padded tokens of a rank."""
-    multiple = plan.topology.rank_token_multiple
-    return np.array(
-        [
-            [rank_tokens(bucket, multiple) for bucket in micro_batch.buckets for _ in bucket.lanes]
-            for micro_batch in plan.micro_batches
-        ],
-        np.int64,
-    )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dynamic_cp.errors import DisagreementError
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
@@ -79,29 +80,42 @@ class LanePlan:
     Attributes:
         lane: whose plan this is.
         buckets: that hold this lane, one per micro-batch.
+        parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does.
         facts: of the whole plan.
     """
 
     lane: int
     buckets: tuple[Bucket, ...]
     facts: PlanFacts
+    parts: Mapping[int, object] = field(default_factory=dict)
 
 
 def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
     """Return the part of `lane`."""
-    return LanePlan(lane=lane, buckets=tuple(mb.bucket_of_lane(lane) for mb in plan.micro_batches), facts=facts)
+    buckets = tuple(micro_batch.bucket_of_lane(lane) for micro_batch in plan.micro_batches)
+    parts = {index: _parts(bucket) for index, bucket in enumerate(buckets)}
+    own = {index: of_lanes[lane - buckets[index].first_lane] for index, of_lanes in parts.items() if of_lanes}
+    return LanePlan(lane=lane, buckets=buckets, facts=facts, parts=own)
+
+
+def _parts(bucket: Bucket) -> Sequence[object] | None:
+    """Return what only this or that lane of `bucket` has to know; a lane by itself knows all."""
+    return MECHANISMS[bucket.cp_comm_type].lane_parts(bucket) if bucket.cp_size > 1 else None
 
 
 def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
     """Return one message per lane, in lane order, for `decode_lane`."""
-    parts: list[list[str]] = [[] for _ in range(plan.topology.num_lanes)]
-    for micro_batch in plan.micro_batches:
+    buckets: list[list[str]] = [[] for _ in range(plan.topology.num_lanes)]
+    parts: list[dict[int, object]] = [{} for _ in range(plan.topology.num_lanes)]
+    for index, micro_batch in enumerate(plan.micro_batches):
         for bucket in micro_batch.buckets:
             text = _encode_bucket(bucket)
             for lane in bucket.lanes:
-                parts[lane].append(text)
+                buckets[lane].append(text)
+            for lane, part in zip(bucket.lanes, _parts(bucket) or (), strict=False):
+                parts[lane][index] = part
     head = json.dumps(asdict(facts), separators=(",", ":"))
-    return [_message(lane, f"[{','.join(part)}]", head) for lane, part in enumerate(parts)]
+    return [_message(lane, head, *of_lane) for lane, of_lane in enumerate(zip(buckets, parts, strict=True))]
 
 
 def decode_lane(message: bytes) -> LanePlan:
@@ -118,9 +132,14 @@ def decode_lane(message: bytes) -> LanePlan:
             "the job's store returned other bytes than were written; restart the job",
         )
     try:
-        lane, head, rows = json.loads(body)
+        lane, head, rows, parts = json.loads(body)
         head["cp_histogram"] = {int(size): number for size, number in head["cp_histogram"].items()}
-        return LanePlan(lane=lane, buckets=tuple(_decode_bucket(row) for row in rows), facts=PlanFacts(**head))
+        return LanePlan(
+            lane=lane,
+            buckets=tuple(_decode_bucket(row) for row in rows),
+            facts=PlanFacts(**head),
+            parts={int(index): part for index, part in parts.items()},
+        )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DisagreementError(
             f"a lane's part of the plan is {body[:60]!r}, which is none ({type(error).__name__}: {error}): all ranks "
@@ -128,8 +147,8 @@ def decode_lane(message: bytes) -> LanePlan:
         ) from error
 
 
-def _message(lane: int, buckets: str, head: str) -> bytes:
-    body = f"[{lane},{head},{buckets}]".encode()
+def _message(lane: int, head: str, buckets: Sequence[str], parts: Mapping[int, object]) -> bytes:
+    body = f"[{lane},{head},[{','.join(buckets)}],{json.dumps(parts, separators=(',', ':'))}]".encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 

@@ -66,7 +66,7 @@ def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: in
 
 
 def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
-    """Return the padded tokens that each rank of `bucket` holds."""
+    """Return the padded tokens of a rank of `bucket`, on average; `plans.lane_tokens` knows those of each lane."""
     if bucket.cp_size == rank_token_multiple == 1:  # most buckets: nothing is padded
         return sum([sample.seqlen for sample in bucket.samples]) or 1
     multiple = sample_multiple(bucket.cp_size)

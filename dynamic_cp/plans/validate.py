@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 _SHOWN_SAMPLES = 4
@@ -114,7 +114,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
                 f"the bucket is empty but has cp_size {bucket.cp_size}: an empty place has cp_size 1",
             )
         return
-    tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
+    tokens = max(lane_tokens(bucket, plan.topology.rank_token_multiple))
     if tokens > plan.max_tokens_per_rank:
         raise _illegal(
             plan,

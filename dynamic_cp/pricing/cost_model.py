@@ -11,6 +11,7 @@ Structure matters most: plans made by tokens squared alone take 1.2 to 8.8 times
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from typing import NamedTuple
 
@@ -18,13 +19,15 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import gradient_reduction_s
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
-from dynamic_cp.types import Attention, Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Attention, Bucket, CpCommType, Hardware, MicroBatch, ModelShape, PlanOptions, Topology
 
 
 def nanoseconds(seconds: float) -> int:
@@ -33,7 +36,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class BucketCost(NamedTuple):
-    """Seconds of one bucket on one pipeline stage, all its model chunks together.
+    """Seconds of each lane of one bucket on one pipeline stage, all its model chunks together.
 
     Attributes:
         forward_s, backward_s: compute and exposed exchange; backward_s includes recomputation.
@@ -123,11 +126,20 @@ class CostModel:
         """
         terms, row = self._price(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size)
         tokens, tokens_squared = float(tokens), float(tokens_squared)
-        rank_tokens = tokens / cp_size
+        forward_s, backward_s = (price(terms, row, direction, tokens, tokens_squared) for direction in range(2))
+        return self._with_edges(forward_s, backward_s, tokens / cp_size)
+
+    def costs_lane_by_lane(self, bucket: Bucket, micro_batch: MicroBatch) -> list[BucketCost]:
+        """Return the seconds of each lane of a bucket of `micro_batch` whose mechanism has no closed form."""
+        tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
+        seconds = self._stage.lane_costs(bucket, micro_batch, tokens)
+        return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
+
+    def _with_edges(self, forward_s: float, backward_s: float, rank_tokens: float) -> BucketCost:
         embedding_forward, embedding_backward, head_forward, head_backward = self._edges
         return BucketCost(
-            price(terms, row, 0, tokens, tokens_squared),
-            price(terms, row, 1, tokens, tokens_squared),
+            forward_s,
+            backward_s,
             rank_tokens * self.table.hop_s_per_token,
             rank_tokens * embedding_forward,
             rank_tokens * embedding_backward,
@@ -188,6 +200,7 @@ class CostModel:
         if row is not None:
             return self.table.terms, row
         attention = self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
+        assert MECHANISMS[attention.cp_comm_type].has_closed_form, "`lane_costs` prices the others"
         return np.array([self._stage.terms(attention, cp_size, self._place(cp_size, first_lane)[1])]), 0
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
@@ -215,3 +228,15 @@ class CostModel:
             cp_comm_types=exchanges,
             cp_size=cp_size,
         )
+
+
+def lane_costs(micro_batch: MicroBatch, cost_model: CostModel) -> Iterator[tuple[int, BucketCost]]:
+    """Yield (number of lanes, seconds of each of them) for neighbours that pay the same, in lane order.
+
+    This is the exact price of a micro-batch: a bucket with a closed form by itself, the others with all lanes in view.
+    """
+    for bucket in micro_batch.buckets:
+        if bucket.cp_size == 1 or MECHANISMS[bucket.cp_comm_type].has_closed_form:
+            yield bucket.cp_size, cost_model.bucket_cost(bucket)
+        else:
+            yield from ((1, cost) for cost in cost_model.costs_lane_by_lane(bucket, micro_batch))

@@ -10,6 +10,7 @@ backward  = the same at their backward ratios + what recomputation repeats (full
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -25,7 +26,16 @@ from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import terms_of
-from dynamic_cp.types import Attention, CpCommType, Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import (
+    Attention,
+    Bucket,
+    CpCommType,
+    Hardware,
+    MicroBatch,
+    ModelShape,
+    PlanOptions,
+    Topology,
+)
 
 
 class StagePrices:
@@ -59,9 +69,39 @@ class StagePrices:
         return [Attention(mechanism.name, inner) for inner in mechanism.inner_sizes(cp_size, self.sharing)]
 
     def terms(self, of: Attention, cp_size: int, link: int) -> tuple[list[float], list[float]]:
-        """Return the NUM_TERMS numbers of forward and of backward; `of`: one of `possible`."""
+        """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
+
+        Args:
+            of: one of `possible`.
+            cp_size, link: of the group.
+        """
+        forward, backward = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
+        return terms_of(forward), terms_of(backward)
+
+    def lane_costs(self, bucket: Bucket, micro_batch: MicroBatch, tokens: Sequence[int]) -> list[tuple[float, float]]:
+        """Return (forward, backward) seconds of each lane of a bucket whose mechanism has no closed form.
+
+        Args:
+            bucket, micro_batch: as in `Mechanism.lane_seconds`.
+            tokens: [lane of the bucket] padded tokens.
+        """
+        attention = MECHANISMS[bucket.cp_comm_type].lane_seconds(self._attention, bucket, micro_batch)
+        costs = []
+        for lane_tokens, (forward_s, backward_s) in zip(tokens, attention.T.tolist(), strict=True):
+            both = self._with_attention((Convex(Linear(forward_s)), Convex(Linear(backward_s))), 1)
+            forward, backward = (side.linear for side in both)
+            costs.append(
+                (
+                    forward.constant + forward.per_token * lane_tokens,
+                    backward.constant + backward.per_token * lane_tokens,
+                )
+            )
+        return costs
+
+    def _with_attention(self, of_attention: tuple[Convex, Convex], cp_size: int) -> tuple[Convex, Convex]:
+        """Return (forward, backward) of all layers from those of attention, for tokens that `cp_size` lanes share."""
         hardware = self._hardware
-        attention, attention_back = self._price(of, cp_size, link)
+        attention, attention_back = of_attention
         overhead_s, overhead_back_s = self._overheads_s
         floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
         linear = Linear(floor_s, self._linear_s_per_token / cp_size)
@@ -76,13 +116,14 @@ class StagePrices:
         elif self._recompute == "selective":
             backward = backward.plus(attention.linear)
             kinks += attention.kinks
-        return terms_of(Convex(forward, attention.kinks)), terms_of(Convex(backward, merged(kinks)))
+        return Convex(forward, attention.kinks), Convex(backward, merged(kinks))
 
-    def _price(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
+    def _attention_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
         if cp_size == 1:
             return self._attention.alone()
-        inner = of.inner_cp_size
-        return MECHANISMS[of.cp_comm_type].price(self._attention, cp_size, inner, self.sharing.copies(inner), link)
+        mechanism, inner = MECHANISMS[of.cp_comm_type], of.inner_cp_size
+        price = mechanism.price if mechanism.has_closed_form else mechanism.floor
+        return price(self._attention, cp_size, inner, self.sharing.copies(inner), link)
 
 
 def make_table(
@@ -90,21 +131,27 @@ def make_table(
 ) -> tuple[PriceTable, tuple[Attention, ...]]:
     """Return the table, and how a bucket that pays a row of its terms computes attention.
 
-    A CP size that none of the options can serve has no rows and capacity 0.
+    Mechanisms without a closed form have floors, no rows: packers do not see them. A CP size that none of the options
+    can serve has no rows and capacity 0.
     """
     num_sizes = topology.num_lanes.bit_length()
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
     terms: list[tuple[list[float], list[float]]] = []
     attentions: list[Attention] = []
+    floors: list[tuple[list[float], list[float]]] = []
+    floor_sizes: list[int] = []
     for k in range(num_sizes):
         possible = [one for name in options.cp_comm_types for one in stage.possible(name, 1 << k)]
         for link in links.used[k]:
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
             for attention in possible if k else [Attention()]:
-                terms.append(stage.terms(attention, 1 << k, link))
-                attentions.append(attention)
+                floors.append(stage.terms(attention, 1 << k, link))
+                floor_sizes.append(k)
+                if MECHANISMS[attention.cp_comm_type].has_closed_form:
+                    terms.append(floors[-1])
+                    attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
     edges = np.array(edges_s_per_token(model, hardware, topology, options))
@@ -113,6 +160,8 @@ def make_table(
     hop_bytes = model.hidden_size * options.bytes_per_element / topology.rank_token_multiple
     table = PriceTable(
         terms=np.array(terms),
+        floors=np.array(floors),
+        floor_sizes=np.array(floor_sizes, np.int64),
         first_option=first,
         end_option=end,
         links=links.of_group,

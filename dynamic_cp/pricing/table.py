@@ -16,6 +16,8 @@ class PriceTable(NamedTuple):
 
     Attributes:
         terms: [exchange option, forward or backward, NUM_TERMS] seconds.
+        floors: [way to compute attention, forward or backward, NUM_TERMS] seconds that no bucket takes less than.
+        floor_sizes: [way] -> k.
         first_option, end_option: [k, link] -> rows of `terms` that a bucket may choose from.
         links: [k, first_lane >> k] -> link of the group.
         multiples: [k] -> padded lengths are multiples of this.
@@ -27,6 +29,8 @@ class PriceTable(NamedTuple):
     """
 
     terms: Floats
+    floors: Floats
+    floor_sizes: Ints
     first_option: Ints
     end_option: Ints
     links: Ints

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.graph import places_of
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.report.drawing import (
@@ -135,17 +136,17 @@ def _draw(
             last = min(bucket.lanes.stop, window.lanes.stop)
             if first >= last:
                 continue
-            stop = timeline.ends_ns[index, first] * to_unit
-            start = stop - durations[index, first] * to_unit
-            top = window.row(stage, first)
-            # A gap of a third of a point between lanes that no group joins.
-            gap = min(0.2, 0.35 / pt_per_row)
-            bar = Rectangle(start, stop, top + gap, top + last - first - gap)
             cp_size, forward = (bucket.cp_size if bucket.samples else 0), operation.kind == "F"
-            bars[cp_size, forward].append(bar)
-            roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(operation.micro_batch))
-            if roomy and (last - first) * pt_per_row > _NUMBER_PT + 1 and cp_size:
-                numbers.append((bar, operation.micro_batch, _ink_on(theme, cp_size, forward)))
+            start = (timeline.ends_ns[index, first] - durations[index, first]) * to_unit
+            for ends_ns, lanes in _runs(timeline.ends_ns[index, first:last], first):
+                stop, top = ends_ns * to_unit, window.row(stage, lanes.start)
+                # A gap of a third of a point between lanes that no group joins.
+                gap = min(0.2, 0.35 / pt_per_row)
+                bar = Rectangle(start, stop, top + gap, top + len(lanes) - gap)
+                bars[cp_size, forward].append(bar)
+                roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(operation.micro_batch))
+                if roomy and len(lanes) * pt_per_row > _NUMBER_PT + 1 and cp_size:
+                    numbers.append((bar, operation.micro_batch, _ink_on(theme, cp_size, forward)))
     for (cp_size, forward), rectangles in sorted(bars.items()):
         color = theme.cp_color(cp_size, forward=forward) if cp_size else theme.empty
         line = min(0.35, 0.12 * pt_per_row)
@@ -159,6 +160,16 @@ def _draw(
             )  # fmt: skip
             number.set_in_layout(False)  # measuring hundreds would take most of the time
     return {cp_size for cp_size, _ in bars}
+
+
+def _runs(ends_ns: Ints, first_lane: int) -> list[tuple[int, range]]:
+    """Return (end, lanes) of neighbours that end together: one run, unless the lanes of a group take unequal times."""
+    runs: list[tuple[int, range]] = []
+    for lane, end_ns in enumerate(ends_ns.tolist(), start=first_lane):
+        same = bool(runs) and runs[-1][0] == end_ns
+        start = runs.pop()[1].start if same else lane
+        runs.append((end_ns, range(start, lane + 1)))
+    return runs
 
 
 def _ink_on(theme: Theme, cp_size: int, forward: bool) -> str:

@@ -17,7 +17,8 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pipeline.graph import FORWARD
-from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns, rank_tokens_of
+from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns
+from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events
 from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, write_trace
 
@@ -56,7 +57,7 @@ def trace_events(
     spans = [
         span for span in timeline.spans if span.bucket.first_lane < lanes.stop and span.bucket.lanes.stop > lanes.start
     ]
-    tokens = rank_tokens_of(timeline.plan)
+    tokens = lane_tokens_of(timeline.plan)
     for span in spans:
         events += (_slice(span, lane, first_process, tokens) for lane in _shown(span, lanes))
     if "cp" in arrows:
@@ -80,7 +81,7 @@ def _slice(span: Span, lane: int, first_process: int, tokens: Ints) -> Event:
         "cat": CATEGORIES[kind],
         "ph": "X",
         "ts": span.start_ns / 1e3,
-        "dur": (span.end_ns - span.start_ns) / 1e3,
+        "dur": (span.end_on_ns(lane) - span.start_ns) / 1e3,
         "pid": first_process + span.stage,
         "tid": lane,
         "args": {
@@ -104,7 +105,7 @@ def _group_arrows(spans: Sequence[Span], lanes: range, first_process: int) -> li
         if len(shown) < 2 or span.end_ns == span.start_ns:
             continue
         for index, lane in enumerate(shown):
-            ts_us = (span.start_ns + (span.end_ns - span.start_ns) * index / len(shown)) / 1e3
+            ts_us = (span.start_ns + (span.end_on_ns(lane) - span.start_ns) * index / len(shown)) / 1e3
             phase = "s" if index == 0 else "f" if index == len(shown) - 1 else "t"
             events.append(
                 _arrow(phase, "CP group", f"cp-{first_process}-{number}", ts_us, first_process + span.stage, lane)

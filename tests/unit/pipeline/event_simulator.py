@@ -22,14 +22,18 @@ class Played(NamedTuple):
     dp_wait_ns: Counter
 
 
-def play(plan, costs, lists) -> Played:
-    """Run `lists` ((stage, lane) -> operations); `costs`: id of a bucket's first sample -> BucketCost."""
+def play(plan, costs, lists, longer_ns=None) -> Played:
+    """Run `lists` ((stage, lane) -> operations); `costs`: id of a bucket's first sample -> BucketCost.
+
+    `longer_ns`: (kind, micro-batch, lane) -> by how much a lane takes longer than its bucket's price; absent = not.
+    """
+    longer_ns = longer_ns or Counter()
     pp, vp = plan.topology.pp_size, plan.topology.vp_size
     last = pp * vp - 1
     bucket_at = [{lane: bucket for bucket in row.buckets for lane in bucket.lanes} for row in plan.micro_batches]
     todo = {place: list(reversed(operations)) for place, operations in lists.items()}
     running: set[tuple[int, int]] = set()
-    usable = {("F", index, 0, b.first_lane) for index, row in enumerate(plan.micro_batches) for b in row.buckets}
+    usable = {("F", index, 0, lane) for index in range(len(plan.micro_batches)) for lane in bucket_at[index]}
     heap: list[tuple[int, int, tuple]] = []
     count, now = 0, 0
     busy, pipeline, group, data = Counter(), Counter(), Counter(), Counter()
@@ -39,17 +43,18 @@ def play(plan, costs, lists) -> Played:
         count += 1
         heapq.heappush(heap, (when, count, what))
 
-    def price_ns(operation, virtual, bucket):
+    def price_ns(operation, virtual, bucket, lane):
         cost = costs[bucket.samples[0].sample_id]
         if operation.kind == "F":
             parts = [cost.forward_s / vp, cost.embedding_forward_s, cost.head_forward_s]
         else:
             parts = [cost.backward_s / vp, cost.embedding_backward_s, cost.head_backward_s]
         whole, embedding, head = (round(part * 1e9) for part in parts)
-        return whole + embedding * (virtual == 0) + head * (virtual == last)
+        longer = longer_ns[operation.kind, operation.micro_batch, lane]
+        return whole + longer + embedding * (virtual == 0) + head * (virtual == last)
 
-    def has_input(stage, operation, bucket):
-        return (operation.kind, operation.micro_batch, operation.chunk * pp + stage, bucket.first_lane) in usable
+    def has_input(stage, operation, lane):
+        return (operation.kind, operation.micro_batch, operation.chunk * pp + stage, lane) in usable
 
     def start(stages):
         for stage, lane in todo:
@@ -60,10 +65,11 @@ def play(plan, costs, lists) -> Played:
             places = [(stage, member) for member in bucket.lanes]
             if any(place in running or todo[place][-1:] != [operation] for place in places):
                 continue
-            if has_input(stage, operation, bucket):
+            if all(has_input(stage, operation, member) for member in bucket.lanes):
                 running.update(places)
                 virtual = operation.chunk * pp + stage
-                post(now + price_ns(operation, virtual, bucket), ("end", stage, operation, bucket))
+                for member in bucket.lanes:
+                    post(now + price_ns(operation, virtual, bucket, member), ("end", stage, operation, member))
 
     def book(until):
         lanes_at_work = {lane for (_, lane), rest in todo.items() if rest}
@@ -72,7 +78,7 @@ def play(plan, costs, lists) -> Played:
                 counter = busy
             elif lane not in lanes_at_work:
                 counter = data
-            elif not rest or not has_input(stage, rest[-1], bucket_at[rest[-1].micro_batch][lane]):
+            elif not rest or not has_input(stage, rest[-1], lane):
                 counter = pipeline
             else:
                 counter = group
@@ -83,21 +89,21 @@ def play(plan, costs, lists) -> Played:
         book(heap[0][0])
         now, stages = heap[0][0], set()
         while heap and heap[0][0] == now:
-            what, stage, operation, bucket = heapq.heappop(heap)[2]
+            what, stage, operation, lane = heapq.heappop(heap)[2]
             stages.add(stage)
             virtual = operation.chunk * pp + stage
             if what == "arrival":
-                usable.add((operation.kind, operation.micro_batch, virtual, bucket.first_lane))
+                usable.add((operation.kind, operation.micro_batch, virtual, lane))
                 continue
-            for member in bucket.lanes:
-                running.remove((stage, member))
-                todo[stage, member].pop()
+            running.remove((stage, lane))
+            todo[stage, lane].pop()
+            bucket = bucket_at[operation.micro_batch][lane]
             hop_ns = round(costs[bucket.samples[0].sample_id].p2p_s * 1e9)
             if operation.kind == "F" and virtual == last:
-                usable.add(("B", operation.micro_batch, virtual, bucket.first_lane))
+                usable.add(("B", operation.micro_batch, virtual, lane))
             elif operation.kind == "F" or virtual > 0:
                 target = virtual + (1 if operation.kind == "F" else -1)
                 arriving = operation._replace(chunk=target // pp)
-                post(now + hop_ns, ("arrival", target % pp, arriving, bucket))
+                post(now + hop_ns, ("arrival", target % pp, arriving, lane))
         start(stages)
     return Played(not any(todo.values()), now, busy, pipeline, group, data)

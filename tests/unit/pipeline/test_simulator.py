@@ -109,6 +109,34 @@ def test_equals_an_independent_event_driven_simulation():
     assert len(seen) == 10
 
 
+def test_lanes_of_a_group_may_take_unequal_times():
+    rng = random.Random(1)
+    seen = Counter()
+    for _ in range(200):
+        plan, costs = random_case(rng)
+        grid = grid_of(plan, GivenCosts(costs))
+        longer = np.array([rng.choice([0, 0, 1, 5]) for _ in range(grid.chunk_ns.size)]).reshape(grid.chunk_ns.shape)
+        uneven = grid._replace(chunk_ns=grid.chunk_ns + longer * MS)
+        places = {("FB"[kind], row, lane): int(ns) * MS for (kind, row, lane), ns in np.ndenumerate(longer)}
+        lists = megatron_lists(plan)
+        expected = play(plan, costs, lists, Counter(places))
+        for operations in (None, lists):
+            timeline = simulate(plan, GivenCosts(costs), operations, grid=uneven)
+            assert timeline.makespan_ns == expected.makespan_ns
+            for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
+                assert by_place(getattr(timeline.split, name)) == +getattr(expected, name), name
+        busy_us = sum(event.duration_us for event in timeline.events)
+        assert busy_us * 1e3 == pytest.approx(timeline.split.busy_ns.sum())
+        assert max(span.end_ns for span in timeline.spans) == timeline.makespan_ns
+        seen["unequal"] += any(
+            len({longer[0, index, lane] for lane in bucket.lanes}) > 1
+            for index, row in enumerate(plan.micro_batches)
+            for bucket in row.buckets
+        )
+        seen["several stages"] += plan.topology.pp_size > 1
+    assert min(seen.values()) > 50, seen
+
+
 def test_given_lists_equal_the_kernel_where_they_are_megatrons():
     rng = random.Random(2)
     for _ in range(100):
