@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> None:
     """Time every policy on the same global batches; rank 0 writes the rows."""
     import torch.distributed as dist
 
-    from dynamic_cp.search.planner_process import Problem
+    from dynamic_cp.types import Problem
     from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
     from megatron.dynamic_cp.plans.planner import Planner
     from megatron.dynamic_cp.plans.planning import PlanSource

@@ -1,5 +1,5 @@
-"""The documented path of `Problem`, which is in `search/planner_process.py`."""
+"""The documented path of `Problem`, which is in `types/problem.py`."""
 
-from dynamic_cp.search.planner_process import Problem
+from dynamic_cp.types import Problem
 
 __all__ = ["Problem"]

@@ -115,7 +115,7 @@ class _Fit:
         return float(forward[0]), float(backward[0])
 
     def _attention(self) -> tuple[float, float]:
-        flops = self._setup.shard.attention_flops_per_token2
+        flops = self._setup.shard.layer.attention_flops_per_token2
         overheads: list[float] = []
         for section, infix in (("causal", ""), ("full", "_full")):
             rows = self._at_least(section, 3)
@@ -159,7 +159,7 @@ class _Fit:
         rows = self._rows.of("ring")
         if not rows:
             return
-        hardware, flops = self._hardware(), self._setup.shard.attention_flops_per_token2
+        hardware, flops = self._hardware(), self._setup.shard.layer.attention_flops_per_token2
         constants = [self._constants["causal"][index] for index in (0, 1)]
         predicted = np.zeros((2, len(rows)))
         for index, (times, direction, launches) in enumerate(((1.0, "", 1.0), (_BACKWARD_FLOPS, "_backward", 2.0))):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dynamic_cp.convex import Convex, Kink, Linear, merged
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
-from dynamic_cp.types import ACROSS_NODES, IN_NODE, Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Hardware, Mask, Problem, Stage
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
@@ -28,6 +28,12 @@ class _Kernel(NamedTuple):
 
     per_token2: float
     extra_tokens: float
+
+    def and_then(self, other: _Kernel) -> _Kernel:
+        """Return both, one after the other."""
+        per_token2 = self.per_token2 + other.per_token2
+        extra = self.per_token2 * self.extra_tokens + other.per_token2 * other.extra_tokens
+        return _Kernel(per_token2, extra / per_token2)
 
     def on_parts(self, parts: int, times: float = 1.0) -> Linear:
         """Return `times` the seconds of the kernel on S / parts tokens of every sequence."""
@@ -72,21 +78,18 @@ class StageAttention:
     Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank.
     """
 
-    def __init__(
-        self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, node_lanes: int
-    ) -> None:
-        layers = model.num_layers / topology.pp_size
-        self._layers = layers
+    def __init__(self, stage: Stage, problem: Problem, node_lanes: int) -> None:
+        hardware, tp_size = problem.hardware, problem.topology.tp_size
+        element_bytes = problem.options.element_bytes.exchanged
+        self._layers = stage.num_layers
         self._hardware = hardware
-        flops_per_token2 = layers * model.attention_flops_per_token2 / topology.tp_size
-        forward, backward = _kernels(flops_per_token2, hardware, model.causal_attention)
+        forward, backward = _kernels_of_stage(stage, tp_size, hardware)
         self.sides = Side(*forward, 1.0, 1.0), Side(*backward, hardware.exchange_backward_over_forward, 2.0)
         # With fewer KV heads than TP ranks every rank keeps a whole head.
-        kv_channels = max(model.kv_size / topology.tp_size, model.kv_channels)
-        self._kv_bytes = layers * 2 * kv_channels * options.bytes_per_element
-        self._query_bytes = layers * 2 * model.query_size / topology.tp_size * options.bytes_per_element
+        self._kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
+        self._query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
         self._node_lanes = node_lanes
-        self._latency_s = layers * hardware.exchange_latency_s_per_layer
+        self._latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
     def alone(self) -> tuple[Convex, Convex]:
@@ -131,10 +134,25 @@ class StageAttention:
         return Convex(linear, merged(kinks))
 
 
-def _kernels(
-    flops_per_token2: float, hardware: Hardware, causal: bool
-) -> tuple[tuple[_Kernel, _Kernel], tuple[_Kernel, _Kernel]]:
-    """Return ((causal, full tile) forward, the same backward); without a mask every kernel is a full tile."""
+_Kernels = tuple[tuple[_Kernel, _Kernel], tuple[_Kernel, _Kernel]]
+"""(tile on the diagonal, tile off it) forward, and the same backward."""
+
+
+def _kernels_of_stage(stage: Stage, tp_size: int, hardware: Hardware) -> _Kernels:
+    """Return the kernels of all layers of a stage, one after the other."""
+    of_kinds = [
+        _kernels(number * layer.attention_flops_per_token2 / tp_size, hardware, layer.mask)
+        for number, layer in stage.layers
+    ]
+    (first, later), (first_back, later_back) = of_kinds[0]
+    for (one, two), (one_back, two_back) in of_kinds[1:]:
+        first, later = first.and_then(one), later.and_then(two)
+        first_back, later_back = first_back.and_then(one_back), later_back.and_then(two_back)
+    return (first, later), (first_back, later_back)
+
+
+def _kernels(flops_per_token2: float, hardware: Hardware, mask: Mask) -> _Kernels:
+    """Return the kernels of some layers; with a full mask every tile is full."""
 
     def forward(rate: float, extra_tokens: float) -> _Kernel:
         return _Kernel(flops_per_token2 / rate, extra_tokens)
@@ -152,6 +170,6 @@ def _kernels(
     later_back = backward(
         hardware.attention_full_backward_flops_per_s, hardware.attention_full_backward_extra_tokens, later
     )
-    if not causal:
+    if mask == FULL:
         first, first_back = later, later_back
     return (first, later), (first_back, later_back)

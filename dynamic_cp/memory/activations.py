@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynamic_cp.types import ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Layer, ModelShape, PlanOptions, Topology
 
 _FP32_BYTES = 4
 
@@ -43,19 +43,22 @@ class ActivationBytes(NamedTuple):
     a2a_queries: float
 
 
-def activation_bytes(model: ModelShape, topology: Topology, options: PlanOptions) -> ActivationBytes:
-    """Return the bytes per token of `model`.
+def activation_bytes(
+    model: ModelShape, topology: Topology, options: PlanOptions, layer: Layer | None = None
+) -> ActivationBytes:
+    """Return the bytes per token of `model`, in a layer of one kind (None: of the one that it has).
 
     Limits: a TransformerEngine that keeps the partial outputs of all ring steps needs more; cross-attention of a DiT is
     not counted.
     """
-    element, tp_size = options.bytes_per_element, topology.tp_size
+    layer = layer or model.layer
+    element, tp_size = options.element_bytes.activation, topology.tp_size
     hidden = model.hidden_size * element / topology.rank_token_multiple  # TP splits it only with sequence parallelism
-    query = model.query_size * element / tp_size
+    query = layer.query_size * element / tp_size
     # With fewer KV heads than TP ranks every rank keeps a whole head.
-    keys_and_values = 2 * max(model.kv_size / tp_size, model.kv_channels) * element
-    mlp = (3 if model.gated_linear_unit else 2) * model.ffn_hidden_size * element / tp_size
-    log_sum_exp = _FP32_BYTES * model.num_attention_heads / tp_size
+    keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
+    mlp = layer.mlp_kept_channels * element / tp_size
+    log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     whole = 4 * hidden + 2 * query + keys_and_values + mlp + log_sum_exp
     kept = {"none": whole, "selective": whole - log_sum_exp, "full": hidden}[options.recompute]
     return ActivationBytes(

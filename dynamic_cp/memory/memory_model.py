@@ -55,7 +55,7 @@ class MemoryModel:
         model, hardware, topology, options: as for the cost model.
         distributed_optimizer: the optimizer state is sharded over the lanes.
 
-    Limits: stages have num_layers / pp_size layers; no biases; the working set of a layer is that of its MLP; memory of
+    Limits: no biases; the working set of a layer is that of its MLP; memory of
     the input pipeline and fragmentation only through SAFETY_FRACTION.
     """
 
@@ -73,7 +73,9 @@ class MemoryModel:
         self._topology = topology
         self._options = options
         self._distributed_optimizer = distributed_optimizer
-        self._bytes = activation_bytes(model, topology, options)
+        self._stages = model.stages(topology.pp_size)
+        kinds = {layer for stage in self._stages for _, layer in stage.layers}
+        self._bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
         heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
         self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes)
 
@@ -94,9 +96,8 @@ class MemoryModel:
     def num_weights(self, stage: int) -> float:
         """Return the weights of a rank on `stage`; norms are not split by TP."""
         model, topology = self._model, self._topology
-        layers = model.num_layers / topology.pp_size
         table = model.vocab_size * model.hidden_size / topology.tp_size
-        weights = layers * (model.linear_weights_per_layer / topology.tp_size + 2 * model.hidden_size)
+        weights = self._stages[stage].sum(lambda layer: layer.held_weights / topology.tp_size + layer.norm_weights)
         is_first, is_last = stage == 0, stage == topology.pp_size - 1
         weights += table if is_first else 0
         if is_last:
@@ -225,20 +226,23 @@ class MemoryModel:
         if cp_size == 1:
             return 0.0
         mechanism, inner = MECHANISMS[attention.cp_comm_type], attention.inner_cp_size
-        copies, per_token = self._sharing.copies(inner), self._bytes
-        return tokens * mechanism.kept_bytes(
-            cp_size, inner, per_token.a2a_queries, per_token.ring_per_bucket_token, copies
+        copies = self._sharing.copies(inner)
+        return tokens * max(
+            mechanism.kept_bytes(cp_size, inner, per_token.a2a_queries, per_token.ring_per_bucket_token, copies)
+            for per_token in self._bytes.values()
         )
 
     def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
         """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""
-        topology, per_token = self._topology, self._bytes
-        activations = alive * self._model.num_layers / (topology.pp_size * topology.vp_size) * per_token.per_layer
-        working = most * (per_token.working + per_token.hops)
-        logits = most * (per_token.head if stage == topology.pp_size - 1 else 0.0)
+        topology, layers = self._topology, self._stages[stage]
+        kept = layers.sum(lambda layer: self._bytes[layer].per_layer) / topology.vp_size
+        of_kinds = [self._bytes[layer] for _, layer in layers.layers]
+        activations = alive * kept
+        working = most * max(per_token.working + per_token.hops for per_token in of_kinds)
+        logits = most * (of_kinds[0].head if stage == topology.pp_size - 1 else 0.0)
         lane = int(np.argmax(activations + working + logits + buffers))
         weights = self.num_weights(stage)
-        element = self._options.bytes_per_element
+        element = self._options.element_bytes.weight
         state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
         return StageMemory(
             weights_bytes=weights * element,

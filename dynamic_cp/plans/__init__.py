@@ -1,5 +1,5 @@
 """What a plan is on paper: how it is padded, judged, written and sent.
 
-Read in this order: `padding` (tokens of a bucket), `global_batch` (samples of a step), `validate` (the one judge of
-what is legal), `serialize` (text, JSON, digest), `lane_plan` (one lane's part).
+Read in this order: `padding` (tokens of a bucket), `lane_tokens` (of each of its lanes), `global_batch` (samples of a
+step), `validate` (the one judge of what is legal), `serialize` (text, JSON, digest), `lane_plan` (one lane's part).
 """

@@ -27,7 +27,17 @@ from dynamic_cp.pricing.edges import gradient_reduction_s
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
-from dynamic_cp.types import Attention, Bucket, CpCommType, Hardware, MicroBatch, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import (
+    Attention,
+    Bucket,
+    CpCommType,
+    Hardware,
+    MicroBatch,
+    ModelShape,
+    PlanOptions,
+    Problem,
+    Topology,
+)
 
 
 def nanoseconds(seconds: float) -> int:
@@ -72,15 +82,16 @@ class CostModel:
     Raises:
         UnsupportedFeatureError: no exchange that any allowed CP size can use.
 
-    Limits: the optimizer step is not priced; all stages have num_layers / pp_size layers; no link contention.
+    Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention.
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
         self.topology = topology
         self.options = options
-        self._stage = StagePrices(model, hardware, topology, options)
-        self.gradient_reduction_s = gradient_reduction_s(model, hardware, topology, options)
-        self.table, self.attentions = make_table(model, hardware, topology, options, self._stage)
+        problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+        self._stage = StagePrices(problem)
+        self.gradient_reduction_s = gradient_reduction_s(problem)
+        self.table, self.attentions = make_table(problem, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, topology, options):

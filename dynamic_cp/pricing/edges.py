@@ -5,7 +5,7 @@ All are optional: a hardware file without their coefficient leaves them at 0.
 
 from __future__ import annotations
 
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Hardware, Problem, Topology
 
 LOSS_FORWARD_BYTES_PER_LOGIT = 22
 """Counted passes of the vocabulary-parallel cross entropy in fp32: read bf16, write fp32 (6), read for the maximum (4),
@@ -16,11 +16,10 @@ GRADIENT_BYTES = 4
 """Gradients are reduced in fp32, as Megatron-Core does by default with bf16 training."""
 
 
-def edges_s_per_token(
-    model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions
-) -> tuple[float, float, float, float]:
+def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     """Return seconds per token of a rank: embedding forward and backward, head with loss forward and backward."""
-    row_bytes = model.hidden_size * options.bytes_per_element
+    model, hardware, topology = problem.model, problem.hardware, problem.topology
+    row_bytes = model.hidden_size * problem.options.element_bytes.activation
     collective_s = _collective_s(row_bytes, hardware, topology)
     # Read a row and write it; add a row of gradients to the table in fp32 (read, add, write).
     embedding_s = _memory_s(2 * row_bytes, hardware) + collective_s
@@ -36,30 +35,33 @@ def edges_s_per_token(
     return embedding_s, embedding_back_s, head_s, head_back_s
 
 
-def tensor_s_per_token(model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> float:
+def tensor_s_per_token(problem: Problem) -> float:
     """Return the seconds of one layer's TP collectives per token of a rank, the same forward and backward.
 
     Forward needs two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters: the same bytes.
     Backward mirrors them; the all-gathers of sequence parallelism that it repeats run behind GEMMs.
     """
-    return 2 * _collective_s(model.hidden_size * options.bytes_per_element, hardware, topology)
+    row_bytes = problem.model.hidden_size * problem.options.element_bytes.activation
+    return 2 * _collective_s(row_bytes, problem.hardware, problem.topology)
 
 
-def gradient_reduction_s(model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> float:
+def gradient_reduction_s(problem: Problem) -> float:
     """Return the seconds of reducing the gradients of a rank over all lanes and gathering its parameters.
 
     An upper bound: nothing of it overlaps with backward, and the rank is of the stage with the most parameters. A
     ring over nodes uses the NICs of all lanes of a node.
     """
+    model, hardware, topology = problem.model, problem.hardware, problem.topology
     bandwidth = hardware.collective_bandwidth_in_node_bytes_per_s
     if not bandwidth or topology.num_lanes == 1:
         return 0.0
     if topology.spans_nodes(0, topology.num_lanes):
         bandwidth = min(bandwidth, topology.lanes_per_node * hardware.bandwidth_across_nodes_bytes_per_s)
     tables = model.vocabulary_weights if topology.pp_size == 1 else model.vocab_size * model.hidden_size
-    weights = (model.num_layers / topology.pp_size * model.linear_weights_per_layer + tables) / topology.tp_size
-    moved = weights * (GRADIENT_BYTES + options.bytes_per_element) * (topology.num_lanes - 1) / topology.num_lanes
-    return moved / bandwidth
+    of_layers = max(stage.sum(lambda layer: layer.held_weights) for stage in model.stages(topology.pp_size))
+    weights = (of_layers + tables) / topology.tp_size
+    moved_bytes = GRADIENT_BYTES + problem.options.element_bytes.weight
+    return weights * moved_bytes * (topology.num_lanes - 1) / topology.num_lanes / bandwidth
 
 
 def _collective_s(bytes_per_token: float, hardware: Hardware, topology: Topology) -> float:

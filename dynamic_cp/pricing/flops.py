@@ -42,8 +42,9 @@ def batch_flops(
     Source: Narayanan et al. (arXiv 2104.04473), appendix, with the causal half and grouped KV heads.
     Limits: embedding, norms and activation functions are not counted, as usual.
     """
-    layers = 2.0 * model.num_layers * model.linear_weights_per_layer * seqlen_sum
-    attention = float(model.num_layers * model.attention_flops_per_token2 * seqlen_squared_sum)
+    (stage,) = model.stages(1)
+    layers = 2.0 * stage.sum(lambda layer: layer.linear_weights) * seqlen_sum
+    attention = stage.sum(lambda layer: layer.attention_flops_per_token2) * seqlen_squared_sum
     head = 2.0 * model.hidden_size * model.vocab_size * seqlen_sum
     forward = layers + attention + head
     repeated = {"none": 0.0, "selective": attention, "full": layers + attention}[recompute]

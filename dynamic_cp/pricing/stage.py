@@ -30,32 +30,30 @@ from dynamic_cp.types import (
     Attention,
     Bucket,
     CpCommType,
-    Hardware,
     MicroBatch,
-    ModelShape,
-    PlanOptions,
-    Topology,
+    Problem,
 )
 
 
 class StagePrices:
-    """One pipeline stage's layers: the numbers of one row of the table.
+    """One pipeline stage's layers, those of the stage with most weights: the numbers of one row of the table.
 
     Attributes:
         sharing: what limits how lanes can share out heads.
     """
 
-    def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
+    def __init__(self, problem: Problem) -> None:
+        model, hardware, topology = problem.model, problem.hardware, problem.topology
         node_lanes = lanes_in_one_node(topology)
-        self.sharing = Sharing(heads_of_rank(model, topology.tp_size), node_lanes, options.inner_cp_sizes)
-        self._attention = StageAttention(model, hardware, topology, options, node_lanes)
+        self.sharing = Sharing(heads_of_rank(model, topology.tp_size), node_lanes, problem.options.inner_cp_sizes)
+        stage = max(model.stages(topology.pp_size), key=lambda stage: stage.sum(lambda layer: layer.linear_weights))
+        self._attention = StageAttention(stage, problem, node_lanes)
         self._hardware = hardware
-        self._recompute = options.recompute
-        layers = model.num_layers / topology.pp_size
-        self._linear_s_per_token = (
-            layers * 2 * model.linear_weights_per_layer / hardware.linear_flops_per_s / topology.tp_size
-        )
-        self._tensor_s_per_token = layers * tensor_s_per_token(model, hardware, topology, options)
+        self._recompute = problem.options.recompute
+        layers = stage.num_layers
+        linear_flops_per_token = 2 * stage.sum(lambda layer: layer.linear_weights)
+        self._linear_s_per_token = linear_flops_per_token / hardware.linear_flops_per_s / topology.tp_size
+        self._tensor_s_per_token = layers * tensor_s_per_token(problem)
         self._overheads_s = (
             layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
@@ -126,14 +124,13 @@ class StagePrices:
         return price(self._attention, cp_size, inner, self.sharing.copies(inner), link)
 
 
-def make_table(
-    model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions, stage: StagePrices
-) -> tuple[PriceTable, tuple[Attention, ...]]:
+def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[Attention, ...]]:
     """Return the table, and how a bucket that pays a row of its terms computes attention.
 
     Mechanisms without a closed form have floors, no rows: packers do not see them. A CP size that none of the options
     can serve has no rows and capacity 0.
     """
+    topology, options = problem.topology, problem.options
     num_sizes = topology.num_lanes.bit_length()
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
@@ -154,10 +151,10 @@ def make_table(
                     attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
-    edges = np.array(edges_s_per_token(model, hardware, topology, options))
+    edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
-    hop_bytes = model.hidden_size * options.bytes_per_element / topology.rank_token_multiple
+    hop_bytes = problem.model.hidden_size * options.element_bytes.activation / topology.rank_token_multiple
     table = PriceTable(
         terms=np.array(terms),
         floors=np.array(floors),
@@ -168,7 +165,7 @@ def make_table(
         multiples=np.array([sample_multiple(1 << k) for k in range(num_sizes)], np.int64),
         capacities=np.array(capacities, np.int64),
         rank_token_multiple=topology.rank_token_multiple,
-        hop_s_per_token=hop_bytes / hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0,
+        hop_s_per_token=hop_bytes / problem.hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0,
         edges_s_per_token=edges,
         slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
     )

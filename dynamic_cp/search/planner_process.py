@@ -34,8 +34,8 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
-from dynamic_cp.search.search import check_feasible, plan_global_batch
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.search.search import check_feasible, plan_problem
+from dynamic_cp.types import Hardware, Problem, Sample
 
 CHECK_PARENT_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -45,43 +45,23 @@ _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 _RUN = "import sys; sys.path = [*filter(None, sys.path)]; from dynamic_cp.search.planner_process import main; main()"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What is planned for, beside the samples; see `search.plan_global_batch`."""
+def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
+    """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of
+    `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for.
 
-    topology: Topology
-    model: ModelShape
-    hardware: Hardware
-    options: PlanOptions
-    policy: str = "dynamic"
-
-    def plan(self, samples: Sequence[Sample]) -> PlannedBatch:
-        """Return the plan of one global batch."""
-        return plan_global_batch(
-            samples,
-            topology=self.topology,
-            model=self.model,
-            hardware=self.hardware,
-            options=self.options,
-            policy=self.policy,
-        )
-
-    def static(self, max_seqlen: int) -> Problem:
-        """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of
-        `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for.
-
-        Raises:
-            InfeasibleSampleError: no allowed size does; a run that has called this at its start always has a fallback.
-        """
-        check_feasible(max_seqlen, self.topology, self.options)
-        longest = Sample(sample_id=0, seqlen=max_seqlen)
-        sizes = allowed_cp_sizes(self.topology, self.options)
-        wanted = self.options.static_cp_size
-        for cp_size in (wanted, *sizes) if wanted in sizes else sizes:
-            with contextlib.suppress(InfeasibleSampleError):
-                check_static_cp_size(cp_size, longest, self.topology, self.options)
-                break
-        return replace(self, policy="static", options=replace(self.options, static_cp_size=cp_size))
+    Raises:
+        InfeasibleSampleError: no allowed size does; a run that has called this at its start always has a fallback.
+    """
+    topology, options = problem.topology, problem.options
+    check_feasible(max_seqlen, topology, options)
+    longest = Sample(sample_id=0, seqlen=max_seqlen)
+    sizes = allowed_cp_sizes(topology, options)
+    wanted = options.static_cp_size
+    for cp_size in (wanted, *sizes) if wanted in sizes else sizes:
+        with contextlib.suppress(InfeasibleSampleError):
+            check_static_cp_size(cp_size, longest, topology, options)
+            break
+    return replace(problem, policy="static", options=replace(options, static_cp_size=cp_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,7 +131,7 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
     if request.hardware is not None:
         problem = replace(problem, hardware=request.hardware)
     try:
-        planned = problem.plan(request.samples)
+        planned = plan_problem(problem, request.samples)
         facts = PlanFacts.of(planned, planner_s=time.perf_counter() - started, fallback=fallback)
         return Answer(
             key=request.key,

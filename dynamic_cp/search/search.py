@@ -34,7 +34,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import linear_parts
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
@@ -65,7 +65,13 @@ def plan_global_batch(
     options: PlanOptions,
     policy: str = "dynamic",
 ) -> PlannedBatch:
-    """Return the fastest legal plan of `policy` by simulation; a pure function of its arguments.
+    """Return `plan_problem` of these arguments."""
+    problem = Problem(topology=topology, model=model, hardware=hardware, options=options, policy=policy)
+    return plan_problem(problem, samples)
+
+
+def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
+    """Return the fastest legal plan of `problem.policy` by simulation; a pure function of its arguments.
 
     Args:
         samples: one global batch; their order does not matter, sample_id is the input order of the static policy.
@@ -80,12 +86,13 @@ def plan_global_batch(
         InfeasibleSampleError: a sample that no allowed CP size can hold.
         UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve.
     """
+    topology, options, policy = problem.topology, problem.options, problem.policy
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples))
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_capacity(batch.samples[0], topology, options)
-    cost_model = CostModel(model, hardware, topology, options)
+    cost_model = CostModel(problem.model, problem.hardware, topology, options)
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_exchanges(batch.samples[0], cost_model)
     search = _Search(batch, cost_model)

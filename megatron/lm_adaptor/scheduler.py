@@ -17,8 +17,8 @@ from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.search.planner_process import Problem
-from dynamic_cp.types import ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_of
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
                     search=search,  # type: ignore[arg-type]
                 ),
             )
-            planned = problem.plan([Sample(sample_id=sample, seqlen=seqlen) for sample, seqlen in seqlens.items()])
+            samples = [Sample(sample_id=sample, seqlen=seqlen) for sample, seqlen in seqlens.items()]
+            planned = plan_problem(problem, samples)
             multiple = self.microbatch_group_size_per_vp_stage or 1
             groups = groups_of(planned.plan, multiple=multiple, max_samples=self.max_num_seqs)
             sizes = check_groups(

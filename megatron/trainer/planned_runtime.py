@@ -18,8 +18,7 @@ import torch
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.search.planner_process import Problem
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Topology
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice

@@ -13,8 +13,7 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.search import search
-from dynamic_cp.search.planner_process import Problem
-from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.agreement.verify import job_store
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.plans.planning import PlanSource, warm_up

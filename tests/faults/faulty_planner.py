@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamic_cp.search.planner_process import Problem
-from dynamic_cp.types import PlannedBatch, Sample
+from dynamic_cp.search import planner_process
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import PlannedBatch, Problem, Sample
 
 BATCH = 12
 """Samples of a global batch of tests.trainer.commandline."""
@@ -18,7 +19,7 @@ BATCH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyProblem(Problem):
-    """A Problem whose plan() goes wrong.
+    """A Problem that goes wrong while it is planned for.
 
     Attributes:
         fault: "raise", "die" (SIGKILL), "hang" (for an hour) or "slow" (a plan after `slow_s`).
@@ -35,17 +36,16 @@ class FaultyProblem(Problem):
     also_static: bool = False
     slow_s: float = 0.0
 
-    def plan(self, samples: Sequence[Sample]) -> PlannedBatch:
-        """Go wrong, or return the plan."""
+    def go_wrong(self, samples: Sequence[Sample]) -> None:
+        """Go wrong if it is time to."""
         iteration = iteration_of(samples)
-        # static() returns this class with another policy
+        # `static_fallback` returns this class with another policy
         if iteration in self.iterations and (self.also_static or self.policy != "static") and self._counts(iteration):
             if self.fault == "raise":
                 raise RuntimeError(f"planted in iteration {iteration}")
             if self.fault == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.slow_s if self.fault == "slow" else 3600)
-        return Problem.plan(self, samples)
 
     def _counts(self, iteration: int) -> bool:
         """Return whether this is one of the first `times` calls for `iteration`."""
@@ -56,6 +56,18 @@ class FaultyProblem(Problem):
                 continue
             return True
         return False
+
+
+def plan_or_go_wrong(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
+    """Return the plan, unless a fault is planted."""
+    if isinstance(problem, FaultyProblem):
+        problem.go_wrong(samples)
+    return plan_problem(problem, samples)
+
+
+# Whoever unpickles a faulty problem, as the planner's process does, imports this.
+assert planner_process.plan_problem is plan_problem, "what is replaced is what plans"
+planner_process.plan_problem = plan_or_go_wrong
 
 
 def iteration_of(samples: Sequence[Sample]) -> int:

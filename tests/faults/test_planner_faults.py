@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.search.planner_process import Problem
+from dynamic_cp.types import Problem
 from megatron.trainer import planned_runtime
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd

@@ -14,7 +14,19 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "dynamic_cp": (
-        *("mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds", "peers", "search"),
+        *(
+            "types",
+            "mechanisms",
+            "plans",
+            "pricing",
+            "pipeline",
+            "packing",
+            "models",
+            "memory",
+            "bounds",
+            "peers",
+            "search",
+        ),
         *("comparison", "report", "sweep", "lengths", "learning", "cli", "calibration"),
     ),
     "megatron.dynamic_cp": (

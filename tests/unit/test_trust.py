@@ -18,8 +18,8 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.lengths.read import read_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.serialize import loads
-from dynamic_cp.search.planner_process import PlannerProcess, Problem, Request
-from dynamic_cp.types import PlanOptions, Sample, Topology
+from dynamic_cp.search.planner_process import PlannerProcess, Request
+from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
 from tests.payload import Payload, planted, works
 
 ROOT = Path(__file__).parents[2]

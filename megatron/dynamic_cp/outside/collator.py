@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.search.planner_process import Problem
-from dynamic_cp.types import Sample
+from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.data.micro_batches import pack_step
 from megatron.dynamic_cp.outside.lanes import LaneStep, plan_for_lane
 

@@ -17,8 +17,8 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.registry import inner_sizes
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
-from dynamic_cp.search.planner_process import Problem
-from dynamic_cp.types import Sample
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -154,7 +154,7 @@ class Lanes:
 
 def plan_for_lane(problem: Problem, samples: Sequence[Sample], lane: int) -> LanePlan:
     """Return the part of `lane` in the plan of a global batch; a pure function."""
-    planned = problem.plan(samples)
+    planned = plan_problem(problem, samples)
     return lane_plan(planned.plan, lane, PlanFacts.of(planned))
 
 

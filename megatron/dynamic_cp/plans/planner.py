@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch.distributed as dist
 
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.search.planner_process import Answer, PlannerProcess, Problem, Request, answer
-from dynamic_cp.types import Hardware, Sample
+from dynamic_cp.search.planner_process import Answer, PlannerProcess, Request, answer, static_fallback
+from dynamic_cp.types import Hardware, Problem, Sample
 from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.agreement.verify import job_store
 
@@ -67,7 +67,7 @@ class Planner:
         publish_whole: bool = False,
     ) -> None:
         self._problem = problem
-        self._static = problem.static(max_seqlen)
+        self._static = static_fallback(problem, max_seqlen)
         self._strict = strict
         self._recorded = recorded
         self._on_answer = on_answer

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from dynamic_cp import types
 from dynamic_cp.bounds.lower import lower_bound
 from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.errors import IllegalPlanError
@@ -21,7 +20,7 @@ from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Topology
+from dynamic_cp.types import INNER_SIZES, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Topology
 from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 NAME = "lopsided"
@@ -56,8 +55,7 @@ class Lopsided(Mechanism):
 @pytest.fixture(autouse=True)
 def lopsided(monkeypatch):
     """What adding it takes: its name, that it implies an inner size of one, and the class."""
-    monkeypatch.setattr(types, "CP_COMM_TYPES", (*types.CP_COMM_TYPES, NAME))
-    monkeypatch.setitem(types._INNER_SIZES, NAME, "one")
+    monkeypatch.setitem(INNER_SIZES, NAME, "one")
     monkeypatch.setitem(MECHANISMS, NAME, Lopsided())
 
 

@@ -8,7 +8,7 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, inner_sizes
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CP_COMM_TYPES, Attention, Bucket, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Attention, Bucket, PlanOptions, Problem, Topology
 from tests.unit.planner.support import CURVED_HARDWARE, TINY_MODEL
 
 HEADS = Sharing(heads=(8, 2), node_lanes=4)
@@ -68,7 +68,9 @@ def test_two_levels_need_inner_groups_inside_nodes():
 def test_one_shape_of_exchange_in_its_limits():
     """Two levels with an inner group of one lane are the ring, with one of all lanes the all-to-all."""
     options = PlanOptions(max_tokens_per_rank=64)
-    stage = StageAttention(TINY_MODEL, CURVED_HARDWARE, Topology(num_lanes=8), options, node_lanes=8)
+    topology = Topology(num_lanes=8)
+    problem = Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
+    stage = StageAttention(TINY_MODEL.stages(1)[0], problem, node_lanes=8)
     two_levels = MECHANISMS["a2a+p2p"]
     assert two_levels.price(stage, 8, 1, 1, 0) == MECHANISMS["p2p"].price(stage, 8, 1, 1, 0)
     assert two_levels.price(stage, 8, 8, 4, 0) == MECHANISMS["a2a"].price(stage, 8, 8, 4, 0)

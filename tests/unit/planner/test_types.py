@@ -64,8 +64,8 @@ def test_weights_by_hand():
     assert TINY_MODEL.num_parameters == 4 * (layer + 256) + 128 + 2 * 257 * 128
     tied = replace(TINY_MODEL, share_embeddings_and_output_weights=True)
     assert tied.num_parameters == TINY_MODEL.num_parameters - 257 * 128
-    assert TINY_MODEL.attention_flops_per_token2 == 2 * 128
-    assert replace(TINY_MODEL, causal_attention=False).attention_flops_per_token2 == 4 * 128
+    assert TINY_MODEL.layer.attention_flops_per_token2 == 2 * 128
+    assert replace(TINY_MODEL, causal_attention=False).layer.attention_flops_per_token2 == 4 * 128
 
 
 @pytest.mark.parametrize(

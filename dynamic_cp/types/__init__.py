@@ -1,0 +1,85 @@
+"""The values that every part passes on: samples, topology, model, hardware, plan.
+
+    sample -> bucket (one CP group's share of one micro-batch) -> micro-batch (all lanes) -> plan (one global batch)
+
+A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
+stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
+this order: `counts` (checks that all share), `topology`, `attention`, `plan`, then what a batch is planned for:
+`layers`, `model`, `hardware`, `options`, `problem`.
+"""
+
+from dynamic_cp.types.attention import (
+    ACROSS_NODES,
+    CHOOSES_INNER_SIZE,
+    CP_COMM_TYPES,
+    IN_NODE,
+    INNER_SIZES,
+    Attention,
+    CpCommType,
+)
+from dynamic_cp.types.counts import (
+    MAX_COUNT,
+    counted,
+    is_power_of_two,
+    largest_power_of_two,
+)
+from dynamic_cp.types.hardware import (
+    Hardware,
+)
+from dynamic_cp.types.layers import CAUSAL, FULL, Layer, Mask, Stage
+from dynamic_cp.types.model import (
+    ModelShape,
+)
+from dynamic_cp.types.options import (
+    RECOMPUTE_MODES,
+    SEARCH_EFFORTS,
+    PlanOptions,
+    Recompute,
+    SearchEffort,
+)
+from dynamic_cp.types.plan import (
+    Bucket,
+    MicroBatch,
+    Plan,
+    PlannedBatch,
+    Sample,
+)
+from dynamic_cp.types.problem import Problem
+from dynamic_cp.types.topology import (
+    MAX_LANES,
+    Topology,
+)
+
+__all__ = [
+    "ACROSS_NODES",
+    "CAUSAL",
+    "CHOOSES_INNER_SIZE",
+    "CP_COMM_TYPES",
+    "FULL",
+    "INNER_SIZES",
+    "IN_NODE",
+    "MAX_COUNT",
+    "MAX_LANES",
+    "RECOMPUTE_MODES",
+    "SEARCH_EFFORTS",
+    "Attention",
+    "Bucket",
+    "CpCommType",
+    "Hardware",
+    "Layer",
+    "Mask",
+    "MicroBatch",
+    "ModelShape",
+    "Plan",
+    "PlanOptions",
+    "PlannedBatch",
+    "Problem",
+    "Recompute",
+    "Sample",
+    "SearchEffort",
+    "Stage",
+    "Topology",
+    "counted",
+    "is_power_of_two",
+    "largest_power_of_two",
+]

@@ -1,0 +1,42 @@
+"""How the lanes of a CP group compute attention together, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
+CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
+INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen"]] = {
+    "p2p": "one",
+    "a2a": "all",
+    "all_gather": "one",
+    "a2a+p2p": "chosen",
+}
+"""Mechanism -> how many lanes of a group exchange heads: none with another, all, or as many as the planner chooses."""
+CHOOSES_INNER_SIZE = tuple(name for name, inner in INNER_SIZES.items() if inner == "chosen")
+"""Mechanisms that do not imply `Bucket.inner_cp_size`."""
+
+IN_NODE, ACROSS_NODES = 0, 1
+"""The link of a group of lanes."""
+
+
+class Attention(NamedTuple):
+    """How the lanes of a CP group compute attention together; `dynamic_cp.mechanisms` has a model of each mechanism.
+
+    Attributes:
+        cp_comm_type: the mechanism.
+        inner_cp_size: as in `Bucket`.
+    """
+
+    cp_comm_type: CpCommType = "p2p"
+    inner_cp_size: int = 1
+
+    @property
+    def chooses_inner_size(self) -> bool:
+        """Whether the mechanism and the CP size leave the inner size open."""
+        return self.cp_comm_type in CHOOSES_INNER_SIZE
+
+    def __str__(self) -> str:
+        """Return what plans and reports call it: `a2a`, or with the inner size that it chooses `a2a+p2p/8`."""
+        return f"{self.cp_comm_type}/{self.inner_cp_size}" if self.chooses_inner_size else self.cp_comm_type

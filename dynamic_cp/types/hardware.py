@@ -1,0 +1,86 @@
+"""Coefficients of the cost model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from dynamic_cp.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Coefficients of the cost model, read from `dynamic_cp/data/hardware/*.json` (each number has its source there).
+
+    Formulas: `dynamic_cp.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the datasheet's. A
+    coefficient whose default is 0 belongs to an optional term: at 0 the term is not priced.
+
+    Attributes:
+        linear_flops_per_s, linear_extra_tokens: rate of the GEMMs; a short pack pays for that many tokens more.
+        attention_flops_per_s, attention_extra_tokens: causal forward kernel on L tokens; its rate is
+            attention_flops_per_s * L / (L + attention_extra_tokens).
+        attention_full_*: the same for a tile without a mask; 0 = as causal.
+        attention_backward_*, attention_full_backward_*: the same for backward, which has 2.5 times the FLOPs; 0 = as
+            long as attention_backward_over_forward says.
+        head_flops_per_s: rate of the LM head.
+        memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
+        collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
+            reduction.
+        ring_step_overhead_s_per_layer: kernels and merging of one more ring step, not hidden; twice that backward.
+        hbm_bytes: memory of the device; 0 = unknown.
+        hbm_reserved_bytes: what context, libraries and fragmentation take of it.
+        communicator_bytes_per_group: buffers of one process group.
+    """
+
+    name: str
+    peak_flops_per_s: float
+    linear_flops_per_s: float
+    attention_flops_per_s: float
+    bandwidth_in_node_bytes_per_s: float
+    bandwidth_across_nodes_bytes_per_s: float
+    p2p_bandwidth_bytes_per_s: float
+    exchange_latency_s_per_layer: float
+    forward_overhead_s_per_layer: float
+    backward_overhead_s_per_layer: float
+    overhead_s_per_bucket_stage: float
+    linear_extra_tokens: float = 0.0
+    attention_extra_tokens: float = 0.0
+    attention_full_flops_per_s: float = 0.0
+    attention_full_extra_tokens: float = 0.0
+    attention_backward_flops_per_s: float = 0.0
+    attention_backward_extra_tokens: float = 0.0
+    attention_full_backward_flops_per_s: float = 0.0
+    attention_full_backward_extra_tokens: float = 0.0
+    linear_backward_over_forward: float = 2.0
+    attention_backward_over_forward: float = 2.5
+    exchange_backward_over_forward: float = 2.0
+    recompute_overhead_credit: float = 0.5
+    head_flops_per_s: float = 0.0
+    memory_bandwidth_bytes_per_s: float = 0.0
+    collective_bandwidth_in_node_bytes_per_s: float = 0.0
+    ring_step_overhead_s_per_layer: float = 0.0
+    hbm_bytes: float = 0.0
+    hbm_reserved_bytes: float = 0.0
+    communicator_bytes_per_group: float = 0.0
+    source: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "peak_flops_per_s",
+            "linear_flops_per_s",
+            "attention_flops_per_s",
+            "bandwidth_in_node_bytes_per_s",
+            "bandwidth_across_nodes_bytes_per_s",
+            "p2p_bandwidth_bytes_per_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(
+                    f"hardware {self.name!r}: {name} is {getattr(self, name)}, it must be > 0", name=name
+                )
+        for entry in fields(self):
+            if entry.type == "float" and not 0 <= getattr(self, entry.name) < math.inf:
+                raise InvalidInputError(
+                    f"hardware {self.name!r}: {entry.name} is {getattr(self, entry.name)}, it must be a number >= 0",
+                    name=entry.name,
+                )

@@ -1,0 +1,119 @@
+"""The numbers of a model that decide its cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import require_at_least
+from dynamic_cp.types.layers import CAUSAL, FULL, Layer, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a dense transformer that decide its cost.
+
+    Attributes:
+        ffn_hidden_size: width of the MLP's inner layer (one branch of it if gated).
+        num_query_groups: KV heads (= num_attention_heads for multi-head attention).
+        kv_channels: width of one head.
+        gated_linear_unit: SwiGLU-like MLP (three matrices) instead of two.
+        causal_attention: a token attends to those before it; False = to all of its sequence (DiT).
+        share_embeddings_and_output_weights: the LM head is the embedding table once more.
+        other_weights_per_layer: weights of further matrices that every token meets once per layer (the query and output
+            projection of a DiT's cross-attention).
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    gated_linear_unit: bool = False
+    causal_attention: bool = True
+    share_embeddings_and_output_weights: bool = False
+    other_weights_per_layer: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        require_at_least(0, other_weights_per_layer=self.other_weights_per_layer)
+        require_at_least(
+            1,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=self.vocab_size,
+        )
+        if self.num_attention_heads % self.num_query_groups:
+            raise InvalidInputError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_query_groups {self.num_query_groups}: every KV head serves the same number of query heads",
+                num_attention_heads=self.num_attention_heads,
+                num_query_groups=self.num_query_groups,
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    def why_no_split(self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int) -> str | None:
+        """Return why TP, PP and VPP cannot split the model evenly over ranks, None where they can."""
+        if tp_size > ranks_per_node:
+            return "TP beyond a node"
+        if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
+            return "TP does not divide heads, KV heads or the MLP"
+        if self.num_layers % (pp_size * vp_size):
+            return "PP x VPP does not divide the layers"
+        if vp_size > 1 and pp_size == 1:
+            return "VPP without a pipeline"
+        return None
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together (as wide again for the values)."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def linear_weights_per_layer(self) -> int:
+        """Weights of the matrices of one transformer layer (QKV, output projection, MLP), without biases and norms."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        mlp_matrices = 3 if self.gated_linear_unit else 2
+        return attention + mlp_matrices * self.hidden_size * self.ffn_hidden_size + self.other_weights_per_layer
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Weights of the embedding table, and of the LM head where it is a table of its own."""
+        tables = 1 if self.share_embeddings_and_output_weights else 2
+        return tables * self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all matrices and norms (one scale per channel, two norms a layer and a last one); no biases."""
+        (layers,) = self.stages(1)
+        of_layers = int(layers.sum(lambda layer: layer.held_weights + layer.norm_weights))
+        return of_layers + self.hidden_size + self.vocabulary_weights
+
+    @property
+    def layer(self) -> Layer:
+        """One of its layers: all are equal."""
+        return Layer(
+            linear_weights=self.linear_weights_per_layer,
+            held_weights=self.linear_weights_per_layer,
+            norm_weights=2 * self.hidden_size,
+            mlp_kept_channels=(3 if self.gated_linear_unit else 2) * self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            query_size=self.query_size,
+            kv_channels=self.kv_channels,
+            kv_size=self.kv_size,
+            mask=CAUSAL if self.causal_attention else FULL,
+        )
+
+    def stages(self, pp_size: int) -> tuple[Stage, ...]:
+        """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these."""
+        return (Stage(((self.num_layers / pp_size, self.layer),)),) * pp_size

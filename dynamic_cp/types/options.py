@@ -1,0 +1,91 @@
+"""What the user allows the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.attention import INNER_SIZES, CpCommType
+from dynamic_cp.types.counts import is_power_of_two, require_at_least
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
+
+SearchEffort = Literal["fast", "thorough"]
+SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of an element of each kind of tensor.
+
+    Attributes:
+        activation: what layers keep, and send to the next stage and between TP ranks.
+        exchanged: queries, keys, values and outputs that lanes of a CP group send each other.
+        weight: parameters; gradients and optimizer state have their own constants.
+    """
+
+    activation: int
+    exchanged: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user allows the planner.
+
+    Attributes:
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
+        static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
+        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie.
+        inner_cp_sizes: inner sizes that a2a+p2p may use, powers of two above 1; None = every possible one.
+        recompute: activation recomputation of the run.
+        bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
+        search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
+    """
+
+    max_tokens_per_rank: int
+    min_cp_size: int = 1
+    max_cp_size: int | None = None
+    static_cp_size: int | None = None
+    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    inner_cp_sizes: tuple[int, ...] | None = None
+    recompute: Recompute = "none"
+    bytes_per_element: int = 2
+    search: SearchEffort = "fast"
+
+    def __post_init__(self) -> None:
+        require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
+        for name in ("min_cp_size", "max_cp_size"):
+            value = getattr(self, name)
+            if value is not None and not is_power_of_two(value):
+                raise InvalidInputError(
+                    f"{name} {value} is not a power of two: use 1, 2, 4, ...", name=name, value=value
+                )
+        for value in self.inner_cp_sizes or ():
+            if not is_power_of_two(value) or value == 1:
+                raise InvalidInputError(
+                    f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...", value=value
+                )
+        if self.recompute not in RECOMPUTE_MODES:
+            raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
+        if self.search not in SEARCH_EFFORTS:
+            raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
+        if not isinstance(self.cp_comm_types, tuple) or not self.cp_comm_types:
+            raise InvalidInputError(
+                f"cp_comm_types is {self.cp_comm_types!r}, a tuple with at least 1 exchange is needed: "
+                f"use some of {', '.join(INNER_SIZES)}"
+            )
+        for index, exchange in enumerate(self.cp_comm_types):
+            if exchange not in INNER_SIZES or exchange in self.cp_comm_types[:index]:
+                what = "unknown" if exchange not in INNER_SIZES else "there twice"
+                raise InvalidInputError(
+                    f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(INNER_SIZES)}, each once",
+                    cp_comm_type=exchange,
+                )
+
+    @property
+    def element_bytes(self) -> ElementBytes:
+        """Bytes of an element of each kind of tensor; today all have the same."""
+        return ElementBytes(self.bytes_per_element, self.bytes_per_element, self.bytes_per_element)

@@ -1,0 +1,216 @@
+"""Samples, and where a plan puts them: bucket, micro-batch, plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.attention import INNER_SIZES, Attention, CpCommType
+from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
+from dynamic_cp.types.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One input sequence: its id (unique in the global batch) and its unpadded length in tokens (>= 1)."""
+
+    sample_id: int
+    seqlen: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seqlen, Integral) or isinstance(self.seqlen, bool) or self.seqlen > MAX_COUNT:
+            raise InvalidInputError(
+                f"sample {self.sample_id} has {self.seqlen!r} tokens, an integer from 1 to {MAX_COUNT} is needed: "
+                "check where its length comes from",
+                sample_id=self.sample_id,
+                seqlen=self.seqlen,
+            )
+        if self.seqlen < 1:
+            raise InvalidInputError(
+                f"sample {self.sample_id} has {self.seqlen} tokens, at least 1 is needed: "
+                "drop empty samples before planning",
+                sample_id=self.sample_id,
+                seqlen=self.seqlen,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What one context-parallel group computes in one micro-batch.
+
+    `samples` may be empty: a minimal all-padding sequence with a zero loss mask then keeps the lane in step.
+
+    Attributes:
+        inner_cp_size: neighbouring lanes that exchange heads by all-to-all: lanes first_lane + k * inner_cp_size and
+            the following are inner group k; lanes with equal index in their inner groups form the outer ring of
+            cp_size / inner_cp_size members. Implied by p2p and all_gather (1) and by a2a (cp_size: leave it at 1);
+            a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size.
+    """
+
+    first_lane: int
+    cp_size: int = 1
+    samples: tuple[Sample, ...] = ()
+    cp_comm_type: CpCommType = "p2p"
+    inner_cp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.first_lane < 0:  # thousands of buckets are made for a plan: the call would cost more than the check
+            require_at_least(0, first_lane=self.first_lane)
+        if not is_power_of_two(self.cp_size):
+            raise InvalidInputError(
+                f"cp_size {self.cp_size} of the bucket at lane {self.first_lane} is not a power of two: "
+                "use 1, 2, 4, ...",
+                cp_size=self.cp_size,
+                first_lane=self.first_lane,
+            )
+        if self.cp_comm_type not in INNER_SIZES:
+            raise InvalidInputError(
+                f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(INNER_SIZES)}",
+                cp_comm_type=self.cp_comm_type,
+            )
+        if INNER_SIZES[self.cp_comm_type] != "one" or self.inner_cp_size != 1:
+            self._set_inner_cp_size()
+
+    def _set_inner_cp_size(self) -> None:
+        """Refuse an inner size that the exchange does not have; fill in the one that a2a implies."""
+        inner, where = self.inner_cp_size, f"the bucket at lane {self.first_lane}"
+        if self.attention.chooses_inner_size:
+            if not isinstance(inner, Integral) or not is_power_of_two(inner) or not 1 < inner < self.cp_size:
+                raise InvalidInputError(
+                    f"inner_cp_size {inner} of {where} ({self.cp_comm_type}, cp_size {self.cp_size}) is not a power "
+                    f"of two between 1 and {self.cp_size}: "
+                    + (
+                        "use 2, 4, ... below cp_size" if self.cp_size > 2 else "use p2p or a2a, they need no inner size"
+                    ),
+                    inner_cp_size=inner,
+                    cp_size=self.cp_size,
+                    first_lane=self.first_lane,
+                )
+            return
+        implied = self.cp_size if INNER_SIZES[self.cp_comm_type] == "all" else 1
+        if inner not in (1, implied):
+            raise InvalidInputError(
+                f"inner_cp_size {inner} of {where} is not {implied}, which {self.cp_comm_type} with cp_size "
+                f"{self.cp_size} implies: leave it out, or use a2a+p2p",
+                inner_cp_size=inner,
+                cp_size=self.cp_size,
+                first_lane=self.first_lane,
+            )
+        object.__setattr__(self, "inner_cp_size", implied)
+
+    @property
+    def attention(self) -> Attention:
+        """How its lanes compute attention."""
+        return Attention(self.cp_comm_type, self.inner_cp_size)
+
+    @property
+    def lanes(self) -> range:
+        """Lanes of the group."""
+        return range(self.first_lane, self.first_lane + self.cp_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unpadded tokens of all samples."""
+        return sum(sample.seqlen for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One step of all lanes: buckets in lane order that tile them."""
+
+    buckets: tuple[Bucket, ...]
+
+    def bucket_of_lane(self, lane: int) -> Bucket:
+        """Return the bucket that holds `lane`; KeyError when no bucket does."""
+        for bucket in self.buckets:
+            if lane in bucket.lanes:
+                return bucket
+        raise KeyError(lane)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Packing, CP size per bucket and number of micro-batches of one global batch.
+
+    Attributes:
+        topology: the ranks that it is for.
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        micro_batches: in the order in which every lane runs them.
+        policy: name of the method that made it.
+    """
+
+    topology: Topology
+    max_tokens_per_rank: int
+    micro_batches: tuple[MicroBatch, ...]
+    policy: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank)
+        if len(self.policy.split()) != 1:
+            raise InvalidInputError(f"policy {self.policy!r} is not one word: the text form of a plan needs that")
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.describe()}, policy {self.policy}>"
+
+    def describe(self) -> str:
+        """Return in some words how large it is; `serialize.format_plan` writes all of it."""
+        num_samples, sizes = sum(len(bucket.samples) for bucket in self.buckets), " ".join(map(str, self.cp_histogram))
+        return (
+            f"{counted(num_samples, 'sample')} ({self.num_tokens} tokens) in "
+            f"{counted(self.num_microbatches, 'micro-batch')} on {counted(self.topology.num_lanes, 'lane')}, "
+            f"CP sizes {sizes or 'none'}"
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches, the same on every lane."""
+        return len(self.micro_batches)
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        """All buckets, micro-batch by micro-batch, in lane order."""
+        return (bucket for micro_batch in self.micro_batches for bucket in micro_batch.buckets)
+
+    @property
+    def samples(self) -> Iterator[Sample]:
+        """All samples, in the order of the buckets."""
+        return (sample for bucket in self.buckets for sample in bucket.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unpadded tokens of the global batch."""
+        return sum(bucket.num_tokens for bucket in self.buckets)
+
+    @property
+    def cp_histogram(self) -> Mapping[int, int]:
+        """cp_size -> number of non-empty buckets of that size, ascending."""
+        return dict(sorted(Counter(bucket.cp_size for bucket in self.buckets if bucket.samples).items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """A plan with what is expected of it and why it was chosen.
+
+    Attributes:
+        predicted_s: simulated time of one iteration: forward and backward of all micro-batches, and the reduction of
+            gradients after them.
+        predicted_busy_s: simulated compute seconds of each lane on one pipeline stage.
+        reason: one line: which candidate won, against which, by how much.
+    """
+
+    plan: Plan
+    predicted_s: float
+    predicted_busy_s: tuple[float, ...]
+    reason: str
+
+    def __repr__(self) -> str:
+        return f"<PlannedBatch: predicted {self.predicted_s:.4g} s, {self.plan.describe()}; {self.reason}>"
+
+    @property
+    def imbalance(self) -> float:
+        """max / mean of the lanes' busy seconds (1 = perfectly even)."""
+        mean = sum(self.predicted_busy_s) / len(self.predicted_busy_s)
+        return max(self.predicted_busy_s) / mean if mean > 0 else 1.0

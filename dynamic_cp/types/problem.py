@@ -1,0 +1,21 @@
+"""What a global batch is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamic_cp.types.hardware import Hardware
+from dynamic_cp.types.model import ModelShape
+from dynamic_cp.types.options import PlanOptions
+from dynamic_cp.types.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """All that a plan depends on besides the samples; arguments of `search.plan_global_batch`."""
+
+    topology: Topology
+    model: ModelShape
+    hardware: Hardware
+    options: PlanOptions
+    policy: str = "dynamic"

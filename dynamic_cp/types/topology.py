@@ -1,0 +1,104 @@
+"""How the ranks of a job are arranged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import largest_power_of_two, require_at_least
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    LaneOrLanes = TypeVar("LaneOrLanes", int, NDArray[np.int64])
+
+
+MAX_LANES = 2**20
+"""Largest number of lanes: arrays have one entry per micro-batch and lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How the ranks of a job are arranged.
+
+    Attributes:
+        tp_size, pp_size: tensor- and pipeline-parallel sizes.
+        vp_size: model chunks per pipeline stage (1 = no interleaving).
+        num_lanes: world size / (tp_size * pp_size); any integer >= 1.
+        ranks_per_node: ranks of one node; lanes of a node are adjacent.
+        sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
+    """
+
+    num_lanes: int
+    tp_size: int = 1
+    pp_size: int = 1
+    vp_size: int = 1
+    ranks_per_node: int = 8
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            num_lanes=self.num_lanes,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            vp_size=self.vp_size,
+            ranks_per_node=self.ranks_per_node,
+        )
+        if self.num_lanes > MAX_LANES:
+            raise InvalidInputError(
+                f"num_lanes is {self.num_lanes}, at most {MAX_LANES} can be planned: check world size / (TP x PP)",
+                num_lanes=self.num_lanes,
+                max_lanes=MAX_LANES,
+            )
+        if self.vp_size > 1 and self.pp_size == 1:
+            raise InvalidInputError(
+                f"vp_size is {self.vp_size} but pp_size is 1: interleaving needs pp_size >= 2",
+                vp_size=self.vp_size,
+                pp_size=1,
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self.num_lanes * self.tp_size * self.pp_size
+
+    @property
+    def max_cp_size(self) -> int:
+        """Largest context-parallel size: the largest power of two <= num_lanes."""
+        return largest_power_of_two(self.num_lanes)
+
+    @property
+    def lanes_per_node(self) -> int:
+        """Lanes that share a node (at least 1)."""
+        return max(1, self.ranks_per_node // self.tp_size)
+
+    @property
+    def rank_token_multiple(self) -> int:
+        """Tokens of a rank in one micro-batch are a multiple of this (tp_size with sequence parallelism, else 1)."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    @property
+    def num_microbatches_multiple(self) -> int:
+        """num_microbatches is a multiple of this (the VPP micro-batch group size, pp_size; 1 without VPP)."""
+        return self.pp_size if self.vp_size > 1 else 1
+
+    def spans_nodes(self, first_lane: int, cp_size: int) -> bool:
+        """Return whether lanes first_lane .. first_lane + cp_size - 1 lie on more than one node, on any stage.
+
+        Ranks are numbered TP first, then lanes, then pipeline stages, as megatron-core does.
+        """
+        return cp_size > 1 and any(self.spans_nodes_on(stage, first_lane, cp_size) for stage in self.stages_that_differ)
+
+    @property
+    def stages_that_differ(self) -> range:
+        """Pipeline stages whose lanes may lie otherwise on nodes than those of the stages before."""
+        return range(self.pp_size if self.num_lanes * self.tp_size % self.ranks_per_node else 1)
+
+    def spans_nodes_on(self, stage: int, first_lane: LaneOrLanes, cp_size: int) -> LaneOrLanes:
+        """Return whether the ranks of a group lie on several nodes on `stage`; of an array of first lanes: of each."""
+        first = (stage * self.num_lanes + first_lane) * self.tp_size
+        last = first + cp_size * self.tp_size - 1
+        return first // self.ranks_per_node != last // self.ranks_per_node  # type: ignore[no-any-return]
