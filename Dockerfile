@@ -70,7 +70,7 @@ RUN useradd --create-home --uid 10001 trainer \
 USER trainer
 # Fails here rather than on the cluster: versions that do not belong together, an extension that does not load.
 RUN python3 -c "import importlib.metadata as m; print({n: m.version(n) for n in ('torch', 'transformer-engine', 'megatron-core')})" \
- && python3 -c "import megatron.core, megatron.trainer.arguments; from importlib.metadata import version as v; assert v('transformer-engine').startswith('2.11')" \
+ && python3 -c "import megatron.core, megatron.trainer.flags.arguments; from importlib.metadata import version as v; assert v('transformer-engine').startswith('2.11')" \
  && dynamic-cp plan --lengths github --lanes 8 --global-batch-size 64 --max-seqlen 8192 --recompute full
 ENV RUN_DIR=/runs
 ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "/opt/dynamic-cp/docker/entrypoint.sh"]

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.trainer import checkpointing, training, writer_process
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.checkpointing import Position
-from megatron.trainer.saving import Saver
+from megatron.trainer.checkpoints import loading, writer_process
+from megatron.trainer.checkpoints.saving import Saver
+from megatron.trainer.checkpoints.state import Position
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import training
 from tests.distributed.harness import run_ranks
 
 NUM_RANKS = 2
@@ -66,7 +67,7 @@ def measure(words: list[str], folder: Path, repeats: int) -> dict[str, list[floa
     def on_step(iteration: int, _record: Any) -> None:
         if iteration != 1:
             return
-        real_file, real_verify = writer_process.HashedFile, checkpointing._verify
+        real_file, real_verify = writer_process.HashedFile, loading._verify
         saver = savers[0]
         position = Position(iteration=1, consumed_samples=4)
         for repeat in range(repeats + 1):
@@ -75,8 +76,8 @@ def measure(words: list[str], folder: Path, repeats: int) -> dict[str, list[floa
                 timed(kind if repeat else "bytes", lambda: saver.save(position, wait=True))
         for _ in range(repeats):
             for kind, verify in (("trusted", lambda _: None), ("compared", real_verify)):
-                checkpointing._verify = verify
-                timed(kind, lambda: checkpointing.load(saver._trainable, str(folder), finetune=False, required=True))
+                loading._verify = verify
+                timed(kind, lambda: loading.load(saver._trainable, str(folder), finetune=False, required=True))
         seconds["bytes"] = [float(sum(p.stat().st_size for p in (folder / "iter_0000001").iterdir()))]
 
     training.Saver = KeptSaver

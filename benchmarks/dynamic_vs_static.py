@@ -87,9 +87,9 @@ def measure(options: argparse.Namespace) -> None:
     from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
     from megatron.dynamic_cp.plans.planner import Planner
     from megatron.dynamic_cp.plans.planning import PlanSource
-    from megatron.trainer.arguments import parse_args
-    from megatron.trainer.run import set_up
-    from megatron.trainer.step import run_schedule, sum_over_job
+    from megatron.dynamic_cp.step.schedule import run_schedule, sum_over_job
+    from megatron.trainer.flags.arguments import parse_args
+    from megatron.trainer.setup.run import set_up
 
     num_ranks = int(os.environ["WORLD_SIZE"])
     (data_name,) = options.data

@@ -65,9 +65,9 @@ def measure(options: argparse.Namespace) -> None:
     """Time blocks of live and of replayed steps; rank 0 writes the row."""
     import torch.distributed as dist
 
-    from megatron.trainer.arguments import parse_args
-    from megatron.trainer.run import set_up
-    from megatron.trainer.step import sum_over_job
+    from megatron.dynamic_cp.step.schedule import sum_over_job
+    from megatron.trainer.flags.arguments import parse_args
+    from megatron.trainer.setup.run import set_up
 
     (kind,) = options.steps
     flags = f"{MODEL} {STEPS[kind]} --global-batch-size {options.samples}"

@@ -64,9 +64,9 @@ def measure(name: str) -> None:
     from megatron.dynamic_cp.data.micro_batches import PackedStep, for_chunk, micro_batches, pack_step
     from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
     from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
-    from megatron.trainer.arguments import parse_args
-    from megatron.trainer.run import set_up
-    from megatron.trainer.step import run_schedule
+    from megatron.dynamic_cp.step.schedule import run_schedule
+    from megatron.trainer.flags.arguments import parse_args
+    from megatron.trainer.setup.run import set_up
 
     flags = f"{MODEL} --num-layers 4 --seq-length 2048 --train-iters 1 --split 1,0,0 --dynamic-cp {PIPELINES[name]}"
     mock = ["--mock-data", "--varlen-mock-dataset-config-json", json.dumps(LENGTHS | {"lognormal_sigma": 1.0})]

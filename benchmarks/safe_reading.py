@@ -38,7 +38,7 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.repairs import cpu_backend
-from megatron.trainer import safe_loading
+from megatron.trainer.checkpoints import safe_loading
 
 NUM_REPEATS = 11
 NUM_TENSORS, CHUNKS = 5_000, 8

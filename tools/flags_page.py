@@ -20,7 +20,7 @@ import click
 from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
 from dynamic_cp.cli.parameters import Argument
 from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
-from megatron.trainer.arguments import ALREADY_SO, build_parser
+from megatron.trainer.flags.arguments import ALREADY_SO, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -32,8 +32,11 @@ from typing import Any
 import psutil
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron.trainer import checkpoint_files, exits, main, saving, training
-from megatron.trainer.writer_process import WriterProcess
+from megatron.trainer import main
+from megatron.trainer.checkpoints import checkpoint_files, saving
+from megatron.trainer.checkpoints.writer_process import WriterProcess
+from megatron.trainer.ending import exits
+from megatron.trainer.loop import training
 from tests.faults.job import Job, forked_children, living_in_sessions, planner_of
 from tests.faults.records import read_records, record_steps
 from tests.trainer.commandline import command_line

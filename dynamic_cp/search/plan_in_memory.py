@@ -1,6 +1,6 @@
 """Plans a global batch within the memory of the device: for the command and for `plan_lengths` alike.
 
-The trainer finds its limit once, before it knows a plan (`megatron/trainer/memory.py`), by the same memory model.
+The trainer finds its limit once, before it knows a plan (`megatron/trainer/setup/memory.py`), by the same memory model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,17 @@
 """Makes an unedited Megatron-LM checkout train with dynamic context parallelism.
 
-Read in this order: `checkout` (which checkout, which version), `replacements` (what is replaced and why), `activate`
-(the replaced functions), `flags` (the command line), `session` (groups, planner, a step), `data` (iterators), `counts`,
-`step_log`, `random_states`, `model`, `cpu` (CPU ranks), `scheduler` (newer checkouts). Started by the command
-`megatron.dynamic_cp.run` (`run`), or by an import of `megatron.dynamic_cp.megatron_lm`.
+Read in this order:
+
+- `checkout`: which checkout, which version
+- `replacements`: what is replaced there, and why
+- `flags`: its command line with ours
+- `counts`, `random_states`, `step_log`: samples, states and log lines where batches have any size
+- `data`, `varlen`: its data sets, and documents as samples
+- `model`, `cpu`: its model with our layers; CPU ranks
+- `session`: groups, planner, a step
+- `groups`, `scheduler`: our planner as a packing scheduler of newer checkouts
+- `activate`: the functions that take the replaced ones' places
+- `run`: the command `megatron.dynamic_cp.run`
+
+An import of `megatron.dynamic_cp.megatron_lm` activates it, too.
 """

@@ -135,7 +135,7 @@ class _Adaptor:
         parsed = original(*args, **kwargs)
         import torch
 
-        from megatron.trainer.initialize import choose_backend
+        from megatron.trainer.setup.initialize import choose_backend
 
         requested = "gloo" if parsed.distributed_backend == "gloo" else None
         built_for_device = torch.version.cuda is not None or torch.version.hip is not None
@@ -186,7 +186,7 @@ class _Adaptor:
             args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
             self._planned = flags.planned(self._asked, args)
             if args.ddp_bucket_size is None and args.ddp_num_buckets is None:
-                from megatron.trainer.model import ddp_bucket_size
+                from megatron.trainer.setup.model import ddp_bucket_size
 
                 args.ddp_bucket_size = ddp_bucket_size(args.data_parallel_size, self._asked.context_parallel_size)
         return validated

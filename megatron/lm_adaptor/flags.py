@@ -27,9 +27,9 @@ from megatron.dynamic_cp.flags.arguments import (
     tokens_or_auto,
 )
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.trainer import derive
 from megatron.trainer.data.config import OVERLONG_POLICIES
-from megatron.trainer.validation import check_auto_knows_recomputation, check_planning_values, planning_settings
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.validation import check_auto_knows_recomputation, check_planning_values, planning_settings
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.trainer.exits import exit_code_of, leave
+from megatron.trainer.ending.exits import exit_code_of, leave
 
 COMMAND = "megatron.dynamic_cp.run"
 

@@ -17,18 +17,18 @@ from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.measuring.flops import training_flops
+from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.lm_adaptor.counts import StepFlops
 from megatron.lm_adaptor.data import LaneIterator
 from megatron.lm_adaptor.flags import Planned, model_shape
 from megatron.lm_adaptor.random_states import choose_lane
 from megatron.lm_adaptor.step_log import plan_line, record_step
-from megatron.trainer import layers
-from megatron.trainer.checkpointing import Position
-from megatron.trainer.interchange import COEFFICIENTS
-from megatron.trainer.log import StepRecord, dump_entry
-from megatron.trainer.planned_runtime import PlannedRuntime, first_hardware
-from megatron.trainer.refining import Refining
-from megatron.trainer.step import run_schedule
+from megatron.trainer.checkpoints.interchange import COEFFICIENTS
+from megatron.trainer.checkpoints.state import Position
+from megatron.trainer.loop.refining import Refining
+from megatron.trainer.reporting.log import StepRecord, dump_entry
+from megatron.trainer.setup import layers
+from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
 from megatron.dynamic_cp.foreign.rerouting import in_phase
-from megatron.trainer.log import Interval, StepRecord, plan_scalars
+from megatron.trainer.reporting.log import Interval, StepRecord, plan_scalars
 
 
 def record_step(

@@ -7,15 +7,15 @@ import os
 import warnings
 from collections.abc import Sequence
 
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.exits import exit_code_of, leave
+from megatron.trainer.ending.exits import exit_code_of, leave
+from megatron.trainer.flags.arguments import parse_args
 
 # Warnings of megatron-core and torch, on every rank, about packages and settings that nothing here uses.
 NOT_FOR_USERS = ("Apex", "Transformer Engine", "cuda_graph_scope", "is deprecated", "deprecating ShardedTensor")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Train and return the exit code (see `megatron.trainer.exits`)."""
+    """Train and return the exit code (see `megatron.trainer.ending.exits`)."""
 
     def parse_and_train() -> None:
         settings = parse_args(argv)
@@ -24,9 +24,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         for message in NOT_FOR_USERS:
             warnings.filterwarnings("ignore", message=f"(?s).*({message})")
-        from megatron.trainer.failures import explained
-        from megatron.trainer.initialize import shut_down
-        from megatron.trainer.training import pretrain
+        from megatron.trainer.ending.failures import explained
+        from megatron.trainer.loop.training import pretrain
+        from megatron.trainer.setup.initialize import shut_down
 
         with explained(settings.parallel.distributed_timeout_minutes):
             pretrain(settings)

@@ -11,8 +11,9 @@ import time
 import pytest
 
 from dynamic_cp.models.catalog import load_hardware
-from megatron.trainer import derive, memory
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import memory
 from tests.cluster.conftest import ROOT, Cluster
 
 SLURM = ROOT / "examples" / "slurm"

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.models.catalog import load_hardware, load_model
-from megatron.trainer import derive, memory
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import memory
 from tests.cluster.conftest import ROOT, Cluster
 
 SCRIPT = ROOT / "examples" / "slurm" / "table1.py"

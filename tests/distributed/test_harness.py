@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.dynamic_cp.attention.kernels.choice import CPU
-from megatron.trainer.exits import EXIT_SIGNALS
+from megatron.trainer.ending.exits import EXIT_SIGNALS
 from tests.distributed import emulated_lanes
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.naive_attention import random_qkv

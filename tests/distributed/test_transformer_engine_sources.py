@@ -22,7 +22,7 @@ import pytest
 
 from dynamic_cp.types import CP_COMM_TYPES
 from megatron.dynamic_cp.attention.te.support import NATIVE_SINCE, PERMITTED_SINCE, release_of
-from megatron.trainer.layers import BATCHED_RING
+from megatron.trainer.setup.layers import BATCHED_RING
 from tests.distributed import fake_transformer_engine as fake
 
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"

@@ -18,8 +18,8 @@ from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.dynamic_cp.attention.te import support as te_support
 from megatron.dynamic_cp.attention.te.support import choose_layers, missing_exchanges, way
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
-from megatron.trainer import layers, warm_up
-from megatron.trainer.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
+from megatron.trainer.setup import layers, warm_up
+from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.dynamic_cp.attention.te.support import LayerChoice
-from megatron.trainer import layers, training
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import training
+from megatron.trainer.setup import layers
 from tests.distributed import fake_transformer_engine as fake
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.calibration.undisturbed import Moment, alone_s, took_since
+from megatron.dynamic_cp.measuring.undisturbed import Moment, alone_s, took_since
 from tests.distributed.harness import run_ranks
 
 

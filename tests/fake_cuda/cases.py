@@ -51,10 +51,11 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.trainer import index_once, planned_runtime
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.log import StepRecord
-from megatron.trainer.training import pretrain
+from megatron.trainer.data import index_once
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop.training import pretrain
+from megatron.trainer.reporting.log import StepRecord
+from megatron.trainer.setup import planned_runtime
 from tests.fake_cuda import runtime
 from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
 from tests.fake_cuda.waits import AT_START, IN_A_STEP, NOW_AND_THEN

@@ -30,7 +30,9 @@ IN_A_STEP = {
         why="megatron-core asks whether there are tokens before it divides gradients by their number",
         value=lambda _: 1,
     ),
-    "megatron.trainer.step:sum_over_job": Answer(why="the loss of the log line, and whether a rank stops", value=_sums),
+    "megatron.dynamic_cp.step.schedule:sum_over_job": Answer(
+        why="the loss of the log line, and whether a rank stops", value=_sums
+    ),
     "megatron.core.utils:local_multi_tensor_l2_norm": Answer(
         why="megatron-core's norm of each gradient without TransformerEngine or Apex, parameter by parameter",
         value=lambda _: 1.0,
@@ -60,7 +62,7 @@ AT_START = {
         why="what the first exchanges of a group brought", value=lambda variables: variables["expected"]
     ),
     "megatron.dynamic_cp.layout.packed_seq_params:build": Answer(why="boundaries of warm-up packs"),
-    "megatron.trainer.model:wrap_chunks": Answer(why="norms are made on the CPU"),
+    "megatron.trainer.setup.model:wrap_chunks": Answer(why="norms are made on the CPU"),
     "megatron.core.optimizer:_get_param_groups": Answer(why="megatron-core compares the kinds of parameters of ranks"),
     "megatron.core.optimizer.optimizer:__init__": Answer(why="megatron-core's flag of an overflow"),
 }

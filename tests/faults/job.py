@@ -26,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.search.planner_process import die_with_parent
-from megatron.trainer import exits, main, training  # noqa: F401 (training: imported once, before the ranks are forked)
+from megatron.trainer import main
+from megatron.trainer.ending import exits
+from megatron.trainer.loop import training  # noqa: F401 imported once, before the ranks are forked
 
 SURVIVORS_LIMIT_S = 8.0
 """Seconds after the last rank in which its planner and workers must be gone, too: a worker of torch looks for its

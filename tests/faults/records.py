@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
-from megatron.trainer import training
-from megatron.trainer.log import StepRecord
+from megatron.trainer.loop import training
+from megatron.trainer.reporting.log import StepRecord
 from tests.faults.job import planner_of
 
 

@@ -20,8 +20,8 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.plans.planning import PlanSource
-from megatron.trainer import training
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import training
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.reference import SampleTokens
 from tests.distributed.test_planning import PROBLEM as THREE_LANES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.types import Problem
-from megatron.trainer import planned_runtime
+from megatron.trainer.setup import planned_runtime
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
 from tests.trainer.commandline import command_line

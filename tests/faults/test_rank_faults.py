@@ -23,9 +23,12 @@ from megatron.core.distributed import DistributedDataParallel
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.data import prefetch
 from megatron.dynamic_cp.plans import planner, planning
-from megatron.trainer import checkpoint_files, exits, index_once, step
-from megatron.trainer import run as trainer_run
+from megatron.dynamic_cp.step import schedule
+from megatron.trainer.checkpoints import checkpoint_files
+from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream
+from megatron.trainer.ending import exits
+from megatron.trainer.setup import run as trainer_run
 from tests.faults.job import Job, RankEnd
 from tests.faults.test_planner_faults import WORDS, faulty, figures
 from tests.trainer.checkpoints import verified
@@ -86,7 +89,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
     elif phase == "packing":
         prefetch.Packer.take = dying(3, prefetch.Packer.take)
     elif phase == "a pass":
-        real_get, calls = step.get_forward_backward_func, []
+        real_get, calls = schedule.get_forward_backward_func, []
 
         def get() -> Any:
             calls.append(None)
@@ -94,7 +97,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
                 threading.Timer(0.01, die).start()
             return real_get()
 
-        step.get_forward_backward_func = get
+        schedule.get_forward_backward_func = get
     elif phase == "reducing gradients":
         DistributedDataParallel.finish_grad_sync = dying(3, DistributedDataParallel.finish_grad_sync)
     elif phase == "gathering parameters":

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.models.common.language_module import language_module
 from torch.utils._triton import has_triton
 
-from megatron.trainer.fusions import why_no_kernel
+from megatron.trainer.setup.fusions import why_no_kernel
 from tests.gpu.test_training import MODEL, losses, trains
 
 pytestmark = pytest.mark.gpu

@@ -314,7 +314,7 @@ def test_chats_are_tokens_with_either_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_says_what_is_overridden(monkeypatch: pytest.MonkeyPatch, caplog: Any, rank: int) -> None:
     parsed = argparse.Namespace(distributed_backend="nccl", dynamic_cp=True, rank=rank, tensor_model_parallel_size=1)
-    monkeypatch.setattr("megatron.trainer.initialize.choose_backend", lambda *_, **__: "nccl")
+    monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
     monkeypatch.setattr(flags, "refuse_without_effect", lambda _: None)
     monkeypatch.setattr(flags, "translate", lambda args: args)
     monkeypatch.setattr(flags, "environment_is_ready", lambda *_: None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.trainer.manifest import read_manifest, verify_files
+from megatron.trainer.checkpoints.manifest import read_manifest, verify_files
 
 
 def verified(folder: Path) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer import checkpoint_files
+from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import mock
 from tests.trainer.training_ranks import losses, train
 

@@ -10,8 +10,8 @@ import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.arguments import EXCHANGES, UNSUPPORTED, check_supported
-from megatron.trainer import derive
-from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
 from tests.trainer.commandline import command_line
 
 # extra flags, world size, parts of the message
@@ -268,7 +268,7 @@ def test_flags_have_names():
 
 def test_parsing_needs_no_torch():
     program = (
-        "import sys; from megatron.trainer.arguments import parse_args; from tests.trainer.commandline import *; "
+        "import sys; from megatron.trainer.flags.arguments import parse_args; from tests.trainer.commandline import *; "
         "parse_args(command_line('--dynamic-cp'), 4); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron.trainer import checkpoint_files, exits, manifest, training
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.checkpoints import checkpoint_files, manifest
+from megatron.trainer.ending import exits
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import training
 from tests.distributed.harness import RankError, run_ranks
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line

@@ -9,10 +9,10 @@ import zlib
 import pytest
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
-from megatron.trainer import checkpoint_files as files
-from megatron.trainer import manifest
-from megatron.trainer.content_hash import HashedFile, hash_file
-from megatron.trainer.manifest import Manifest
+from megatron.trainer.checkpoints import checkpoint_files as files
+from megatron.trainer.checkpoints import manifest
+from megatron.trainer.checkpoints.content_hash import HashedFile, hash_file
+from megatron.trainer.checkpoints.manifest import Manifest
 from tests.trainer.checkpoints import verified
 
 BIG = b"x" * ((1 << 20) + 1)

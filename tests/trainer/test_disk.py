@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.trainer import disk
+from megatron.trainer.checkpoints import disk
 
 Usage = namedtuple("Usage", "total used free")
 FULL, ROOMY = Usage(100_000_000_000, 99_999_000_000, 1_000_000), Usage(100_000_000_000, 0, 60_000_000_000)

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from megatron.trainer import exits, manifest
+from megatron.trainer.checkpoints import manifest
+from megatron.trainer.ending import exits
 from tests.trainer.training_ranks import run_command, train
 
 pytestmark = pytest.mark.slow

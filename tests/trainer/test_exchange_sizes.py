@@ -10,8 +10,8 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
 from megatron.dynamic_cp.flags.arguments import EXCHANGES
-from megatron.trainer import derive
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
 
 NUM_HEADS = 4  # of the command line's model

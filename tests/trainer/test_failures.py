@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
-from megatron.trainer import failures, training
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.ending import failures
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import training
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import Ended, _command_on_one_rank

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer import checkpoint_files
+from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import mock
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line

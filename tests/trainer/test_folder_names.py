@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.trainer import checkpoint_files
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.checkpoints import checkpoint_files
+from megatron.trainer.flags.arguments import parse_args
 from tests.faults.job import Job
 from tests.trainer.commandline import command_line
 

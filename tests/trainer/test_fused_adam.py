@@ -15,7 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron.dynamic_cp.repairs import optimizer_checkpoint
-from megatron.trainer import checkpoint_files
+from megatron.trainer.checkpoints import checkpoint_files
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import _train_one_rank

@@ -13,8 +13,8 @@ from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from megatron.trainer import compile_once, fusions
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import compile_once, fusions
 from tests.distributed import fake_apex
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line

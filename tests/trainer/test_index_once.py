@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from megatron.trainer import index_once as module
 from megatron.trainer.data import entries, index_cache
+from megatron.trainer.data import index_once as module
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.index_once import index_once
+from megatron.trainer.data.index_once import index_once
 from tests.distributed.harness import RankError, run_ranks
 
 LINES = b'{"text": "one"}\n\n{"text": "three"}\n'

@@ -29,11 +29,12 @@ from dynamic_cp.errors import CheckpointError
 from dynamic_cp.plans.padding import padded_seqlens
 from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from megatron.dynamic_cp.step.loss import sum_of_losses
-from megatron.trainer import checkpoint_files, initialize, interchange, model
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.checkpoints import checkpoint_files, interchange
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.index_once import index_once
-from megatron.trainer.run import data_config
+from megatron.trainer.data.index_once import index_once
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import initialize, model
+from megatron.trainer.setup.run import data_config
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_static_cp import StaticGroupAttention
 from tests.trainer.commandline import command_line

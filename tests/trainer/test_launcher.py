@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from megatron.trainer import exits
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.initialize import join
+from megatron.trainer.ending import exits
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup.initialize import join
 from tests.trainer.commandline import command_line
 
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29755"}

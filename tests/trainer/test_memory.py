@@ -12,8 +12,9 @@ import dynamic_cp
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
-from megatron.trainer import derive, memory
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import memory
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import losses, run_command, train
 

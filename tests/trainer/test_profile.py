@@ -12,8 +12,8 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.types import Bucket
 from megatron.dynamic_cp.measuring import nvtx
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.profiling import trace_path
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.reporting.profiling import trace_path
 from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC
 from tests.trainer.training_ranks import losses, run_command, train

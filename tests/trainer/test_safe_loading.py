@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from dynamic_cp.errors import CheckpointError
-from megatron.trainer import checkpoint_files, checkpointing, interchange, manifest, safe_loading
+from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, safe_loading
+from megatron.trainer.checkpoints.disk import reporting
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 from tests.payload import Payload, planted, works
@@ -125,7 +126,7 @@ def load_all(folders: dict[str, Path]) -> dict[str, Any]:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # scripts set it to load checkpoints of before torch 2.6
 
     def load(folder: Path) -> Any:
-        with checkpointing.reporting(f"--load {folder}: {folder.name}", str(folder), "read", "resume from another"):
+        with reporting(f"--load {folder}: {folder.name}", str(folder), "read", "resume from another"):
             return safe_loading.load(state_of(dist.get_rank()), folder)
 
     return {name: outcome_of(lambda folder=folder: load(folder)) for name, folder in folders.items()}

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.trainer.arguments import ALREADY_SO, build_parser, parse_args
-from megatron.trainer.settings import Settings
+from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
+from megatron.trainer.flags.settings import Settings
 from tests.trainer.commandline import command_line
 
 MEGATRON = Path(__file__).parents[2] / "megatron"
 SEES_PARSED_ARGUMENTS = {
-    "trainer/validation.py": "makes settings of them",
-    "trainer/interchange.py": "Megatron-LM's checkpoints hold its arguments",
+    "trainer/flags/validation.py": "makes settings of them",
+    "trainer/checkpoints/interchange.py": "Megatron-LM's checkpoints hold its arguments",
     "lm_adaptor/counts.py": "Megatron-LM's own arguments",
     "lm_adaptor/flags.py": "Megatron-LM's own arguments",
     "lm_adaptor/scheduler.py": "Megatron-LM's own arguments",

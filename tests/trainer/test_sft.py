@@ -19,10 +19,10 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.evaluation import _evaluating
-from megatron.trainer.run import set_up
-from megatron.trainer.step import sum_over_job
+from megatron.dynamic_cp.step.schedule import sum_over_job
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop.evaluation import _evaluating
+from megatron.trainer.setup.run import set_up
 from tests.distributed.harness import run_ranks
 from tests.trainer.training_ranks import train
 

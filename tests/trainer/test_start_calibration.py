@@ -10,8 +10,8 @@ import torch
 
 from dynamic_cp import load_hardware
 from dynamic_cp.errors import InvalidInputError
-from megatron.trainer import start_calibration
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import start_calibration
 from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, OVERLAPPED
 from tests.trainer.training_ranks import losses, train

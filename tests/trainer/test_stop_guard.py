@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard reads
 ROOT = Path(__file__).parents[2]
 RANK = """
 import subprocess, sys, time
-from megatron.trainer.stop_guard import StopGuard
+from megatron.trainer.ending.stop_guard import StopGuard
 guard = StopGuard(float(sys.argv[1]))
 sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
 print(guard._process.pid if guard._process else 0, *(sleeper.pid for sleeper in sleepers), flush=True)

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.nn import functional
 
-from megatron.trainer import evaluation, exits, run
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.log import StepRecord
+from megatron.trainer.ending import exits
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import evaluation
+from megatron.trainer.reporting.log import StepRecord
+from megatron.trainer.setup import run
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 from tests.trainer.conftest import SAVED

@@ -16,11 +16,12 @@ import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.dynamic_cp.agreement import verify
-from megatron.trainer import evaluation, exits
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.initialize import check_device_queues, choose_backend, choose_precision, device_of
-from megatron.trainer.log import Interval, StepRecord, iteration_line, validation_line
-from megatron.trainer.model import build_scheduler, ddp_bucket_size
+from megatron.trainer.ending import exits
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import evaluation
+from megatron.trainer.reporting.log import Interval, StepRecord, iteration_line, validation_line
+from megatron.trainer.setup.initialize import check_device_queues, choose_backend, choose_precision, device_of
+from megatron.trainer.setup.model import build_scheduler, ddp_bucket_size
 from tests.trainer.commandline import command_line
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,7 @@ FAILING = """
 import contextlib, os, signal, sys, time
 import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
-from megatron.trainer import exits, last_words
+from megatron.trainer.ending import exits, last_words
 
 def run(when):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.trainer import validation
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags import validation
+from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC
 from tests.trainer.training_ranks import run_command, train

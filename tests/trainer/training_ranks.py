@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron.trainer import main, training
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.log import StepRecord
+from megatron.trainer import main
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop import training
+from megatron.trainer.reporting.log import StepRecord
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 

@@ -22,8 +22,9 @@ import pytest
 
 from dynamic_cp import cli, load_hardware
 from megatron.dynamic_cp.calibration.command import command as profile
-from megatron.trainer import derive, memory
-from megatron.trainer.arguments import build_parser, parse_args
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import build_parser, parse_args
+from megatron.trainer.setup import memory
 from tools import flags_page, make_drawings, quoted_figures
 
 ROOT = Path(__file__).parents[2]

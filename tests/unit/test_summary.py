@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.trainer.log import StepRecord
-from megatron.trainer.summary import RunSummary
+from megatron.trainer.reporting.log import StepRecord
+from megatron.trainer.reporting.summary import RunSummary
 
 
 def record(**changes) -> StepRecord:

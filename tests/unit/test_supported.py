@@ -10,8 +10,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from megatron.dynamic_cp.attention import thd
 from megatron.dynamic_cp.flags.arguments import ALLOWED, EXCHANGES, check_supported
-from megatron.trainer import model
-from megatron.trainer.arguments import parse_args
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import model
 from tests.distributed import parity, reference
 from tests.distributed.test_bf16 import LAYOUTS as BF16_LAYOUTS
 from tests.distributed.test_parity import LAYOUTS

@@ -188,11 +188,11 @@ RUNS_CODE = {
 LISTED = {
     # Pipes to processes that this one has started.
     ("dynamic_cp/search/planner_process.py", ".recv"): 3,
-    ("megatron/trainer/writer_process.py", "pickle.load"): 1,
+    ("megatron/trainer/checkpoints/writer_process.py", "pickle.load"): 1,
     ("megatron/trainer/data/scan.py", "pickle.load"): 1,
     ("megatron/trainer/data/workers.py", "pickle.load"): 1,
     # What is unpickled may name the classes of a list of tensors only.
-    ("megatron/trainer/safe_loading.py", "pickle.Unpickler"): 1,
+    ("megatron/trainer/checkpoints/safe_loading.py", "pickle.Unpickler"): 1,
     # Our own templates, every value escaped.
     ("dynamic_cp/report/page.py", "Environment"): 1,
     # A tensor.

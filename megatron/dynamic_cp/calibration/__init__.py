@@ -1,13 +1,17 @@
 """`dynamic-cp profile`: measures this device with the modules that training uses and writes a hardware file.
 
-    command.py   the options
-    run.py       sections in turn, the progress bar, the files, the table
-    device.py    which device, which ranks
-    timing.py    seconds of a forward and a backward pass
-    model.py     a small GPT as training builds it, and its parts
-    sections.py  what is measured, section by section
-    links.py     transfers between ranks
+Read in this order:
 
-`undisturbed.py` tells what other programs take of a machine; the trainer's start_calibration.py asks it.
+- `device`: which device, which ranks
+- `timing`: seconds of a forward and a backward pass
+- `model`: a small GPT as training builds it, and its parts
+- `bench`: what every section needs
+- `links`: transfers between ranks
+- `emulation`: a place in a larger ring, on one rank
+- `micro_batches`: whole ones, as the trainer runs them
+- `sections`: what is measured, section by section
+- `run`: sections in turn, the progress bar, the files, the table
+- `command`: the options
+
 `dynamic_cp/calibration` fits what was measured.
 """

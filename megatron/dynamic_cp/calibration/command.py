@@ -16,11 +16,6 @@ from dynamic_cp.models import catalog
 DEVICES = ("auto", "cuda", "cpu")
 
 
-def measured_path(output: str) -> str:
-    """Return where the measurements behind the hardware file `output` are kept."""
-    return f"{output}.measured.json"
-
-
 @click.command(
     "profile",
     cls=Command,
@@ -92,7 +87,8 @@ def command(**given: Any) -> int:
     a fraction.
     """
     base = catalog.load_hardware(given["hardware"], given["settings"])
-    for path in (given["output"], measured_path(given["output"]), given["plot"]):
+    kept = f"{given['output']}.measured.json"
+    for path in (given["output"], kept, given["plot"]):
         check_writable(path, only_files=True)
     check_suffix(given["output"], "a hardware file", (".json",))
     check_name(given["name"])
@@ -107,7 +103,7 @@ def command(**given: Any) -> int:
             raise UnsupportedFeatureError(
                 f"profile needs torch and megatron-core ({error}): pip install 'megatron-dynamic-cp[train]'"
             ) from error
-        return run(given, base)
+        return run(given, base, kept)
 
 
 def _check_plot(path: str) -> None:

@@ -23,7 +23,6 @@ from dynamic_cp.models import catalog
 from dynamic_cp.types import Hardware, Topology
 from megatron.dynamic_cp.agreement.verify import agree, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.calibration.bench import Bench
-from megatron.dynamic_cp.calibration.command import measured_path
 from megatron.dynamic_cp.calibration.device import Place, num_cores, set_up
 from megatron.dynamic_cp.calibration.model import SmallGPT
 from megatron.dynamic_cp.calibration.sections import RUN
@@ -38,8 +37,12 @@ _GROUPS_TIMEOUT_S = 600.0
 EXIT_NOT_GOOD = 3
 
 
-def run(given: dict[str, Any], base: Hardware) -> int:
+def run(given: dict[str, Any], base: Hardware, kept: str) -> int:
     """Run the command with the options `given`; leave no process group behind that was not there before.
+
+    Args:
+        base: gives what is not measured.
+        kept: file of the measurements, section by section.
 
     Returns:
         Exit status, the same on all ranks: EXIT_NOT_GOOD where --strict asks for a good calibration and it is none.
@@ -47,14 +50,14 @@ def run(given: dict[str, Any], base: Hardware) -> int:
     joined = dist.is_initialized()
     place = set_up(given["device"])
     try:
-        return _profile(given, base, place)
+        return _profile(given, base, kept, place)
     finally:
         if not joined and dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
-def _profile(given: dict[str, Any], base: Hardware, place: Place) -> int:
+def _profile(given: dict[str, Any], base: Hardware, kept: str, place: Place) -> int:
     setup = agree(
         lambda: _setup(given, place),
         lambda own: hashlib.sha256(repr(replace(own, date="")).encode()).hexdigest(),
@@ -63,9 +66,9 @@ def _profile(given: dict[str, Any], base: Hardware, place: Place) -> int:
     )
     measured = Measurements(setup=setup)
     if given["resume"]:
-        measured = run_on_all_ranks(lambda: Measurements.load(measured_path(given["output"]), setup))
+        measured = run_on_all_ranks(lambda: Measurements.load(kept, setup))
     started_with = tuple(measured.sections)
-    _measure(measured, place, given["output"])
+    _measure(measured, place, kept)
 
     def fit() -> bool:
         """Write the files and the report; return whether the calibration is good."""
@@ -107,7 +110,7 @@ def _setup(given: dict[str, Any], place: Place) -> Setup:
     )
 
 
-def _measure(measured: Measurements, place: Place, output: str) -> None:
+def _measure(measured: Measurements, place: Place, kept: str) -> None:
     """Fill in the sections that are missing; rank 0 saves after each."""
     setup = measured.setup
     todo = [name for name in SECTIONS if name not in measured.sections]
@@ -132,7 +135,7 @@ def _measure(measured: Measurements, place: Place, output: str) -> None:
 
                 bench = Bench(setup=setup, place=place, timer=timer, gpt=gpt, groups=groups, tell=tell)
                 measured.sections[name] = tuple(RUN[name](bench))
-                run_on_rank_zero(lambda: write_text(measured_path(output), measured.to_json()))
+                run_on_rank_zero(lambda: write_text(kept, measured.to_json()))
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(
             f"{setup.device} ran out of memory with up to {setup.max_tokens} tokens: lower --max-tokens, or raise --tp"

@@ -1,5 +1,6 @@
-"""What a step of training needs besides megatron-core's schedules.
+"""A step of training: megatron-core's schedules, and what they need besides.
 
 Read in this order: `loss` (sums of losses and tokens), `pipeline_p2p` (messages between stages, shaped by the plan),
-`bucket_times` (seconds of buckets, from which the cost model learns).
+`schedule` (one pass of a global batch, and its sums over the job), `bucket_times` (seconds of buckets, from which the
+cost model learns).
 """

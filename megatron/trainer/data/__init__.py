@@ -1,15 +1,25 @@
 """Documents -> a deterministic, infinite stream of samples whose lengths are known before anything is read.
 
-data_path.py    --data-path -> entries with weights -> files
-entries.py      files -> index -> source. index_cache.py finds or makes an index: file_table.py knows the files and sees
-                a change of them, scan.py reads them (workers.py, progress.py), length_index.py is the file of an index
-source.py       what a source is; text_files.py, json_lines.py, chat_lines.py, indexed.py (.bin/.idx), mock.py are those
-                that there are; line_table.py finds the lines of JSONL, token_scan.py tokenizes them for an index
-tokenizer.py    text -> tokens; hugging_face.py with a local tokenizer.json. chat.py: chats -> text, tokens, loss mask
-split.py        contiguous document ranges for training, validation and test
-samples.py      documents of a range -> samples no longer than --seq-length (--overlong)
-pool.py         the samples of one or more sources, shuffled anew in every epoch
-blend.py        which pool fills which position of the stream
-stream.py       position -> sample: `SampleStream.global_batch` (lengths) and `.read` (tokens)
-build.py        all of it from a `config.DataConfig`
+Read in this order:
+
+- `config`: what a run's flags say of its data
+- `source`: what a source of documents is
+- `progress`, `workers`: a long scan, shown and spread over processes
+- `length_index`: the file of an index; `file_table` knows the files behind it and sees a change of them
+- `index_cache`: finds an index or makes it
+- `json_text`, `scan`: reading files for an index, in processes without numpy
+- `hugging_face`, `tokenizer`: text to tokens; `token_scan` tokenizes for an index
+- `line_table`: the lines of JSONL
+- `text_files`, `json_lines`: two sources; `chat` (messages to tokens and a loss mask), `chat_lines`: a third
+- `indexed` (.bin/.idx), `mock` (random tokens): two more
+- `data_path`: --data-path to entries with weights, and their files
+- `entries`: files to an index, and to a source
+- `split`: ranges of documents for training, validation and test
+- `samples`: documents of a range to samples no longer than --seq-length (--overlong)
+- `pool`: the samples of one or more sources, shuffled anew in every epoch
+- `blend`: which pool fills which position of the stream
+- `stream`: position to sample, `SampleStream.global_batch` (lengths) and `.read` (tokens)
+- `build`: all of it
+- `index_once`: one scan in the whole job
+- `token_lengths`, `tokenize_tasks`: for the commands that count and tokenize without training
 """

@@ -340,7 +340,7 @@ def test_help_says_what_is_tried():
 
 def parsed(setting, model, architecture, monkeypatch, **more):
     """Return the settings that the trainer makes of a recommended line."""
-    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.flags.arguments import parse_args
 
     groups = launch_flags(
         setting,
@@ -409,7 +409,7 @@ TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
     """Every field of shape and architecture, as the trainer's own parser reads the line."""
-    from megatron.trainer import derive
+    from megatron.trainer.flags import derive
 
     if name in CONFIGS:
         config = {**LLAMA_CONFIG, **CONFIGS[name]}

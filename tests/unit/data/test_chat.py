@@ -313,7 +313,7 @@ def test_the_fingerprint_sees_the_mask(tmp_path):
 
 def test_a_checkpoint_remembers_the_template(tmp_path):
     """Another template is another run, also when no probe of the contents shows it."""
-    from megatron.trainer.run import _data_identity
+    from megatron.trainer.setup.run import _data_identity
 
     path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
     template, longer = tmp_path / "t.jinja", tmp_path / "longer.jinja"

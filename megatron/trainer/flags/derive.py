@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape
-from megatron.trainer.settings import ModelSettings
+from megatron.trainer.flags.settings import ModelSettings
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:

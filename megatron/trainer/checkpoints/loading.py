@@ -1,75 +1,27 @@
-"""What a checkpoint holds, and loading it with megatron-core's distributed checkpoints; any layout loads any other's.
+"""Loading a checkpoint with megatron-core's distributed checkpoints; any layout loads any other's.
 
-A checkpoint holds weights, optimizer state, random states and, in its manifest, the position: iteration, consumed
-samples, learning-rate schedule and what the data is. saving.py writes it; checkpoint_files.py has the folders and their
-integrity.
+Its manifest has the position: iteration, consumed samples, learning-rate schedule and what the data is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_zero
-from megatron.trainer import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
-from megatron.trainer.disk import explain_refused_write, is_refused_write
-from megatron.trainer.extra_states import load_weights, without_extra_states
+from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
+from megatron.trainer.checkpoints.disk import reporting
+from megatron.trainer.checkpoints.extra_states import load_weights, without_extra_states
+from megatron.trainer.checkpoints.state import Position, Trainable, set_rng_state, sharded_model, sharded_rng
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class Position:
-    """Where in the run we are.
-
-    Attributes:
-        coefficients: `Coefficients.to_dict` of the cost model, None where it has not been refined.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    coefficients: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainable:
-    """What a checkpoint saves and loads.
-
-    Attributes:
-        chunks: unwrapped model chunks of this pipeline stage.
-        wrapped: the same, wrapped for data parallelism.
-        identity: JSON values that must be equal when a run goes on: model, data, seed.
-        arguments: flags of the run under Megatron-LM's names, for a Megatron-LM that loads its checkpoints.
-        layout: JSON values that decide whether random states fit: TP, PP, lanes.
-        has_dropout: whether random states matter.
-        gathers_params: weights are gathered by the next forward pass and stale until then.
-        calibration: JSON values of what was measured before the first iteration; None where nothing was.
-    """
-
-    chunks: Sequence[torch.nn.Module]
-    wrapped: Sequence[Any]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    identity: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-    layout: Mapping[str, int]
-    has_dropout: bool
-    gathers_params: bool
-    calibration: Mapping[str, Any] | None = None
 
 
 def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position:
@@ -149,30 +101,6 @@ def saved_calibration(load_dir: str) -> dict[str, Any] | None:
     return found
 
 
-@contextlib.contextmanager
-def reporting(what: str, folder: str, verb: str, remedy: str) -> Iterator[None]:
-    """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
-
-    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError, or
-    torch's RuntimeError for a full disk, that gets here is one rank's own: that rank says it, the others end as if it
-    had died.
-    """
-    flag = what.split()[0]
-    try:
-        yield
-    except CheckpointException as error:
-        causes = {rank: str(cause) for rank, (cause, _) in sorted(error.failures.items())}
-        same = set(causes.values()) if len(causes) > 1 else set()
-        own = same.pop() if len(same) == 1 else "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-        reasons = run_on_rank_zero(lambda: explain_refused_write(own, folder))
-        raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {flag}") from None
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not is_refused_write(error):
-            raise
-        reason = explain_refused_write(str(error), folder)
-        raise CheckpointError(f"{what} cannot be {verb} ({reason}): {remedy} {flag}") from None
-
-
 def _find(
     load_dir: str, required: bool, model: Mapping[str, Any], weights_only: bool
 ) -> tuple[str, dict[str, Any]] | None:
@@ -244,16 +172,6 @@ def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder:
     _check_identity({"model": kept}, {"model": saved}, folder)
 
 
-def sharded_model(trainable: Trainable) -> dict[str, Any]:
-    """Return the weights of this rank as megatron-core saves and loads them."""
-    chunks = trainable.chunks
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    return {
-        name: chunk.sharded_state_dict(metadata=optimizer_state.SHARDING)
-        for name, chunk in zip(names, chunks, strict=True)
-    }
-
-
 def _load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
     try:
         scheduler.load_state_dict(saved)
@@ -262,24 +180,3 @@ def _load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -
             f"the learning-rate schedule differs from the checkpoint's ({error}): give the same flags, "
             "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         ) from None
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the states of this rank's generators."""
-    state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring this rank's generators back to where `rng_state` found them."""
-    torch.set_rng_state(state["cpu"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
-    """Return `rng_state` as megatron-core saves it; None asks for what was saved."""
-    return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -27,9 +27,9 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
-from megatron.trainer.fusions import CONFIG_FIELDS, NOTHING, Fusions
-from megatron.trainer.planned_runtime import PlannedRuntime
-from megatron.trainer.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings
+from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings
+from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
+from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 
 @dataclass(frozen=True, kw_only=True)

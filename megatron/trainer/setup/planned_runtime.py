@@ -27,7 +27,7 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.plans.plan_dump import WARM_UP, RecordedPlans, RunDump
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.plans.planning import PlanSource, warm_up
-from megatron.trainer import memory
+from megatron.trainer.setup import memory
 
 
 def first_hardware(settings: PlanningSettings, device: torch.device) -> Hardware:

@@ -18,7 +18,7 @@ from types import FrameType
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.agreement import phase
-from megatron.trainer import last_words
+from megatron.trainer.ending import last_words
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0

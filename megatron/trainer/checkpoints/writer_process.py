@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from dynamic_cp.search.planner_process import die_with_parent
 from megatron.dynamic_cp.data.prefetch import keep_what_forks_inherit
-from megatron.trainer.content_hash import FileRecord, HashedFile
-from megatron.trainer.exits import EXIT_SIGNALS
+from megatron.trainer.checkpoints.content_hash import FileRecord, HashedFile
+from megatron.trainer.ending.exits import EXIT_SIGNALS
 
 
 class WriteResults:

@@ -21,10 +21,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_rank_zero
 from megatron.dynamic_cp.measuring.nvtx import span
-from megatron.trainer import checkpoint_files, interchange, optimizer_state
-from megatron.trainer.checkpointing import Position, Trainable, reporting, rng_state, sharded_model, sharded_rng
-from megatron.trainer.content_hash import FileRecord
-from megatron.trainer.writer_process import WriterProcess
+from megatron.trainer.checkpoints import checkpoint_files, interchange, optimizer_state
+from megatron.trainer.checkpoints.content_hash import FileRecord
+from megatron.trainer.checkpoints.disk import reporting
+from megatron.trainer.checkpoints.state import Position, Trainable, rng_state, sharded_model, sharded_rng
+from megatron.trainer.checkpoints.writer_process import WriterProcess
 
 logger = logging.getLogger(__name__)
 

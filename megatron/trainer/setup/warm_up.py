@@ -17,9 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from dynamic_cp.errors import MemoryLimitError
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.trainer.attention_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
-from megatron.trainer.model import Built
-from megatron.trainer.planned_runtime import PlannedRuntime
+from megatron.trainer.setup.attention_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
+from megatron.trainer.setup.model import Built
+from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def _within_memory(compute: Callable[[], T], limit: int) -> T:
     """Return `compute()`, which has collectives in it.
 
     A rank without memory tells nobody: the others wait for it inside `compute`, where nothing it sends would be heard.
-    It ends with the error, and its launcher ends them (see `megatron.trainer.failures`).
+    It ends with the error, and its launcher ends them (see `megatron.trainer.ending.failures`).
 
     Raises:
         MemoryLimitError: the device of this rank is too small.

@@ -14,8 +14,8 @@ from torch.utils._triton import has_triton
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.agreement.verify import agree
-from megatron.trainer import compile_once
-from megatron.trainer.settings import ModelSettings
+from megatron.trainer.flags.settings import ModelSettings
+from megatron.trainer.setup import compile_once
 
 CONFIG_FIELDS = frozenset(
     {

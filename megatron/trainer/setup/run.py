@@ -21,19 +21,22 @@ from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.step.loss import forward_step
-from megatron.trainer import checkpoint_files, derive, fusions, layers, model, start_calibration
-from megatron.trainer.checkpointing import Trainable, saved_calibration
+from megatron.dynamic_cp.step.schedule import run_schedule
+from megatron.trainer.checkpoints import checkpoint_files
+from megatron.trainer.checkpoints.loading import saved_calibration
+from megatron.trainer.checkpoints.state import Trainable
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import SampleStream, Splits, build_splits
 from megatron.trainer.data.chat_lines import chat_identity
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.index_once import index_once
-from megatron.trainer.initialize import initialize, seed, set_up_logging
-from megatron.trainer.log import Scalars
-from megatron.trainer.planned_runtime import PlannedRuntime, first_hardware
-from megatron.trainer.settings import LoggingSettings, Settings
-from megatron.trainer.step import run_schedule
-from megatron.trainer.warm_up import warm_up_device
+from megatron.trainer.data.index_once import index_once
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.settings import LoggingSettings, Settings
+from megatron.trainer.reporting.log import Scalars
+from megatron.trainer.setup import fusions, layers, model, start_calibration
+from megatron.trainer.setup.initialize import initialize, seed, set_up_logging
+from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
+from megatron.trainer.setup.warm_up import warm_up_device
 
 logger = logging.getLogger(__name__)
 

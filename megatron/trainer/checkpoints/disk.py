@@ -1,11 +1,18 @@
-"""What a refused write means: the disk that is full, and how much room it has."""
+"""What a refused write means: the disk that is full, and how much room it has; the same error on every rank."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dynamic_cp.errors import CheckpointError
+from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 
 _NO_ROOM = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|unexpected pos \d+ vs \d+|file write failed|"
@@ -45,6 +52,30 @@ def explain_refused_write(said: str, folder: str | Path) -> str:
         f"on the disk of {folder} {room}: was it full for a moment, or is there a quota or a limit on the size of "
         f"files (ulimit -f)? {said}"
     )
+
+
+@contextlib.contextmanager
+def reporting(what: str, folder: str, verb: str, remedy: str) -> Iterator[None]:
+    """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
+
+    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError, or
+    torch's RuntimeError for a full disk, that gets here is one rank's own: that rank says it, the others end as if it
+    had died.
+    """
+    flag = what.split()[0]
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: str(cause) for rank, (cause, _) in sorted(error.failures.items())}
+        same = set(causes.values()) if len(causes) > 1 else set()
+        own = same.pop() if len(same) == 1 else "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        reasons = run_on_rank_zero(lambda: explain_refused_write(own, folder))
+        raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {flag}") from None
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_refused_write(error):
+            raise
+        reason = explain_refused_write(str(error), folder)
+        raise CheckpointError(f"{what} cannot be {verb} ({reason}): {remedy} {flag}") from None
 
 
 def _existing(path: Path) -> Path:

@@ -15,8 +15,8 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.trainer.launcher import environment_number
-from megatron.trainer.settings import Settings, settings_of
+from megatron.trainer.flags.launcher import environment_number
+from megatron.trainer.flags.settings import Settings, settings_of
 
 
 def checked_settings(args: argparse.Namespace) -> Settings:
@@ -318,9 +318,8 @@ def _complete_schedule(args: argparse.Namespace) -> None:
                 global_batch_size=args.global_batch_size,
             )
     whole_batches = args.train_iters * args.global_batch_size
-    args.train_samples_left_out = (
-        0 if args.train_samples is None else args.train_samples - whole_batches
-    )  # run.py says it
+    # `setup.run` says how many.
+    args.train_samples_left_out = 0 if args.train_samples is None else args.train_samples - whole_batches
     args.train_samples = whole_batches
 
     args.lr_decay_samples = _samples(args, "lr_decay", default=args.train_samples)

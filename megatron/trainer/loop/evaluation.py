@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.step.schedule import sum_over_job
 from megatron.trainer.data.build import SampleStream
-from megatron.trainer.log import validation_line
-from megatron.trainer.run import Run
-from megatron.trainer.step import sum_over_job
+from megatron.trainer.reporting.log import validation_line
+from megatron.trainer.setup.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.measuring import nvtx
-from megatron.trainer.settings import ProfilingSettings
+from megatron.trainer.flags.settings import ProfilingSettings
 
 logger = logging.getLogger(__name__)
 

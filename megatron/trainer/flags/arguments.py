@@ -19,9 +19,9 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
-from megatron.trainer.launcher import environment_number
-from megatron.trainer.settings import Settings
-from megatron.trainer.validation import checked_settings
+from megatron.trainer.flags.launcher import environment_number
+from megatron.trainer.flags.settings import Settings
+from megatron.trainer.flags.validation import checked_settings
 
 CALIBRATION_MODES = ("auto", "anew", "off")
 

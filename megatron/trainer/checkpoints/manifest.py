@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from dynamic_cp.errors import CheckpointError
-from megatron.trainer.content_hash import ALGORITHM, FileRecord, hash_file, hash_files
+from megatron.trainer.checkpoints.content_hash import ALGORITHM, FileRecord, hash_file, hash_files
 
 logger = logging.getLogger(__name__)
 

@@ -36,15 +36,15 @@ from dynamic_cp.types import Hardware, Plan, PlannedBatch
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.calibration.device import cpu_name, num_cores
-from megatron.dynamic_cp.calibration.undisturbed import Moment, Took, ranks_on_node, took_since
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.measuring.undisturbed import Moment, Took, ranks_on_node, took_since
 from megatron.dynamic_cp.plans.planning import FixedPlan
 from megatron.dynamic_cp.step.bucket_times import BucketTimes
-from megatron.trainer.checkpointing import rng_state, set_rng_state
-from megatron.trainer.model import Built
-from megatron.trainer.planned_runtime import PlannedRuntime
-from megatron.trainer.step import run_schedule, sum_over_job
+from megatron.dynamic_cp.step.schedule import run_schedule, sum_over_job
+from megatron.trainer.checkpoints.state import rng_state, set_rng_state
+from megatron.trainer.setup.model import Built
+from megatron.trainer.setup.planned_runtime import PlannedRuntime
 from megatron.trainer.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)

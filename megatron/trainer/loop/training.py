@@ -19,24 +19,24 @@ from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.plans.global_batch import GlobalBatch
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import keep_beating
-from megatron.dynamic_cp.calibration.undisturbed import Moment, share_of_others
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.measuring.nvtx import span
-from megatron.trainer import checkpointing
-from megatron.trainer.checkpointing import Position
+from megatron.dynamic_cp.measuring.undisturbed import Moment, share_of_others
+from megatron.dynamic_cp.step.schedule import sum_over_job
+from megatron.trainer.checkpoints import loading
+from megatron.trainer.checkpoints.saving import Saver
+from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.data.stream import SampleStream
-from megatron.trainer.evaluation import Evaluation
-from megatron.trainer.exits import ExitSignals, exit_signals
-from megatron.trainer.log import Interval, StepRecord, dump_entry, iteration_line
-from megatron.trainer.profiling import Profiling
-from megatron.trainer.refining import Refining
-from megatron.trainer.run import Run, set_up
-from megatron.trainer.saving import Saver
-from megatron.trainer.settings import Settings, TrainingSettings
-from megatron.trainer.step import sum_over_job
-from megatron.trainer.stop_guard import StopGuard
-from megatron.trainer.summary import RunSummary
+from megatron.trainer.ending.exits import ExitSignals, exit_signals
+from megatron.trainer.ending.stop_guard import StopGuard
+from megatron.trainer.flags.settings import Settings, TrainingSettings
+from megatron.trainer.loop.evaluation import Evaluation
+from megatron.trainer.loop.refining import Refining
+from megatron.trainer.reporting.log import Interval, StepRecord, dump_entry, iteration_line
+from megatron.trainer.reporting.profiling import Profiling
+from megatron.trainer.reporting.summary import RunSummary
+from megatron.trainer.setup.run import Run, set_up
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _first_position(run: Run) -> Position:
     position, checkpoints = Position(), run.settings.checkpoints
     if checkpoints.load is not None:
         phase.enter("loading the checkpoint")
-        position = checkpointing.load(
+        position = loading.load(
             run.trainable,
             checkpoints.load,
             finetune=checkpoints.finetune,

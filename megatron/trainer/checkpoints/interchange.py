@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from dynamic_cp.errors import CheckpointError
-from megatron.trainer import checkpoint_files, manifest, optimizer_state, safe_loading
+from megatron.trainer.checkpoints import checkpoint_files, manifest, optimizer_state, safe_loading
 
 CONTENT_METADATA = {
     **optimizer_state.SHARDING,

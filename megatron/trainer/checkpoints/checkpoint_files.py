@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import CheckpointError, DynamicCPError
-from megatron.trainer import manifest
-from megatron.trainer.disk import explain_refused_write
-from megatron.trainer.manifest import FileRecord, Manifest
+from megatron.trainer.checkpoints import manifest
+from megatron.trainer.checkpoints.disk import explain_refused_write
+from megatron.trainer.checkpoints.manifest import FileRecord, Manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _PARTIAL = ".partial"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from megatron.trainer.log import StepRecord
+from megatron.trainer.reporting.log import StepRecord
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from megatron.core import parallel_state, tensor_parallel
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.dynamic_cp.agreement import lost_peers
 from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint
-from megatron.trainer.launcher import check_rendezvous, environment_number
-from megatron.trainer.settings import Settings
+from megatron.trainer.flags.launcher import check_rendezvous, environment_number
+from megatron.trainer.flags.settings import Settings
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:

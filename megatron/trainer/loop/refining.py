@@ -19,8 +19,8 @@ from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.plans.plan_dump import JsonLines, spans_path
 from megatron.dynamic_cp.step import loss
 from megatron.dynamic_cp.step.bucket_times import BucketTimes, ForwardStep
-from megatron.trainer.checkpointing import Position
-from megatron.trainer.planned_runtime import PlannedRuntime
+from megatron.trainer.checkpoints.state import Position
+from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 logger = logging.getLogger(__name__)
 
