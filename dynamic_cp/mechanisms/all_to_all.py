@@ -15,6 +15,9 @@ class AllToAll(Mechanism):
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (cp_size,) if sharing.is_even(cp_size) else ()
 
+    def size_rule(self, sharing: Sharing) -> str | None:
+        return f"it must divide the {sharing.query_heads} query heads of a tensor-parallel rank"
+
     def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
         shard = stage.kv_shard(cp_size, copies, link)
         return stage.in_ring(1, cp_size, shard, stage.exchanged_heads(cp_size, cp_size, copies, link))

@@ -35,6 +35,11 @@ class Sharing(NamedTuple):
         """Return whether so many lanes can share out the query heads."""
         return inner_cp_size == 1 or (self.heads is not None and self.heads[0] % inner_cp_size == 0)
 
+    @property
+    def query_heads(self) -> int | str:
+        """Query heads of a TP rank, for words."""
+        return "no whole number of" if self.heads is None else self.heads[0]
+
     def copies(self, inner_cp_size: int) -> int:
         """Return how often KV heads are repeated for an inner group."""
         return kv_heads_of(*self.heads, inner_cp_size).copies if self.heads and inner_cp_size > 1 else 1
@@ -64,6 +69,10 @@ class Mechanism:
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""
         raise NotImplementedError
+
+    def size_rule(self, sharing: Sharing) -> str | None:
+        """Return in words which CP sizes ("it") it can serve; None where it can serve all of them."""
+        return None
 
     def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
         """Return why the lanes of `bucket` cannot use it, with the remedy; None where they can."""

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dynamic_cp.mechanisms.all_gather import AllGather
 from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.mechanisms.two_levels import TwoLevels
-from dynamic_cp.types import CpCommType
+from dynamic_cp.types import Attention, CpCommType
 
 MECHANISMS: Mapping[CpCommType, Mechanism] = {one.name: one for one in (Ring(), AllGather(), AllToAll(), TwoLevels())}
 """Name -> mechanism, for every name that a bucket may have."""
 
 
-def inner_sizes(
-    exchange: CpCommType,
-    cp_size: int,
-    heads: tuple[int, int] | None,
-    lanes_in_one_node: int,
-    allowed: tuple[int, ...] | None = None,
-) -> tuple[int, ...]:
-    """Return the inner sizes with which a group can use an exchange, the largest first; () where it cannot.
+def attentions_of(names: Iterable[CpCommType], cp_size: int, sharing: Sharing) -> list[Attention]:
+    """Return the ways in which a group of `cp_size` lanes can compute attention by the mechanisms of these names."""
+    return [Attention(name, inner) for name in names for inner in MECHANISMS[name].inner_sizes(cp_size, sharing)]
 
-    Args:
-        exchange, cp_size: of the group, as in `Bucket`.
-        heads, lanes_in_one_node, allowed: the attributes of `Sharing`.
-    """
-    return MECHANISMS[exchange].inner_sizes(cp_size, Sharing(heads, lanes_in_one_node, allowed))
+
+def chosen_inner_sizes(names: Iterable[CpCommType], largest: int, sharing: Sharing) -> tuple[int, ...]:
+    """Return the inner sizes that plans may choose in groups of up to `largest` lanes, ascending; () where none may."""
+    ways = attentions_of(names, largest, sharing)
+    return tuple(sorted({way.inner_cp_size for way in ways if way.chooses_inner_size}))

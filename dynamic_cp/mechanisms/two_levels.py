@@ -26,6 +26,12 @@ class TwoLevels(Mechanism):
             and sharing.is_even(size)
         )
 
+    def size_rule(self, sharing: Sharing) -> str | None:
+        return (
+            f"an inner size must lie above 1 and below it and divide both the {sharing.query_heads} query heads of a "
+            f"tensor-parallel rank and the blocks of {sharing.node_lanes} lanes that lie in one node"
+        )
+
     def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
         inner, node = bucket.inner_cp_size, topology.lanes_per_node
         if node % inner:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dynamic_cp.types import CP_COMM_TYPES
+
 ROOT = Path(__file__).parents[2]
 
 ROOMS = {
@@ -177,3 +179,17 @@ def test_the_walk_of_one_sample_names_at_most_eight_files_and_what_is_in_them() 
         defined = set(re.findall(r"(?:def|class) (\w+)", (ROOT / path).read_text(encoding="utf-8")))
         assert names[0] in defined, path
         assert all(f" {name}(" in others or f" {name}:" in others for name in names), names
+
+
+def test_nobody_compares_with_the_name_of_a_mechanism() -> None:
+    """What a mechanism means is asked of it: a new one needs no branch anywhere."""
+    compared = {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        if path.is_relative_to(ROOT / "dynamic_cp") or path.is_relative_to(ROOT / "megatron")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        for side in ast.walk(node)
+        if isinstance(side, ast.Constant) and side.value in CP_COMM_TYPES
+    }
+    assert compared == {"dynamic_cp/report/trace.py"}, "its arrows between pipeline stages are called p2p"

@@ -18,7 +18,7 @@ from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import attention_backward
 
-EXECUTORS: dict[CpCommType, type[Ring] | type[AllGather]] = {
+EXECUTORS: dict[CpCommType, type[Executor]] = {
     "p2p": Ring,
     "all_gather": AllGather,
     "a2a": HeadsAroundRing,
@@ -56,7 +56,7 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
         UnsupportedFeatureError: an exchange that is not built here, or heads that it cannot share out.
     """
     assert params.cp_group is not None
-    make = Ring if params.cp_group.size() == 1 else EXECUTORS.get(params.cp_comm_type)
+    make: type[Executor] | None = Ring if params.cp_group.size() == 1 else EXECUTORS.get(params.cp_comm_type)
     if make is None:
         raise UnsupportedFeatureError(
             f"the plan asks for {params.cp_comm_type} at {params.label}, the torch attention "

@@ -49,7 +49,7 @@ class Bench:
         positions = torch.cat([torch.arange(seqlen, device=self.device) for seqlen in seqlens])
         alone = self.groups.group(self.groups.lane, 1)
         return DynamicPackedSeqParams.build(
-            tuple(seqlens), positions, alone, cp_comm_type="p2p", label="calibration", stats=ExchangeStats()
+            tuple(seqlens), positions, alone, label="calibration", stats=ExchangeStats()
         )
 
     def random(self, *shape: int, grad: bool = False) -> Tensor:

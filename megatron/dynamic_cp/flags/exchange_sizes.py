@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.mechanisms.registry import inner_sizes
-from dynamic_cp.types import is_power_of_two
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, chosen_inner_sizes
+from dynamic_cp.types import CHOOSES_INNER_SIZE, is_power_of_two
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
 def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> PlanningSettings:
     """Return `settings` with the sizes that its exchanges can have, checked against heads and nodes.
 
-    `inner_cp_sizes` becomes the tuple of inner sizes that a2a+p2p may use. Where no `max_cp_size` was given and the one
-    exchange of the run cannot serve the largest group, it becomes the largest that it can serve.
+    `inner_cp_sizes` becomes the tuple of inner sizes that plans may choose. Where no `max_cp_size` was given and the
+    one exchange of the run cannot serve the largest group, it becomes the largest that it can serve.
 
     Args:
         query_heads: of a tensor-parallel rank.
@@ -34,16 +35,14 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     wanted = settings.inner_cp_sizes
     if wanted is not None:
         _check_inner_sizes(wanted, exchanges, query_heads, node_lanes, largest)
-    possible = inner_sizes("a2a+p2p", largest, (query_heads, 1), node_lanes) if "a2a+p2p" in exchanges else ()
-    inner = tuple(sorted(size for size in possible if wanted is None or size in wanted))
+    inner = chosen_inner_sizes(exchanges, largest, Sharing((query_heads, 1), node_lanes, wanted))
+    sharing = Sharing((query_heads, 1), node_lanes, inner)
     settings = replace(settings, inner_cp_sizes=inner)
-    if exchange not in ("a2a", "a2a+p2p"):
+    if exchange == "auto" or (rule := MECHANISMS[exchange].size_rule(sharing)) is None:
         return settings
 
     def serves(cp_size: int) -> bool:
-        if exchange == "a2a":
-            return query_heads % cp_size == 0
-        return any(size < cp_size for size in inner)
+        return bool(attentions_of((exchange,), cp_size, sharing))
 
     sizes = [1 << k for k in range(1, largest.bit_length())]
     served = [size for size in sizes if serves(size)]
@@ -55,8 +54,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
         if cp_size > 1 and not serves(cp_size):
             raise InvalidInputError(
                 f"{flag} {cp_size} is a size that --cp-comm-type {exchange} cannot serve "
-                f"({_rule(exchange, query_heads, node_lanes)}): use {' or '.join(map(str, [1, *served]))}, "
-                "--cp-comm-type p2p or auto",
+                f"({rule}): use {' or '.join(map(str, [1, *served]))}, --cp-comm-type p2p or auto",
                 cp_size=cp_size,
                 query_heads=query_heads,
                 lanes_per_node=node_lanes,
@@ -64,7 +62,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     if sizes and not served:
         raise InvalidInputError(
             f"--cp-comm-type {exchange} can serve none of the CP sizes 2 to {largest} "
-            f"({_rule(exchange, query_heads, node_lanes)}): use --cp-comm-type p2p or auto",
+            f"({rule}): use --cp-comm-type p2p or auto",
             largest=largest,
             query_heads=query_heads,
             lanes_per_node=node_lanes,
@@ -74,22 +72,14 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     return settings
 
 
-def _rule(exchange: str, query_heads: int, node_lanes: int) -> str:
-    if exchange == "a2a":
-        return f"it must divide the {query_heads} query heads of a tensor-parallel rank"
-    return (
-        "an inner size must lie above 1 and below it and divide both the "
-        f"{query_heads} query heads of a tensor-parallel rank and the blocks of {node_lanes} lanes that lie in one node"
-    )
-
-
 def _check_inner_sizes(
     sizes: Sequence[int], exchanges: tuple[str, ...], query_heads: int, node_lanes: int, largest: int
 ) -> None:
-    if "a2a+p2p" not in exchanges:
+    if not set(CHOOSES_INNER_SIZE) & set(exchanges):
+        choosers = " or ".join(CHOOSES_INNER_SIZE)
         raise InvalidInputError(
-            f"--dynamic-cp-inner-sizes {' '.join(map(str, sizes))} is for a2a+p2p, --cp-comm-type allows "
-            f"{' '.join(exchanges)}: add --cp-comm-type a2a+p2p or auto, or drop the flag"
+            f"--dynamic-cp-inner-sizes {' '.join(map(str, sizes))} is for {choosers}, --cp-comm-type allows "
+            f"{' '.join(exchanges)}: add --cp-comm-type {choosers} or auto, or drop the flag"
         )
     for size in sizes:
         reason = None

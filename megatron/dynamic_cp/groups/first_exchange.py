@@ -2,57 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import attentions_of
+from dynamic_cp.types import Attention, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.transfers import (
     ExchangeError,
     RingShift,
+    Transfer,
     all_gather_tokens,
     all_to_all_heads,
 )
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.attention.thd import EXECUTORS
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels
 
 
-def flat_exchanges(exchanges: Sequence[str], cp_size: int, query_heads: int | None) -> tuple[str, ...]:
-    """Return those of `exchanges` that a whole group of `cp_size` lanes does; a2a+p2p uses its two levels instead."""
-    shares_evenly = query_heads is None or query_heads % cp_size == 0
-    return tuple(one for one in exchanges if one != "a2a+p2p" and (one != "a2a" or shares_evenly))
+def ways_of(
+    exchanges: Iterable[CpCommType], cp_size: int, query_heads: int | None, inner_sizes: Sequence[int]
+) -> list[Attention]:
+    """Return the ways in which plans of a run can have a group of `cp_size` lanes compute attention.
+
+    Args:
+        query_heads: of a tensor-parallel rank; None: as many as any group can share out.
+        inner_sizes: of those inner groups that were built.
+    """
+    sharing = Sharing((query_heads or cp_size, 1), node_lanes=cp_size, allowed=tuple(inner_sizes))
+    return attentions_of(exchanges, cp_size, sharing)
 
 
-def warm_up(group: dist.ProcessGroup, exchanges: Sequence[str], stats: ExchangeStats, device: torch.device) -> None:
-    """Do each of `exchanges` (p2p, all_gather, a2a) once with one number per lane; no transfer in a group of one.
+def warm_up(
+    way: Attention,
+    group: dist.ProcessGroup,
+    levels: Levels,
+    done: set[tuple[Transfer, dist.ProcessGroup]],
+    stats: ExchangeStats,
+    device: torch.device,
+) -> None:
+    """Do each transfer of a way to compute attention once, with one number per lane, unless it is done; collective.
+
+    Args:
+        group, levels: of a bucket that is computed so.
+        done: transfers by which groups are connected; those of this call are added.
 
     Raises:
         ExchangeError: another number came than was sent, or none.
     """
-    size, rank = group.size(), group.rank()
-    if size == 1:
-        return
     params = DynamicPackedSeqParams.build(
-        (2 * size,),
+        (2 * group.size(),),
         torch.zeros(2, dtype=torch.int64, device=device),
         group,
-        cp_comm_type="p2p",
+        cp_comm_type=way.cp_comm_type,
+        levels=levels,
         label="start-up (warm-up of the group)",
         stats=stats,
     )
-    own = torch.full((1,), float(rank), device=device)
-    everyone = list(range(size))
-    for exchange in exchanges:
-        if exchange == "p2p":
-            _check(group, exchange, RingShift(own, group, params).wait(), [(rank - 1) % size])
-        elif exchange == "all_gather":
-            _check(group, exchange, all_gather_tokens(own, params), everyone)
-        elif exchange == "a2a":
-            _check(group, exchange, all_to_all_heads(own.expand(size), group, params), everyone)
+    for transfer, over in EXECUTORS[way.cp_comm_type].transfers(params):
+        if over is None or (transfer, over) in done:
+            continue
+        done.add((transfer, over))
+        size, rank = over.size(), over.rank()
+        own = torch.full((1,), float(rank), device=device)
+        if transfer == "shift":
+            received, expected = RingShift(own, over, params).wait(), [(rank - 1) % size]
+        elif transfer == "gather":
+            received, expected = all_gather_tokens(own, params), list(range(size))
+        else:
+            received, expected = all_to_all_heads(own.expand(size), over, params), list(range(size))
+        _check(over, way, received, expected)
 
 
-def _check(group: dist.ProcessGroup, exchange: str, received: Tensor, expected: list[int]) -> None:
+def _check(group: dist.ProcessGroup, way: Attention, received: Tensor, expected: list[int]) -> None:
     numbers = received.tolist()
     if numbers != expected:
         shown = (numbers, expected) if len(expected) > 1 else (numbers[0], expected[0])
-        raise ExchangeError(f"warm-up of {group.group_desc} ({exchange}): received {shown[0]}, expected {shown[1]}")
+        raise ExchangeError(f"warm-up of {group.group_desc} ({way}): received {shown[0]}, expected {shown[1]}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Topology
+from dynamic_cp.types import CHOOSES_INNER_SIZE, CpCommType, Topology
 from megatron.dynamic_cp.agreement.verify import collective_device
-from megatron.dynamic_cp.groups.first_exchange import flat_exchanges, warm_up
+from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
+from megatron.dynamic_cp.groups.first_exchange import warm_up, ways_of
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, Levels
 
 
@@ -73,8 +74,8 @@ class DynamicCPGroups:
     inner_groups: Mapping[int, dist.ProcessGroup]
     outer_groups: Mapping[tuple[int, int, int], dist.ProcessGroup]
     build_s: float
-    warm_up_s: float
-    warm_up_bytes: int
+    warm_up_s: float = 0.0
+    warm_up_bytes: int = 0
 
     @classmethod
     def build(
@@ -84,7 +85,7 @@ class DynamicCPGroups:
         timeout_s: float,
         min_cp_size: int = 1,
         max_cp_size: int | None = None,
-        exchanges: Sequence[str] = ("p2p",),
+        exchanges: Sequence[CpCommType] = ("p2p",),
         inner_sizes: Sequence[int] = (),
         query_heads: int | None = None,
         device: torch.device | None = None,
@@ -97,8 +98,8 @@ class DynamicCPGroups:
             timeout_s: of every exchange. On gloo its error names the group and the place in the run; NCCL's watchdog
                 ends the process and names the group.
             exchanges: what plans may use; each group is warmed by those of them that it will do.
-            inner_sizes: of a2a+p2p; nothing is built for them unless it is among `exchanges`.
-            query_heads: of a tensor-parallel rank; a2a is not warmed in groups that cannot share them evenly.
+            inner_sizes: that plans may choose; nothing is built for them where no exchange leaves a choice.
+            query_heads: of a tensor-parallel rank; exchanges are not warmed in groups that cannot share them evenly.
             device: where the warm-up exchanges happen; default: what the job's backend needs.
             lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
 
@@ -120,8 +121,9 @@ class DynamicCPGroups:
                 group_desc=f"dynamic_cp_lanes_{lanes[0]}_to_{lanes[-1]}{step}",
             )
 
+        chooses = not set(CHOOSES_INNER_SIZE).isdisjoint(exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
-        two_levels = two_level_blocks(lane, blocks, inner_sizes if "a2a+p2p" in exchanges else ())
+        two_levels = two_level_blocks(lane, blocks, inner_sizes if chooses else ())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
             groups = {(first, size): new_group(range(first, first + size)) for first, size in blocks}
@@ -131,27 +133,21 @@ class DynamicCPGroups:
                 inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
             outer_groups = {place: new_group(lanes) for place, lanes in two_levels.items()}
         built = time.perf_counter()
-        stats = ExchangeStats()
-        to_warm = [(group, flat_exchanges(exchanges, group.size(), query_heads)) for group in groups.values()]
-        to_warm += [
-            (group, ("a2a",))
-            for group in inner_groups.values()
-            if "a2a" not in exchanges or group not in groups.values()
-        ]
-        to_warm += [(group, ("p2p",)) for group in outer_groups.values()]
-        for group, used in to_warm:
-            warm_up(group, used, stats, device or collective_device())
-        warm = time.perf_counter()
-        return cls(
+        cold = cls(
             lane=lane,
             num_lanes=topology.num_lanes,
             groups=groups,
             inner_groups=inner_groups,
             outer_groups=outer_groups,
             build_s=built - started,
-            warm_up_s=warm - built,
-            warm_up_bytes=stats.bytes_sent,
         )
+        # Blocks ascend in size, so all members of a group warm it after the same others.
+        stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
+        for (first, size), group in groups.items():
+            for way in ways_of(exchanges, size, query_heads, tuple(inner_groups)) if size > 1 else ():
+                levels = cold.levels(first, size, way.inner_cp_size)
+                warm_up(way, group, levels, done, stats, device or collective_device())
+        return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:
         """Return the group of the block (first_lane, cp_size).

@@ -112,9 +112,9 @@ class DynamicPackedSeqParams(PackedSeqParams):
         positions: torch.Tensor,
         cp_group: dist.ProcessGroup,
         *,
-        cp_comm_type: CpCommType,
         label: str,
         stats: ExchangeStats,
+        cp_comm_type: CpCommType = "p2p",
         cu_seqlens: torch.Tensor | None = None,
         levels: Levels | None = None,
     ) -> DynamicPackedSeqParams:

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.mechanisms.registry import inner_sizes
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import chosen_inner_sizes
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
@@ -78,18 +79,14 @@ class Lanes:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
-        largest = options.max_cp_size or topology.max_cp_size
-        two_level = "a2a+p2p" in options.cp_comm_types
-        possible = inner_sizes(
-            "a2a+p2p", largest, (heads, 1), lanes_in_one_node(topology), allowed=options.inner_cp_sizes
-        )
+        sharing = Sharing((heads, 1), lanes_in_one_node(topology), options.inner_cp_sizes)
         groups = DynamicCPGroups.build(
             topology,
             timeout_s=timeout_s,
             min_cp_size=options.min_cp_size,
             max_cp_size=options.max_cp_size,
             exchanges=options.cp_comm_types,
-            inner_sizes=possible if two_level else (),
+            inner_sizes=chosen_inner_sizes(options.cp_comm_types, options.max_cp_size or topology.max_cp_size, sharing),
             query_heads=heads,
             device=device,
             lane_ranks=flat.mesh.flatten().tolist(),

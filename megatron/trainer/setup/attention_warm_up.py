@@ -10,13 +10,13 @@ Packs of more than 32 sequences are another bucket of cuDNN's, which is planned 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
 
 import torch
 
-from dynamic_cp.types import CpCommType
+from dynamic_cp.types import Attention, CpCommType
+from megatron.dynamic_cp.attention.thd import EXECUTORS
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
-from megatron.dynamic_cp.groups.first_exchange import flat_exchanges
+from megatron.dynamic_cp.groups.first_exchange import ways_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
@@ -55,34 +55,26 @@ def warm_up_packs(
 
     Args:
         blocks: (first lane, size) of the lane's groups.
-        two_levels: (first lane, size, inner size) of its groups for a2a+p2p.
+        two_levels: (first lane, size, inner size) of its groups for exchanges of two levels.
         exchanges: that plans of the run may have.
         query_heads: of a tensor-parallel rank.
     """
-    _, largest = max(blocks, key=lambda block: block[1])
-    places: list[tuple[int, int, CpCommType, int]] = []
+    inner_sizes = {inner for _, _, inner in two_levels}
+    places: dict[tuple[Attention, int], tuple[int, int]] = {}
     for first, size in sorted(blocks, key=lambda block: block[1]):
-        if size == 1:
-            places.append((first, 1, "p2p", 1))
-            continue
-        for one in flat_exchanges(exchanges, size, query_heads):
-            # The ring's shapes do not depend on its length; those of the others grow with the group.
-            if one != "p2p" or size == largest:
-                places.append((first, size, one, size if one == "a2a" else 1))  # type: ignore[arg-type]
-    if "a2a+p2p" in exchanges:
-        by_inner = sorted(two_levels, key=lambda place: (place[2], place[1]))
-        for _, same_inner in groupby(by_inner, key=lambda place: place[2]):
-            first, size, inner = list(same_inner)[-1]
-            places.append((first, size, "a2a+p2p", inner))
+        for way in ways_of(exchanges, size, query_heads, sorted(inner_sizes)) if size > 1 else [Attention()]:
+            # Where shapes do not grow with the group, the largest one has them all.
+            each_size = size == 1 or EXECUTORS[way.cp_comm_type].grows_with_group
+            places[way, size if each_size else 0] = first, size
     return [
         PackedBucket(
             first_lane=first,
             cp_size=size,
-            cp_comm_type=exchange,
-            inner_cp_size=inner,
+            cp_comm_type=way.cp_comm_type,
+            inner_cp_size=way.inner_cp_size,
             padded_seqlens=pack_of(tokens, size),
         )
-        for first, size, exchange, inner in places
+        for (way, _), (first, size) in places.items()
         for tokens in token_buckets(max_tokens_per_rank)
     ]
 

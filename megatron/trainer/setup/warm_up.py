@@ -115,7 +115,6 @@ def run_chunks(
             seqlens,
             torch.cat([torch.arange(seqlen, device=device) for seqlen in seqlens]),
             groups.group(groups.lane, 1),
-            cp_comm_type="p2p",
             label="start-up (warm-up of the allocator)",
             stats=ExchangeStats(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS, inner_sizes
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import CP_COMM_TYPES, Attention, Bucket, PlanOptions, Problem, Topology
@@ -48,7 +48,18 @@ def test_a_bucket_accepts_every_inner_size_of_its_mechanism():
     ],
 )
 def test_inner_sizes(name, cp_size, sharing, sizes):
-    assert MECHANISMS[name].inner_sizes(cp_size, sharing) == inner_sizes(name, cp_size, *sharing) == sizes
+    assert MECHANISMS[name].inner_sizes(cp_size, sharing) == sizes
+    assert attentions_of([name], cp_size, sharing) == [Attention(name, inner) for inner in sizes]
+
+
+@pytest.mark.parametrize("name", CP_COMM_TYPES)
+@pytest.mark.parametrize("sharing", [HEADS, Sharing((6, 2), 2), Sharing((1, 1), 8)])
+def test_a_mechanism_that_cannot_serve_every_size_says_which(name, sharing):
+    mechanism = MECHANISMS[name]
+    serves_all = all(mechanism.inner_sizes(1 << k, sharing) for k in range(1, 8))
+    rule = mechanism.size_rule(sharing)
+    assert (rule is None) == serves_all == (name in ("p2p", "all_gather"))
+    assert rule is None or f"{sharing.heads[0]} query heads" in rule
 
 
 def test_two_levels_need_inner_groups_inside_nodes():

@@ -1,5 +1,5 @@
 """How the lanes of a CP group compute attention together: one executor for each way.
 
-Read in this order: `executor` (what each of them does), `transfers` (what moves between lanes), `row_order` (whose rows
+Read in this order: `transfers` (what moves between lanes), `executor` (what each way does), `row_order` (whose rows
 are where), `ring` (p2p), `all_gather`, `heads` (a2a, and around a ring a2a+p2p).
 """

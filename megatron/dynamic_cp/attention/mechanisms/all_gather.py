@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
 from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
-from megatron.dynamic_cp.attention.mechanisms.transfers import all_gather_tokens, reduce_scatter_tokens
+from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer, all_gather_tokens, reduce_scatter_tokens
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import gathered_packs
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
-class AllGather:
+class AllGather(ShardExecutor):
     """The gathering as an `executor.Executor`: q, k and v stay the lane's zigzag shards.
 
     Backward needs these, not what was gathered: it gathers again, so that memory stays that of a shard.
     """
 
-    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
-        self._params = params
+    grows_with_group = True
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return the gathering over the whole group."""
+        return (("gather", params.cp_group),)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the shard's queries, and keys and values as kv_T2HD."""
@@ -34,14 +40,6 @@ class AllGather:
         gathered_2SHD = self._in_sequence_order(kv_T2HD)
         for pack in gathered_packs(self._params, kv_T2HD.device):
             sums.attend(pack, gathered_2SHD)
-
-    def leave(self, out_THD: Tensor) -> Tensor:
-        """Return what is the shard's already."""
-        return out_THD
-
-    def enter_gradient(self, grad_THD: Tensor) -> Tensor:
-        """Return what is the shard's already."""
-        return grad_THD
 
     def attend_backward(self, rows: RowGradients, kv_T2HD: Tensor) -> Tensor:
         """Return the gradient of this lane's kv_T2HD."""

@@ -8,15 +8,37 @@ Between entering and leaving, a lane holds queries and keys of its own choice: i
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class Executor(Protocol):
-    """One way; made from (params, query heads, KV heads, device), the heads being those of a tensor-parallel rank."""
+    """One way.
+
+    Args:
+        query_heads, kv_heads: of a tensor-parallel rank.
+
+    Attributes:
+        grows_with_group: whether kernels meet more keys in a larger group; else its inner size alone decides what they
+            meet.
+    """
+
+    grows_with_group: ClassVar[bool]
+
+    def __init__(
+        self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device
+    ) -> None: ...
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return what it connects the lanes of which groups with; None: there are no other lanes."""
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries that this lane computes and the keys and values that it brings, from its shards."""
@@ -35,3 +57,18 @@ class Executor(Protocol):
 
     def leave_gradients(self, grad_q_THD: Tensor, grad_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the shards of q, k and v."""
+
+
+class ShardExecutor:
+    """What executors share whose lanes compute the queries of their zigzag shards: rows come and go as they are."""
+
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        self._params = params
+
+    def leave(self, out_THD: Tensor) -> Tensor:
+        """Return what is the shard's already."""
+        return out_THD
+
+    def enter_gradient(self, grad_THD: Tensor) -> Tensor:
+        """Return what is the shard's already."""
+        return grad_THD

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dynamic_cp.mechanisms.heads import kv_heads_of
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
-from megatron.dynamic_cp.attention.mechanisms.transfers import all_to_all_heads
+from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer, all_to_all_heads
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -79,6 +80,11 @@ class HeadsAroundRing(Ring):
     def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
         super().__init__(params, query_heads, kv_heads, device)
         self._exchange = HeadExchange(query_heads, kv_heads, params, device)
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return the all-to-all of the inner group, and the shift round the ring of outer lanes."""
+        return (("all-to-all", params.heads_group), *Ring.transfers(params))
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return q_RHD and kv_2RHD, views of what came."""

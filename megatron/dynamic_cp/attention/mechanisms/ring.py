@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
+from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
+from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift, Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
 
-class Ring:
+class Ring(ShardExecutor):
     """The ring as an `executor.Executor`: q, k and v stay the lane's zigzag shards."""
 
-    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
-        self._params = params
+    grows_with_group = False  # the same few shapes, once more for each lane
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return the shift round the ring."""
+        return (("shift", params.ring_group),)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the shard's queries, and keys and values as kv_2THD."""
@@ -44,14 +50,6 @@ class Ring:
                 if shift is not None:
                     spare = kv_2THD if step else None  # not the lane's own: backward needs it
                     kv_2THD = shift.wait()
-
-    def leave(self, out_THD: Tensor) -> Tensor:
-        """Return what is the shard's already."""
-        return out_THD
-
-    def enter_gradient(self, grad_THD: Tensor) -> Tensor:
-        """Return what is the shard's already."""
-        return grad_THD
 
     def attend_backward(self, rows: RowGradients, kv_2THD: Tensor) -> Tensor:
         """Return the gradient of this lane's kv_2THD.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
+
+Transfer = Literal["shift", "gather", "all-to-all"]
+"""What connects a group: `RingShift`, `all_gather_tokens` (and its way back) or `all_to_all_heads`."""
 
 
 class ExchangeError(RuntimeError):
