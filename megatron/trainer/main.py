@@ -28,7 +28,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         from megatron.trainer.loop.training import pretrain
         from megatron.trainer.setup.initialize import shut_down
 
-        with explained(settings.parallel.distributed_timeout_minutes):
+        with explained(settings.planning.exchange_timeout_s / 60):
             pretrain(settings)
             shut_down()
 

@@ -229,7 +229,7 @@ def test_bad_settings_of_the_runtime_are_refused(flag, said):
 
 def test_derived_values():
     settings = parse_args(command_line("--sequence-parallel", *ALREADY_SO), 4)
-    assert not settings.parallel.sequence_parallel  # one tensor-parallel rank has nothing to split
+    assert not settings.planning.topology.sequence_parallel  # one tensor-parallel rank has nothing to split
     assert settings.model.kv_channels == 16
     optimizer = settings.optimizer
     assert (settings.training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples) == (96, 24, 96)

@@ -83,7 +83,7 @@ class Stock:
         optimizer_checkpoint.install()  # megatron-core cannot load its distributed optimizer around torch's AdamW
         parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
         initialize.seed(settings.training.seed)
-        config = model.transformer_config(settings.model, settings.parallel, CPU)
+        config = model.transformer_config(settings.model, settings.planning, CPU)
         config.context_parallel_size = CP_SIZE
         spec = get_gpt_layer_local_spec(normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = StaticGroupAttention
@@ -96,9 +96,9 @@ class Stock:
             position_embedding_type="rope",
         )
         self.wrapped = model.wrap_chunks(
-            settings.parallel, config, [self.chunk], model.ddp_bucket_size(CP_SIZE * DP_SIZE, 1), CPU
+            settings, config, [self.chunk], model.ddp_bucket_size(CP_SIZE * DP_SIZE, 1), CPU
         )
-        self.optimizer = model.build_optimizer(settings.optimizer, settings.parallel, config, self.wrapped)
+        self.optimizer = model.build_optimizer(settings.optimizer, config, self.wrapped)
         self.scheduler = model.build_scheduler(settings.optimizer, self.optimizer)
         data = data_config(settings)
         self.stream = build_splits(data, index_once(data, CPU)).train
@@ -139,7 +139,7 @@ class Stock:
 
     def _metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self.settings.parallel.use_distributed_optimizer:
+        if self.settings.planning.distributed_optimizer:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         return metadata
@@ -149,7 +149,7 @@ class Stock:
         group = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         args = argparse.Namespace(
             **MEGATRON_LM_ARGUMENTS,
-            use_distributed_optimizer=self.settings.parallel.use_distributed_optimizer,
+            use_distributed_optimizer=self.settings.planning.distributed_optimizer,
             consumed_train_samples=self.consumed_samples,
         )
         state = {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}

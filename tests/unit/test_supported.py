@@ -38,7 +38,7 @@ def plain_config(**fields):
 @pytest.mark.parametrize("words", TRAINER_WORDS)
 def test_what_the_trainer_builds_is_supported(words):
     settings = parse_args(command_line(words), 4)
-    config = model.transformer_config(settings.model, settings.parallel, torch.device("cpu"))
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
     check_supported(config)
     config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = abs  # as build_optimizer does
     check_supported(config)

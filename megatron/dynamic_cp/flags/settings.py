@@ -25,7 +25,7 @@ class PlanningSettings:
         static_cp_size: CP size of the static policies; min_cp_size, max_cp_size: of the dynamic one, None: the largest.
         cp_comm_type: the exchange inside a CP group, "auto": the planner chooses.
         inner_cp_sizes: that a2a+p2p may use, None: every possible one.
-        recompute: activation recomputation; bytes_per_element: of an activation.
+        recompute: activation recomputation; bytes_per_element: of an activation, follows from the model's precision.
         distributed_optimizer: its state is sharded over the lanes.
         hardware: name or file for the cost and memory model, None: by the device.
         search: effort of the planner.
@@ -34,7 +34,7 @@ class PlanningSettings:
         verify: what ranks compare in each step, of `arguments.VERIFY_MODES`.
         refine_every: iterations between corrections of the cost model, 0: never.
         dump, replay: folders that plans are written to and taken from.
-        exchange_timeout_s: of every exchange in a CP group.
+        exchange_timeout_s: of every exchange between ranks.
     """
 
     topology: Topology

@@ -1,7 +1,7 @@
 """A run's settings: frozen values, made once from checked flags, in groups; a function takes the groups that it reads.
 
-Fields have the names of their flags, which are Megatron-LM's. How a run is planned is in
-`megatron.dynamic_cp.flags.settings`, which checkouts of Megatron-LM share.
+Fields have the names of their flags, which are Megatron-LM's. What planning has to know, the parallel sizes among it,
+is in `megatron.dynamic_cp.flags.settings`, which checkouts of Megatron-LM share, and nowhere else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class ModelSettings:
     use_cpu_initialization: bool
     attention_backend: str
     transformer_impl: TransformerImpl | None
-    recompute_granularity: str | None
     recompute_method: str | None
     recompute_num_layers: int | None
     gradient_accumulation_fusion: bool | None
@@ -64,18 +63,11 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """How model, gradients and optimizer are spread over the ranks, and how these meet."""
+    """What overlaps with what on the ranks, and how these meet; how many there are for what is in `planning`."""
 
-    world_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    sequence_parallel: bool
-    use_distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     distributed_backend: str | None
-    distributed_timeout_minutes: float
     stopped_process_timeout: float
 
 

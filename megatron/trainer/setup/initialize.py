@@ -63,10 +63,12 @@ def initialize(settings: Settings) -> torch.device:
 
     A default process group that exists already (of a host application or a test) is used as it is.
     """
-    parallel = settings.parallel
+    planning, topology = settings.planning, settings.planning.topology
     built_for_device = torch.version.cuda is not None or torch.version.hip is not None
     backend = choose_backend(
-        parallel.distributed_backend, num_devices=torch.cuda.device_count(), built_for_device=built_for_device
+        settings.parallel.distributed_backend,
+        num_devices=torch.cuda.device_count(),
+        built_for_device=built_for_device,
     )
     if backend == "gloo":
         cpu_backend.enable()
@@ -74,23 +76,20 @@ def initialize(settings: Settings) -> torch.device:
         torch.set_num_threads(environment_number("OMP_NUM_THREADS", 1))
         device = torch.device("cpu")
     else:
-        check_device_queues(
-            parallel.tensor_model_parallel_size,
-            settings.planning.max_cp_size or settings.planning.topology.max_cp_size,
-        )
+        check_device_queues(topology.tp_size, planning.max_cp_size or topology.max_cp_size)
         device = device_of(environment_number("LOCAL_RANK", 0), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
         choose_precision(bf16=settings.model.bf16)
     optimizer_checkpoint.install()
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    timeout = timedelta(seconds=planning.exchange_timeout_s)
     if not dist.is_initialized():
-        join(backend, parallel.world_size, timeout)
+        join(backend, topology.world_size, timeout)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        tensor_model_parallel_size=topology.tp_size,
+        pipeline_model_parallel_size=topology.pp_size,
+        virtual_pipeline_model_parallel_size=topology.vp_size if topology.vp_size > 1 else None,
         context_parallel_size=1,  # lanes are data-parallel ranks; each micro-batch brings its own CP group
-        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+        distributed_timeout_minutes=max(1, round(planning.exchange_timeout_s / 60)),
     )
     seed(settings.training.seed)
     return device

@@ -25,9 +25,10 @@ from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
-from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings
+from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
@@ -56,13 +57,13 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
         DynamicCPError: a feature that is not supported, or kernels that give wrong results; the same on every rank.
     """
     device, impl = runtime.device, runtime.layers.impl
-    config = transformer_config(settings.model, settings.parallel, device, fused)
+    config = transformer_config(settings.model, settings.planning, device, fused)
     if impl == "local":
         run_on_all_ranks(lambda: prepare_kernel(config, device), device)
     chunks = build_chunks(settings.model, config, runtime.model_shape.vocab_size, impl)
     bucket_size = ddp_bucket_size(runtime.topology.num_lanes, runtime.settings.static_cp_size)
-    wrapped = wrap_chunks(settings.parallel, config, chunks, bucket_size, device)
-    optimizer = build_optimizer(settings.optimizer, settings.parallel, config, wrapped)
+    wrapped = wrap_chunks(settings, config, chunks, bucket_size, device)
+    optimizer = build_optimizer(settings.optimizer, config, wrapped)
     return Built(
         config=config,
         chunks=chunks,
@@ -74,12 +75,12 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
 
 
 def transformer_config(
-    model: ModelSettings, parallel: ParallelSettings, device: torch.device, fused: Fusions = NOTHING
+    model: ModelSettings, planning: PlanningSettings, device: torch.device, fused: Fusions = NOTHING
 ) -> TransformerConfig:
     """Return megatron-core's configuration; checked against the supported features."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
-    pipelined = parallel.pipeline_model_parallel_size > 1
-    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    topology, recompute = planning.topology, planning.recompute
+    interleaved = topology.vp_size > 1
     config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -102,12 +103,12 @@ def transformer_config(
         bf16=model.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
+        tensor_model_parallel_size=topology.tp_size,
+        pipeline_model_parallel_size=topology.pp_size,
+        virtual_pipeline_model_parallel_size=topology.vp_size if interleaved else None,
+        sequence_parallel=topology.sequence_parallel,
         use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
-        recompute_granularity=model.recompute_granularity,
+        recompute_granularity=None if recompute == "none" else recompute,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
         gradient_accumulation_fusion=fused.gradient_accumulation,
@@ -118,7 +119,7 @@ def transformer_config(
         # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
         calculate_per_token_loss=True,
         # Micro-batches have their own lengths; megatron-core accepts that only with this dispatcher, even without MoE.
-        variable_seq_lengths=pipelined,
+        variable_seq_lengths=topology.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         # With two stages the batched exchange of interleaving matches messages in the wrong order on gloo.
         overlap_p2p_comm=interleaved,
@@ -168,7 +169,7 @@ def chunk_needs(chunks: Sequence[GPTModel]) -> list[ChunkNeeds]:
 
 
 def wrap_chunks(
-    parallel: ParallelSettings,
+    settings: Settings,
     config: TransformerConfig,
     chunks: Sequence[GPTModel],
     bucket_size: int,
@@ -177,9 +178,9 @@ def wrap_chunks(
     """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=settings.parallel.overlap_grad_reduce,
+        overlap_param_gather=settings.parallel.overlap_param_gather,
+        use_distributed_optimizer=settings.planning.distributed_optimizer,
         bucket_size=bucket_size,
     )
     wrapped = []
@@ -191,12 +192,10 @@ def wrap_chunks(
 
 
 def build_optimizer(
-    settings: OptimizerSettings,
-    parallel: ParallelSettings,
-    config: TransformerConfig,
-    model: Sequence[DistributedDataParallel],
+    settings: OptimizerSettings, config: TransformerConfig, model: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Return the optimizer of `model` and hand `config` the functions that megatron-core's schedules call."""
+    ddp_config = model[0].ddp_config
     optimizer_config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
@@ -208,15 +207,15 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+        overlap_param_gather=ddp_config.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
         optimizer_config, list(model), config_overrides=no_decay_of_vectors(optimizer_config)
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    if parallel.overlap_grad_reduce:
+    if ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer

@@ -298,7 +298,7 @@ def _data(settings: Settings, device: torch.device) -> _Data:
     vocab_rows = derive.padded_vocab_size(
         tokenizer.build(config).vocab_size,
         settings.model.make_vocab_size_divisible_by,
-        settings.parallel.tensor_model_parallel_size,
+        settings.planning.topology.tp_size,
     )
     return _Data(config=config, splits=splits, vocab_rows=vocab_rows)
 

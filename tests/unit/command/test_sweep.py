@@ -380,7 +380,6 @@ def test_the_trainer_takes_the_flags(recompute, topology, monkeypatch):
     assert (options.recompute, options.search, options.bytes_per_element) == (recompute, "thorough", 2)
     assert planning.policy == "dynamic"
     assert (planning.seq_length, settings.training.global_batch_size) == (9000, 18)
-    assert settings.parallel.use_distributed_optimizer
     assert planning.distributed_optimizer
 
 
