@@ -1,4 +1,14 @@
-"""Lower bounds on the makespan of every legal plan; read in this order: `ways`, `work`, `giants`, `paths`, `lower`."""
+"""Lower bounds on the makespan of every legal plan.
+
+Read in this order:
+
+- `ways`: in which a bucket can run, and what their prices have in common
+- `work`: lane-seconds that a global batch costs at least
+- `giants`: what some lane must hold of the longest samples
+- `paths`: what a pipeline with a given number of micro-batches takes at least
+- `lower`: the largest of these
+- `exact`: the best plan of a tiny batch by mixed-integer programming, for tests
+"""
 
 from dynamic_cp.bounds.lower import LowerBound, bound_at, bound_of_seqlens, lower_bound
 

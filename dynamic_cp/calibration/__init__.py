@@ -1,14 +1,14 @@
 """From measured seconds of one device to a hardware file: least squares, errors, a picture. Pure, without torch.
 
-    measurements.py   what was measured, and on what; JSON that an interrupted `dynamic-cp profile` goes on with
-    least_squares.py  the robust fit
-    fit.py            measurements -> coefficients, each with its source, and how well they fit
-    results.py        what comes out: hardware, errors, points
-    picture.py        measured against fitted
-    ladder.py         made-up global batches for a run that calibrates itself before its first iteration
-    step_fit.py       what they took -> coefficients
+megatron/dynamic_cp/calibration measures. Read in this order:
 
-`megatron/dynamic_cp/calibration` measures.
+- `measurements`: what was measured, and on what; JSON that an interrupted dynamic-cp profile goes on with
+- `least_squares`: the robust fit
+- `results`: what comes out: hardware, errors, points
+- `fit`: measurements -> coefficients, each with its source, and how well they fit
+- `picture`: measured against fitted
+- `ladder`: synthetic global batches for a run that calibrates itself before its first iteration
+- `step_fit`: what they took -> coefficients
 """
 
 from dynamic_cp.calibration.fit import calibrate

@@ -1,7 +1,14 @@
-"""The command `dynamic-cp`: see and decide on a laptop, without GPU and without torch.
+"""The command dynamic-cp: see and decide on a laptop, without GPU and without torch.
 
-One file per subcommand, imported when it runs. app.py finds them and turns errors into one line; parameters.py has the
-options that several share and what they mean; console.py, output.py and tables.py are how things are shown.
+One file per subcommand, imported when it runs. Read in this order:
+
+- `app`: finds the subcommands and turns errors into one line
+- options that several share: `flag_names` (a message in the words of a command), `parameters`, `run_options`
+- how things are shown: `console`, `output` (files), `tables`, `comparison_tables`, `sweep_tables`
+- data and hardware: `lengths`, `hardware`
+- one plan: `tuned` (every policy at its fastest setting), `plan`, `check`
+- policies side by side: `simulate`, `sweep`, `report`, `trace`
+- the installation: `doctor`, `completion`
 """
 
 from dynamic_cp.cli.app import main

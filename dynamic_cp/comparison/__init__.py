@@ -3,8 +3,16 @@
     compare_policies(batches, ...) -> Comparison -> to_dict(comparison)      # one layout for all policies
     compare_settings(batches, settings, ...) -> Comparison                   # a layout for each
 
-Read in this order: parts.py (the split of an iteration), speedup.py, values.py, job.py,
-compare.py, peer_policies.py, verdict.py, as_dict.py.
+Read in this order:
+
+- `parts`: how an iteration is split
+- `speedup`: one policy over another, with an interval
+- `values`: what a comparison holds
+- `job`: one comparison, and one plan in it
+- `peer_policies`: planners of others
+- `compare`: plans every batch with every policy
+- `verdict`: what to conclude, in words
+- `as_dict`: a comparison as plain data
 """
 
 from dynamic_cp.comparison.as_dict import SCHEMA_VERSION, judgement_to_dict, setting_to_dict, to_dict

@@ -1,6 +1,12 @@
-"""Packers: lengths in, buckets in rows out (`table.Packing`). Read durations, table, then a packer, then judge.
+"""Packers: lengths in, buckets in rows out. A row is a micro-batch before it has a place in the plan.
 
-`nested` packs without a pipeline, `blocks` with one (its parts are `profile` and `rows`); `static` and `megatron_dev`
-are what others do. `fit`, `heap` and `padded` serve their inner loops. `judge` prices a packing exactly and makes it a
-plan.
+Read in this order:
+
+- `padded` (rules of padding, compiled), `durations` (the one price that packers compare), `table` (what they return)
+- for their inner loops: `heap`, `fit`
+- without a pipeline: `nested`
+- an exact price for a packing, and the plan of it: `judge`
+- with a pipeline: `profile` (how long rows should last), `rows` (fills them), `critical_path`, `blocks` (all together)
+- afterwards: `orders` of rows, `polish` by simulated annealing
+- what others do: `static`, `wlb`, `megatron_dev`
 """

@@ -1,6 +1,10 @@
 """Pictures, traces and HTML pages of plans and training runs.
 
-Read in this order: `theme` (colours), `drawing` (matplotlib, imported at first use), one file per picture (`gantt`,
-`cp_map`, `lengths_picture`, `imbalance`, `knee`, `run_pictures`), `trace` (Chrome and Perfetto JSON), `run` (what a
-training run writes), `html` (the pages). Nothing is imported here: a trace needs neither matplotlib nor jinja2.
+Nothing is imported here: a trace needs neither matplotlib nor jinja2. Read in this order:
+
+- `theme` (colours), `files` (written whole or not at all), `drawing` (matplotlib, imported at first use)
+- one file per picture: `gantt`, `cp_map`, `lengths_picture`, `imbalance`, `knee`
+- traces for Perfetto: `trace_format`, `measured` (what ranks wrote down), `trace` (simulated iterations)
+- what a training run writes: `run`, and its pictures: `run_pictures`
+- HTML pages: `templates`, `page` (what all share), `html` (a comparison), `run_html` (a training run)
 """

@@ -1,8 +1,13 @@
 """Searches the settings of a job for a given number of GPUs and global batches.
 
-layouts and settings that memory holds (space.py) -> their time and memory, or a bound on it (evaluate.py), in several
-processes (workers.py) -> the fastest of each policy, and what saves memory beside it (search.py) -> flags of
-pretrain_gpt.py (flags.py)
+Read in this order:
+
+- `job`: what all settings share
+- `space`: layouts that fit, and the settings that memory holds in each
+- `evaluate`: time and memory of a setting, or a bound on its time
+- `workers`: several processes that do so
+- `search`: the fastest setting of each policy, and what saves memory beside it
+- `flags`: those of pretrain_gpt.py for a setting
 """
 
 from dynamic_cp.setting import Setting
