@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from dynamic_cp.types import CAUSAL, FULL
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels.choice import KERNELS, Kernel
@@ -85,7 +86,7 @@ class Bench:
     def _pack(self, step: str, lengths: tuple[int, ...]) -> Pack:
         halves = tuple(length // 2 for length in lengths)
         rows, columns = {STEPS[0]: (lengths, lengths), STEPS[1]: (lengths, halves), STEPS[2]: (halves, lengths)}[step]
-        return Pack.build(rows, columns, causal=step == "causal", device=self._device)
+        return Pack.build(rows, columns, mask=CAUSAL if step == "causal" else FULL, device=self._device)
 
     def _times(self, kernel: Kernel, pack: Pack) -> dict[str, float]:
         """Return forward_s, backward_s and the achieved TFLOP/s of both."""

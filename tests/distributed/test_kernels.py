@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
@@ -147,7 +148,7 @@ def test_cudnn_needs_few_plans() -> None:
     """Lengths are rounded up: packs of any lengths up to 1024 have 4 longest lengths."""
     fake_kernels.install()
     for longest in (5, 127, 128, 129, 300, 500, 700, 1000):
-        pack = Pack.build((longest, 3), causal=True, device=torch.device("cpu"))
+        pack = Pack.build((longest, 3), mask=CAUSAL, device=torch.device("cpu"))
         q, k, v, _ = (x.to(BF16) for x in random_qkv(longest + 3, longest + 3))
         CUDNN.forward(q, k, v, pack, 1.0)
     plans: Counter[str] = Counter()

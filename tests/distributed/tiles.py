@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dynamic_cp.types import CAUSAL, FULL
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.packs import Pack
 
@@ -42,4 +43,4 @@ def tile_backward(
 
 @lru_cache(maxsize=64)
 def _pack(num_rows: int, num_columns: int, causal: bool, device: torch.device) -> Pack:
-    return Pack.build((num_rows,), (num_columns,), causal=causal, device=device)
+    return Pack.build((num_rows,), (num_columns,), mask=CAUSAL if causal else FULL, device=device)

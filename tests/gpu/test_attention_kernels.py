@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dynamic_cp.types import CAUSAL, FULL
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels.check import TOLERANCE, check_kernel
@@ -49,7 +50,7 @@ def test_pack_equals_float64(kernel: str, step: str, seqlens: str, heads: str) -
     whole = SEQLENS[seqlens]
     half = tuple(seqlen // 2 for seqlen in whole)
     rows, columns = {"causal": (whole, whole), "half_the_keys": (whole, half), "half_the_queries": (half, whole)}[step]
-    pack = Pack.build(rows, columns, causal=step == "causal", device=DEVICE)
+    pack = Pack.build(rows, columns, mask=CAUSAL if step == "causal" else FULL, device=DEVICE)
     inputs = random_inputs(sum(rows), sum(columns), num_heads, kv_heads, head_dim)
     expected, expected_lse = exact(inputs, rows, columns, causal=pack.causal)
     q, k, v, grad = inputs
@@ -65,7 +66,7 @@ def test_sequences_of_one_token() -> None:
     """With a longest query of 1 and grouped heads the flash kernel would take another path."""
     used = skip_unless_usable("flash", BF16, 64)
     ones = (1,) * 5
-    pack = Pack.build(ones, causal=True, device=DEVICE)
+    pack = Pack.build(ones, mask=CAUSAL, device=DEVICE)
     inputs = random_inputs(5, 5, 8, 2, 64)
     expected, expected_lse = exact(inputs, ones, ones, causal=True)
     q, k, v, grad = inputs
@@ -81,7 +82,7 @@ def test_portable_equals_float64(dtype: torch.dtype) -> None:
     seqlens = (2, 130, 1100)
     inputs = random_inputs(sum(seqlens), sum(seqlens), 4, 2, 48, dtype)
     expected, expected_lse = exact(inputs, seqlens, seqlens, causal=True)
-    pack = Pack.build(seqlens, causal=True, device=DEVICE)
+    pack = Pack.build(seqlens, mask=CAUSAL, device=DEVICE)
     q, k, v, grad = inputs
     out, lse = PORTABLE.forward(q, k, v, pack, 48**-0.5)
     assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE

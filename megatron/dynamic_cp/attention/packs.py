@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynamic_cp.types import CAUSAL, FULL, Mask
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
 
 
@@ -27,14 +28,14 @@ class Pack:
     """Rectangles of one kernel call; sequence i of the queries meets sequence i of the keys and nothing else.
 
     Attributes:
-        causal: all rectangles are aligned squares, row i sees keys 0..i; else rows see all keys.
+        mask: which keys of its rectangle a row sees; with CAUSAL all are aligned squares and row i sees keys 0..i.
         row_seqlens, column_seqlens: queries and keys of each sequence, at least 1.
         cu_rows, cu_columns: their boundaries on the device, int32 [num_sequences + 1].
         rows: which of the local tokens the queries are, int64 [sum(row_seqlens)]; None: all, in order.
         columns: which of the keys at hand, none twice, int64 [sum(column_seqlens)]; None: all, in order.
     """
 
-    causal: bool
+    mask: Mask
     row_seqlens: tuple[int, ...]
     column_seqlens: tuple[int, ...]
     cu_rows: Tensor
@@ -48,7 +49,7 @@ class Pack:
         row_seqlens: Sequence[int],
         column_seqlens: Sequence[int] | None = None,
         *,
-        causal: bool = False,
+        mask: Mask = FULL,
         device: torch.device,
         rows: NDArray[np.int64] | None = None,
         columns: NDArray[np.int64] | None = None,
@@ -56,11 +57,11 @@ class Pack:
         """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries."""
         row_seqlens = tuple(row_seqlens)
         column_seqlens = row_seqlens if column_seqlens is None else tuple(column_seqlens)
-        assert not causal or row_seqlens == column_seqlens, "a causal rectangle is a square"
+        assert mask != CAUSAL or row_seqlens == column_seqlens, "a causal rectangle is a square"
         cu_rows = to_device(boundaries(row_seqlens), device)
         same = column_seqlens == row_seqlens
         return cls(
-            causal=causal,
+            mask=mask,
             row_seqlens=row_seqlens,
             column_seqlens=column_seqlens,
             cu_rows=cu_rows,
@@ -68,6 +69,11 @@ class Pack:
             rows=None if rows is None else to_device(rows, device),
             columns=None if columns is None else to_device(columns, device),
         )
+
+    @property
+    def causal(self) -> bool:
+        """Whether rows do not see the keys after them: what kernels ask for."""
+        return self.mask == CAUSAL
 
     @property
     def max_rows(self) -> int:
@@ -98,7 +104,7 @@ def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device
     whole = params.ring_seqlens
     halves = tuple(seqlen // 2 for seqlen in whole)
     if kv_rank == params.ring_rank:
-        return _kept(params, "own", lambda: Pack.build(whole, causal=True, device=device))
+        return _kept(params, "own", lambda: Pack.build(whole, mask=CAUSAL, device=device))
     if kv_rank < params.ring_rank:
         columns = partial(_half_rows, halves, second=False)
         return _kept(params, "earlier", lambda: Pack.build(whole, halves, device=device, columns=columns()))
@@ -119,7 +125,7 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
     def diagonal() -> Pack:
         held = np.stack((starts + rank * chunks, starts + (2 * size - 1 - rank) * chunks), axis=1).reshape(-1)
         lengths = np.repeat(chunks, 2)
-        return Pack.build(lengths.tolist(), causal=True, device=device, columns=_ranges(held, lengths))
+        return Pack.build(lengths.tolist(), mask=CAUSAL, device=device, columns=_ranges(held, lengths))
 
     def past(num_chunks: int, *, second: bool) -> Pack:
         return Pack.build(

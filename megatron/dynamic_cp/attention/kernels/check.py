@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
 from megatron.dynamic_cp.attention.packs import Pack
 
@@ -34,7 +35,7 @@ def check_kernel(
         return 0.0
     halves = tuple(seqlen // 2 for seqlen in _SEQLENS)
     packs = {
-        "causal": Pack.build(_SEQLENS, causal=True, device=device),
+        "causal": Pack.build(_SEQLENS, mask=CAUSAL, device=device),
         "with half the keys": Pack.build(_SEQLENS, halves, device=device),
         "with half the queries": Pack.build(halves, _SEQLENS, device=device),
     }
