@@ -4,7 +4,7 @@
 
 Two CPU ranks save the state of a GPT with the distributed optimizer (12 bytes a parameter), in turn with hashes and
 without, in one run; then each loads it, in turn with and without comparing. Ratios are medians over the pairs, with the
-middle half. Files are synced to the disk when they are saved and in the page cache when they are loaded.
+interquartile range. Files are synced to the disk when they are saved and in the page cache when they are loaded.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
     # A save or load is over when the slowest rank is through.
     seconds = {kind: [max(values) for values in zip(*(r[kind] for r in by_rank), strict=True)] for kind in by_rank[0]}
     print(f"{NUM_RANKS} ranks, {seconds['bytes'][0] / 1e9:.2f} GB, {repeats} pairs\n")
-    print("| | without s | with s | ratio | middle half |\n|---|---|---|---|---|")
+    print("| | without s | with s | ratio | interquartile range |\n|---|---|---|---|---|")
     for what, without, with_it in (("save", "plain", "hashed"), ("load", "trusted", "compared")):
         ratios = sorted(b / a for a, b in zip(seconds[without], seconds[with_it], strict=True))
         quarter = len(ratios) // 4

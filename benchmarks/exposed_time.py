@@ -4,7 +4,7 @@
 
 A replayed step gets its plan and its packed samples from memory; nothing is planned, published, fetched, read or packed
 while it runs. Exposed time = live / replayed - 1: blocks of steps of both kinds take turns, the first step of a block
-is not counted (nothing was asked for ahead of it), and the median over blocks is reported with the middle half.
+is not counted (nothing was asked for ahead of it), and the median over blocks is reported with the interquartile range.
 
 The planner's process, the packing workers and the ranks share the machine's cores here, so on a machine with no core to
 spare this also holds the time that the planner takes from the ranks (CPU seconds are listed beside it); on a GPU node
@@ -52,7 +52,7 @@ def main() -> None:
         run_ranks(options.ranks, ["-m", "benchmarks.exposed_time", *sys.argv[1:], "--steps", kind], timeout_s=1500)
         rows.append(json.loads(options.output.read_text()))
     options.output.write_text(json.dumps(rows, indent=1))
-    print("| step | replayed ms | live / replayed - 1 | middle half | waited ms | planner ms |")
+    print("| step | replayed ms | live / replayed - 1 | interquartile range | waited ms | planner ms |")
     print("|---|---|---|---|---|---|")
     for row in rows:
         print(

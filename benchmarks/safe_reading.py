@@ -1,4 +1,4 @@
-"""What it costs that nothing which is read is run, against unpickling it: checkpoints, and messages between ranks.
+"""What reading data safely costs, against unpickling it: checkpoints, and messages between ranks.
 
     python benchmarks/safe_reading.py       # half a minute; prints a table
 

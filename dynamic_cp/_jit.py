@@ -1,8 +1,8 @@
-"""Compiles the planner's inner loops with numba where that is installed; without it they run, slower, as Python.
+"""Compiles the planner's inner loops with numba where it is installed; without numba they run as Python, slower.
 
-Compiled code is kept on disk. Numba by itself notices an edit only in the file of the function, not in the files of
-what it calls, and would go on planning with old prices; so the folder is named by a digest of all sources that hold
-compiled functions, and of those from which these take constants (written in capitals) or plain functions to
+Compiled code is kept on disk. Numba's own cache notices an edit only in the file of the function, not in the files of
+the functions that it calls, and would go on planning with old prices. So the folder is named by a digest of all sources
+that hold compiled functions, and of the sources from which these take constants (in capitals) or plain functions to
 compile.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of an installation, each with what is wrong and how to mend it.
+"""Checks of an installation: what is wrong, and how to fix it.
 
 Versions come from package metadata, so nothing heavy is imported here. The training side adds its own checks, which
 import torch, through the entry point group `dynamic_cp.doctor` (`megatron/dynamic_cp/doctor.py`).

@@ -1,4 +1,4 @@
-"""JSON out of files that people write or copy: what is wrong with one is said in words, with its line."""
+"""Reads JSON files that people write or copy; errors say in words what is wrong, with the line."""
 
 from __future__ import annotations
 

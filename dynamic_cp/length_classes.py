@@ -1,4 +1,4 @@
-"""What samples of each class of lengths hold: classes are powers of two."""
+"""Shares of samples, tokens and work by class of lengths; the classes are powers of two."""
 
 from __future__ import annotations
 

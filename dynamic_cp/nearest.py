@@ -1,4 +1,4 @@
-"""The names that were perhaps meant."""
+"""Suggests names that are close to a mistyped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep tries where nobody says: its search and its --help read it here."""
+"""What a sweep tries by default; its search and its --help read it here."""
 
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType
 

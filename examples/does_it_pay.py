@@ -1,4 +1,4 @@
-"""Does dynamic CP pay for my lengths on my cluster?
+"""Does dynamic CP pay off for my lengths on my cluster?
 
 python examples/does_it_pay.py
 

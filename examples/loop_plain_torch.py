@@ -1,4 +1,4 @@
-"""How does a loop of plain torch use plans, with nothing of this project but the planner?
+"""How does a plain torch loop use plans, with nothing of this project but the planner?
 
 torchrun --nproc-per-node 4 examples/loop_plain_torch.py
 

@@ -1,4 +1,4 @@
-"""Does dynamic CP pay for a video diffusion transformer?
+"""Does dynamic CP pay off for a video diffusion transformer?
 
 python examples/video_planning.py
 

@@ -29,7 +29,7 @@ _HOW_COMMON = {
     "--num-layers": "layers of the transformer",
     "--hidden-size": "width of a token between layers",
     "--num-attention-heads": "query heads",
-    "--position-embedding-type": "how tokens know their places",
+    "--position-embedding-type": "how tokens know their positions",
     "--rotary-base": "base of RoPE's wavelengths",
     "--rotary-percent": "share of a head's channels that RoPE rotates",
     "--normalization": "norm of the layers",
@@ -37,7 +37,7 @@ _HOW_COMMON = {
     "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of this times TP",
     "--init-method-std": "standard deviation of the initial weights",
     "--hidden-dropout": "dropout after attention and MLP; above 0 a resume is exact on the same layout only",
-    "--seed": "of weights, order of samples and mock data",
+    "--seed": "seed of weights, order of samples and mock data",
     "--recompute-granularity": "what is computed again in backward: whole layers, or core attention",
     "--recompute-method": "which layers, with full recomputation",
     "--recompute-num-layers": "layers per unit (uniform) or per stage (block)",
@@ -73,9 +73,10 @@ def flags_page() -> str:
     """Return docs/flags.md."""
     parts = [
         "# Flags of pretrain_gpt.py\n\n" + _MADE,
-        "Names and meanings are Megatron-LM's where it has the flag; the last table has what is new. "
-        "`torchrun … pretrain_gpt.py --help` prints the same. A flag that is unknown is an error, and so is "
-        f"[one that is not supported](#refused); nothing is ignored but the {len(ALREADY_SO)} switches for what is "
+        "Names and meanings are Megatron-LM's where it has the flag. Most flags of dynamic context parallelism are "
+        "new. "
+        "`torchrun … pretrain_gpt.py --help` prints the same. An unknown flag is an error, and so is "
+        f"[one that is not supported](#refused). Nothing is ignored except the {len(ALREADY_SO)} switches for what is "
         "[already so](#already-so).\n",
     ]
     for part in build_parser()._action_groups:
@@ -87,8 +88,8 @@ def flags_page() -> str:
         parts.append(f"\n## {title}\n\n| flag | default | meaning |\n| --- | --- | --- |\n")
         parts += [_flag_row(one) for one in actions]
     parts.append(
-        "\n## Already so\n\nScripts for Megatron-LM carry these; they are accepted and change nothing, because the "
-        "trainer does so anyway: " + ", ".join(f"`{flag}`" for flag in ALREADY_SO) + ".\n"
+        "\n## Already so\n\nScripts for Megatron-LM carry these. They are accepted and change nothing, because the "
+        "trainer always does what they ask for: " + ", ".join(f"`{flag}`" for flag in ALREADY_SO) + ".\n"
     )
     parts.append(
         "\n## Refused\n\nThese belong to features that are not supported with a CP group per micro-batch. Each is an "
@@ -121,8 +122,8 @@ def command_page() -> str:
     parts = [
         "# Options of dynamic-cp\n\n" + _MADE,
         "`dynamic-cp COMMAND --help` prints the same, with examples. Exit status: 0, 2 for bad input (one line on "
-        "stderr, with the remedy), 1 when stdout cannot be written, 3 for a calibration that is not good (`profile "
-        "--strict`), 130 when interrupted. `--json FILE` or `--json -` gives the figures to programs. "
+        "stderr, with the remedy), 1 when stdout cannot be written, 3 for a calibration that is not good enough "
+        "(`profile --strict`), 130 when interrupted. `--json FILE` or `--json -` writes the figures for programs. "
         "`NO_COLOR` is respected; without a terminal there are no colours and no bars.\n\n",
         "| command | what it does |\n| --- | --- |\n",
         *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],
@@ -166,9 +167,9 @@ def files_page() -> str:
     parts = [
         "# Where things are\n\n" + _MADE,
         "`dynamic_cp/` describes, prices, packs, simulates and chooses: numpy only, no torch, no megatron. "
-        "`megatron/dynamic_cp/` executes on megatron-core; `megatron/trainer/` is a small trainer; "
-        "`megatron/lm_adaptor/` makes a Megatron-LM checkout train so. Each imports those before it. `megatron/` is a "
-        "namespace that megatron-core shares: it has no `__init__.py` here.\n",
+        "`megatron/dynamic_cp/` runs plans on megatron-core; `megatron/trainer/` is a small trainer; "
+        "`megatron/lm_adaptor/` trains a Megatron-LM checkout with them. Each imports only those before it. "
+        "`megatron/` is a namespace shared with megatron-core: it has no `__init__.py` here.\n",
     ]
     for top in (
         "dynamic_cp",

@@ -1,4 +1,4 @@
-"""Kills a rank of real jobs while they start and train; says how long the others live on, and what they say.
+"""Kills a rank of real jobs while they start and train; says how long the others live on, and what they print.
 
 nice python -m tools.kill_times --kills 12 --seed 0
 

@@ -1,4 +1,4 @@
-"""Runs the comparisons that README, docs/how-to/decide.md and docs/peers.md quote, and writes their tables anew.
+"""Runs the comparisons that README, docs/how-to/decide.md and docs/peers.md quote, and rewrites their tables.
 
 python -m tools.quoted_figures
 

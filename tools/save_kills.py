@@ -1,4 +1,4 @@
-"""Kills or stops processes at random moments of a save; every job must end soon, leave nothing, and resume equal.
+"""Kills or stops processes at random moments of a save; every job must end soon, leave nothing behind and resume equal.
 
 nice python -m tools.save_kills --kills 50 --seed 0
 

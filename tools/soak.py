@@ -1,4 +1,4 @@
-"""Trains twice: once undisturbed, once with ranks, workers and the planner killed at random; both must train the same.
+"""Trains twice: undisturbed, and with ranks, workers and the planner killed at random; both must give the same losses.
 
 nice python -m tools.soak --steps 500 --kills 12 --seed 0
 

@@ -1,4 +1,4 @@
-"""Table C: the set-up with which NVIDIA published its gain, planned and priced by us.
+"""Table C: the setup for which NVIDIA published its gain, planned and priced by us.
 
 Published (blog of Megatron-Core's dynamic CP): Llama 13B, global batch 2048, PP 8, CP 8, full recomputation; GitHub
 195.88 -> 289.32 TFLOPS per GPU, CommonCrawl 139.17 -> 174.39. Unpublished: the lengths, the number of data-parallel

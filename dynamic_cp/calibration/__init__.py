@@ -2,7 +2,7 @@
 
 megatron/dynamic_cp/calibration measures. Read in this order:
 
-- `measurements`: what was measured, and on what; JSON that an interrupted dynamic-cp profile goes on with
+- `measurements`: what was measured, and on what; JSON from which an interrupted dynamic-cp profile continues
 - `least_squares`: the robust fit
 - `results`: what comes out: hardware, errors, points
 - `fit`: measurements -> coefficients, each with its source, and how well they fit

@@ -1,15 +1,15 @@
-"""Coefficients of a hardware file from measured seconds, and how far the cost model then is from them.
+"""Fits the coefficients of a hardware file to measured seconds, and says how far the cost model then is off.
 
-Each part is fitted to what measured it alone, with the formula by which the cost model prices it:
+Each part is fitted to the measurements of that part alone, with the formula by which the cost model prices it:
 
     linear      overhead + tokens * FLOPs / rate                 backward: its own overhead, a ratio of the rates
     attention   overhead + a * sum of (L^2 + extra_tokens * L)   causal kernels and further ring steps apart
     edges       FLOPs of the head / rate + bytes / memory bandwidth
     links       latency + bytes / bandwidth
 
-Random packs then weigh all of these by one factor. What is left of tiny micro-batches is the overhead of a bucket, and
-of those with CP the latency of an exchange: what ranks wait for each other belongs to it. `held_out` is fitted by
-nothing.
+Random packs then scale all of these by one factor. The rest of the time of tiny micro-batches is the overhead of a
+bucket, and with CP the latency of an exchange, which includes the time that ranks wait for each other. Nothing is
+fitted to `held_out`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Made-up global batches of growing size: what the ranks of a run are given to show how fast they are."""
+"""Synthetic global batches of growing size, which the ranks of a run train on to show how fast they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GROWTH = 4
 
 
 def ladder(cost_model: CostModel, max_seqlen: int) -> tuple[Plan, ...]:
-    """Return plans in which ranks hold ever more tokens, four times as many each time, in the last as many as may be.
+    """Return plans in which ranks hold more and more tokens: four times as many in each, the maximum in the last.
 
     Each has micro-batches of every CP size that plans may use, all lanes alike: with samples as long as can be, and
     but for the last, which takes longest, with four times as many shorter ones. So what grows with tokens, what with

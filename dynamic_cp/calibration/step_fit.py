@@ -1,8 +1,9 @@
 """Coefficients from whole steps of a run's own model, measured before its first iteration.
 
-The times of buckets give the shape: `refine`, the fit that also corrects a run while it goes on, again and again from
-where it got to, because it is bounded each time. The largest step, full as most micro-batches of a run are, then weighs
-all of it by one factor: members of a group also wait for each other, and that is in no bucket's time.
+The times of buckets give the shape. They are fitted by `refine`, which also corrects a run while it goes on; it is
+called repeatedly, each time from its last result, because each call is bounded. The largest step, as full as most
+micro-batches of a run, then scales everything by one factor: members of a group also wait for each other, and no
+bucket's time has that.
 """
 
 from __future__ import annotations

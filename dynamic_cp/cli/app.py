@@ -26,15 +26,15 @@ COMMAND_GROUP = "dynamic_cp.commands"
 """Entry points of commands that need more than this package; each names a click.Command."""
 
 COMMANDS = {
-    "lengths": "Describe lengths: quantiles, and what each class of them holds.",
+    "lengths": "Describe lengths: quantiles, and the share of each class of lengths.",
     "plan": "Plan one global batch and predict its time.",
     "check": "Judge a plan that `plan --output` wrote.",
     "simulate": "Compare policies on several global batches: does dynamic CP pay?",
     "sweep": "Search TP, PP, VPP, limits and recomputation for some GPUs.",
     "trace": "Write a timeline for Perfetto or chrome://tracing.",
     "report": "Write one HTML file with pictures, tables and inputs.",
-    "hardware": "Print a hardware file with its sources, to change.",
-    "doctor": "Check the installation and say how to mend it.",
+    "hardware": "Print a hardware file with its sources, ready to edit.",
+    "doctor": "Check the installation and say how to fix it.",
     "completion": "Print the script that completes options in your shell.",
 }
 """Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.cli.NAME:command`."""

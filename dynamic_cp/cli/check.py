@@ -30,9 +30,9 @@ Examples:
     help=f"File of the lengths that the plan must hold, in the order of its sample numbers ({KINDS}).",
 )
 def command(plan: str, lengths: str | None) -> None:
-    """Judge whether PLAN.json may run: lanes tiled, limits kept, every sample there once.
+    """Judge whether PLAN.json is legal: buckets tile the lanes, limits are kept, every sample is there once.
 
-    Exit status 2 and the place that is wrong if not.
+    If not, the exit status is 2 and the message points at the place that is wrong.
     """
     from dynamic_cp.lengths.read import read_lengths
     from dynamic_cp.plans.serialize import digest, format_cp_sizes, loads

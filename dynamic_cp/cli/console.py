@@ -1,4 +1,4 @@
-"""The terminal: colours where they are wanted, progress where somebody watches, nothing but text in a pipe."""
+"""The terminal: colours and progress bars where somebody watches, nothing but text in a pipe."""
 
 from __future__ import annotations
 

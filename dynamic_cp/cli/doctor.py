@@ -1,4 +1,4 @@
-"""`dynamic-cp doctor`: what is installed, what is missing, how to mend it."""
+"""`dynamic-cp doctor`: what is installed, what is missing, how to fix it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _STYLES = {"ok": ("✓", "ok", "green"), "note": ("•", "note", "yellow"), "bro
 @click.command(
     "doctor",
     cls=Command,
-    short_help="Check the installation and say how to mend it.",
+    short_help="Check the installation and say how to fix it.",
     epilog="""\b
 Examples:
   dynamic-cp doctor
   dynamic-cp doctor --quick --json -
 """,
 )
-@click.option("--quick", is_flag=True, help="Leave out what needs to import torch.")
+@click.option("--quick", is_flag=True, help="Skip the checks that import torch.")
 @json_option
 def command(quick: bool, json: str | None) -> None:
     """Check Python, packages, the planner's compiled code, GPUs and the training side.
 
-    Exit status 2 if something is broken; a note is about something optional.
+    Exit status 2 if something is broken. Notes are about optional parts.
     """
     check_writable(json)
     from dynamic_cp.doctor import base_checks, other_checks, training_packages

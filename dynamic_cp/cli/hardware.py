@@ -26,7 +26,7 @@ _LISTED = {
 @click.command(
     "hardware",
     cls=Command,
-    short_help="Print a hardware file with its sources, to change.",
+    short_help="Print a hardware file with its sources, ready to edit.",
     epilog="""\b
 Examples:
   dynamic-cp hardware                            # the bundled ones
@@ -47,8 +47,8 @@ Examples:
 def command(hardware: str | None, settings: tuple[str, ...], called: str | None, output: str | None) -> None:
     """Print a complete hardware file: every number of the cost and memory model with its source beside it.
 
-    Change what you know better, say where it is from, and name the file with --hardware here or with
-    --dynamic-cp-hardware in training. A file may also have a "base" and state only what differs.
+    Change the numbers that you know better, give their sources, and pass the file by --hardware here or by
+    --dynamic-cp-hardware in training. A file may also name a "base" and state only what differs from it.
     """
     check_writable(output)
     if output not in (None, STDOUT) and not is_pipe(output):

@@ -43,7 +43,7 @@ LENGTHS_GROUP = "dynamic_cp.lengths"
 @click.command(
     "lengths",
     cls=Command,
-    short_help="Describe lengths: quantiles, and what each class of them holds.",
+    short_help="Describe lengths: quantiles, and the share of each class of lengths.",
     epilog="""\b
 Examples:
   dynamic-cp lengths                             # the bundled workloads
@@ -95,9 +95,9 @@ def command(
     json: str | None,
     **given: Any,
 ) -> None:
-    """Describe lengths: how they are spread, and how much of the tokens and of the work each class of them holds.
+    """Describe lengths: how they are spread, and how much of the tokens and of the work each class of lengths holds.
 
-    A few long samples hold most of the attention work: that is what one CP size for all cannot suit.
+    Often a few long samples hold most of the attention work. No single CP size suits such lengths.
     """
     check_writable(json)
     check_writable(output)

@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before the work if they cannot be written, whole or absent after it."""
+"""Output files of a command: refused before the work if they cannot be written; complete or absent after it."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ CUT_OPTIONS = (
     _option(
         "--overlong",
         type=click.Choice(OVERLONG),
-        help="What becomes of drawn documents longer than --max-seqlen. [default: truncate]",
+        help="What to do with drawn documents longer than --max-seqlen. [default: truncate]",
     ),
 )
 """How what is drawn is cut."""
@@ -208,7 +208,7 @@ def batch_options(*, several: bool, default_batches: int = 1, required: bool = T
             "--seed",
             type=int,
             metavar="N",
-            help="Seed of the first batch; those of the next ones count on from it. [default: 0]",
+            help="Seed of the first batch; each further batch takes the next number. [default: 0]",
         ),
         *CUT_OPTIONS,
     ]
@@ -220,7 +220,7 @@ SET = _option(
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Change a number of the hardware, such as bandwidth_across_nodes=12.5GB/s; may be given several times.",
+    help="Override a number of the hardware, such as bandwidth_across_nodes=12.5GB/s; may be given several times.",
 )
 MODEL_AND_HARDWARE = (
     _option(
@@ -268,13 +268,14 @@ def job_options() -> Callable[[_Command], _Command]:
             "--gpus",
             type=int,
             metavar="N",
-            help="Number of ranks: every policy gets its own fastest layout, of those that the options below allow.",
+            help="Number of ranks: every policy gets its own fastest layout among those that the options below allow.",
         ),
         _option(
             "--lanes",
             type=int,
             metavar="N",
-            help="Number of data-parallel x context-parallel ranks of one given layout, in place of --gpus.",
+            help="Number of lanes (data-parallel x context-parallel positions: GPUs / (TP x PP)) of one given layout, "
+            "instead of --gpus.",
         ),
         *MODEL_AND_HARDWARE,
         _option(
@@ -289,7 +290,7 @@ def job_options() -> Callable[[_Command], _Command]:
         _option(
             "--recompute",
             type=click.Choice(RECOMPUTE_MODES),
-            help="What the backward pass computes again to save memory: nothing, core attention, or whole layers. "
+            help="What the backward pass recomputes to save memory: nothing, core attention, or whole layers. "
             f"{_searched('none')}",
         ),
         NO_DISTRIBUTED_OPTIMIZER,
@@ -321,7 +322,7 @@ SEARCH = _option(
     type=click.Choice(SEARCH_EFFORTS),
     default="fast",
     show_default=True,
-    help="How long to search; thorough takes some ten times as long, for a better plan of a pipeline.",
+    help="How long to search; thorough takes about ten times as long, for a better plan of a pipeline.",
 )
 
 planner_options = _section(

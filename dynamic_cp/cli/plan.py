@@ -55,7 +55,7 @@ Examples:
         default="dynamic",
         metavar="NAME",
         show_default=True,
-        help="Policy that plans: dynamic, or for comparison static, balanced or megatron-dev.",
+        help="Policy to plan with: dynamic, or for comparison static, balanced or megatron-dev.",
     ),
     one_option("--bound", is_flag=True, help="Also give a lower bound on the time of all plans, and time / bound."),
 )
@@ -63,10 +63,10 @@ Examples:
 @output_option(False, "Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")
 @json_option
 def command(policy: str, bound: bool, output: str | None, json: str | None, **given: Any) -> None:
-    """Plan one global batch; print the plan and what is expected of it: seconds, memory, FLOPs.
+    """Plan one global batch; print the plan and its predicted seconds, memory and FLOPs.
 
-    A plan that needs more memory than the hardware has is refused. With --gpus it is that of the fastest layout. With
-    --lanes the static policies take the smallest CP size that holds the longest sample, unless --static-cp-size says
+    A plan that needs more memory than the hardware has is refused. With --gpus the plan is for the fastest layout. With
+    --lanes the static policies take the smallest CP size that holds the longest sample, unless --static-cp-size sets
     another.
     """
     check_writable(output)

@@ -39,7 +39,7 @@ Examples:
     one_option(
         "--run",
         metavar="DIR",
-        help="Folder of a run's --dynamic-cp-dump, to set what was measured against what was predicted.",
+        help="Folder of a run's --dynamic-cp-dump, to compare measured and predicted times.",
     ),
 )
 @batch_options(several=True, default_batches=DEFAULT_BATCHES, required=False)
@@ -51,13 +51,13 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies to compare, with commas between; also flexsp (slow) and wlb.",
+        help="Policies to compare, comma-separated; also flexsp (slow) and wlb.",
     ),
 )
 @planner_options
 @output_option(True, "HTML page to write.", "FILE.html")
 def command(run: str | None, policy: str, output: str, **given: Any) -> None:
-    """Write one HTML file, which needs no network: a comparison as of `simulate` with pictures, or a training run.
+    """Write one HTML file that needs no network: a comparison as by `simulate`, with pictures, or a training run.
 
     Give either --lengths and --gpus or --lanes, or --run. It needs matplotlib and jinja2.
     """

@@ -51,18 +51,19 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies to compare, with commas between; also megatron-0.16.1, flexsp (slow), wlb.",
+        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb.",
     ),
 )
 @planner_options
 @json_option
 def command(policy: str, json: str | None, **given: Any) -> None:
-    """Plan the same global batches with several policies; say what each takes, where its time goes and what to choose.
+    """Plan the same global batches with several policies; say how long each takes, where its time goes and what to
+    choose.
 
-    With --gpus each policy has its own fastest layout, limit and CP size, as `dynamic-cp sweep` finds them (planners of
-    others have that of dynamic); with --lanes all have the given layout. Seconds are those of a cost model and an exact
-    simulator of the schedule, not measurements. Every static policy has the fastest CP size that holds the longest
-    sample, unless --static-cp-size says another.
+    With --gpus each policy gets its own fastest layout, limit and CP size, as `dynamic-cp sweep` finds them (planners
+    of other systems get those of dynamic); with --lanes all get the given layout. Seconds come from a cost model and an
+    exact simulator of the schedule, not from measurements. Every static policy takes the fastest CP size that holds the
+    longest sample, unless --static-cp-size sets another.
     """
     check_writable(json)
     comparison, batch = compared(policy, given)

@@ -101,7 +101,7 @@ Examples:
         default=",".join(RECOMPUTE_MODES),
         show_default=True,
         metavar="MODE,..",
-        help="What the backward pass may compute again to save memory.",
+        help="What the backward pass may recompute to save memory.",
     ),
     one_option(
         "--max-tokens-per-rank",
@@ -114,7 +114,7 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies to compare, with commas between, each at its own fastest setting.",
+        help="Policies to compare, comma-separated, each at its own fastest setting.",
     ),
     SEARCH,
     one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
@@ -123,9 +123,9 @@ Examples:
 def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given: Any) -> None:
     """Search layouts and limits for a number of GPUs; say which is fastest and whether dynamic CP pays there.
 
-    Every policy gets its own fastest setting, and they are compared at those: the last line has the best static one,
-    the dynamic one and the gain. Of the policy that is recommended there are the settings that no other beats in both
-    time and memory, and the flags to start it. What cannot run is counted with its reason.
+    Policies are compared, each at its own fastest setting: the last line has the best static setting, the dynamic one
+    and the gain. For the recommended policy it prints the settings that no other beats in both time and memory, and
+    the flags to start it. Settings that cannot run are counted, with the reason.
     """
     check_writable(json)
     if jobs is not None and jobs < 1:

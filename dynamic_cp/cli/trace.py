@@ -46,7 +46,7 @@ Examples:
         default="dynamic",
         show_default=True,
         metavar="NAME,..",
-        help="Policies to show, with commas between, one below the other.",
+        help="Policies to show, comma-separated, one below the other.",
     ),
 )
 @planner_options

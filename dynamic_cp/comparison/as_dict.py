@@ -3,9 +3,9 @@
     {"schema_version": 1, "inputs": {...}, "policies": {"dynamic": {"batches": [{...}], "mean": {...}, ...}, ...},
      "speedup": {"static": {...}, ...}, "verdict": {...}}
 
-Every figure has its unit in its name; fractions are of iteration_s, but padding_fraction, which is of all tokens that
-are computed. A mean of ratios is the ratio of the sums over the batches. null stands for what is unknown. All but
-plan_s is the same on every run.
+Every figure has its unit in its name. Fractions are of iteration_s, except padding_fraction, which is of all computed
+tokens. A mean of ratios is the ratio of the sums over the batches. null means unknown. Everything except plan_s is the
+same on every run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Plans every global batch with every policy and says what comes of it.
+"""Plans every global batch with every policy and compares the outcomes.
 
-A static policy has one CP size for all global batches, as a training run has: the given one, else the fastest of those
-that hold the longest sample. The next-fit policy also has the fastest of a few limits of tokens: the given one or less.
-With a token limit that follows from memory every policy gets its own: smaller groups need smaller buffers. The dynamic
-policy, too, has the fastest of its largest CP sizes then: communicators of groups that it does not need cost memory.
+A static policy has one CP size for all global batches, as a training run does: the given size, or else the fastest of
+those that hold the longest sample. The next-fit policy also takes the fastest of a few token limits: the given limit or
+lower ones. If the token limit follows from memory, every policy gets its own, because smaller groups need smaller
+buffers. The dynamic policy then also takes the fastest of several largest CP sizes: communicators that it does not need
+cost memory.
 
-`compare_policies` has one layout for all policies, `compare_settings` one of its own for each.
+`compare_policies` uses one layout for all policies, `compare_settings` one for each.
 """
 
 from __future__ import annotations

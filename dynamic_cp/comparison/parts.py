@@ -4,9 +4,10 @@
               + pipeline bubble + CP wait + DP wait                            (nothing runs)
               + gradient reduction
 
-A busy second is split by prices: what the bucket costs less what it would cost if the exchange of keys and values were
-free is the exchange; less what it would cost if tensor parallelism were free, too, is that; less the price of its true
-tokens alone is padding (all of a place without samples is); the price of no tokens at all is launch; the rest computes.
+Busy time is split by prices. Exchange is the price of a bucket minus its price if the exchange of keys and values were
+free. Tensor parallel is that minus its price if tensor parallelism were free, too. Padding is that minus the price of
+its true tokens alone (in a place without samples all of it). Launch is the price of no tokens at all. The rest is
+compute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Policies that are planners of others: found, run and judged like our own."""
+"""Policies that are planners of other systems: found, run and judged like our own."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """How many times faster one policy is than another, with an interval over the global batches.
 
-The estimate is the ratio of sums, all seconds of the one over all seconds of the other: what a run that goes through
-these batches gains, and what rates of tokens say, too. Both policies run the same batches, so the interval is paired:
-by the delta method the logarithm of the ratio has the standard error of the mean of
+The estimate is the ratio of sums, all seconds of the one over all seconds of the other: the gain of a run over these
+batches, and also the ratio of tokens per second. Both policies run the same batches, so the interval is paired: by the
+delta method the logarithm of the ratio has the standard error of the mean of
 
     baseline_s / mean(baseline_s) - policy_s / mean(policy_s)
 
-over the batches, and Student's t quantile makes the interval hold for few batches, too (a bootstrap of 4 or 8 is too
-narrow). In simulated batches whose gain grows with their seconds it holds the truth in 94 % of cases where seconds
-differ by 20 %, but in 87 % (8 batches) to 91 % (32) where they differ by 50 %: then take more batches. It says how much
-batches differ, not how well the cost model predicts.
+over the batches, and Student's t quantile makes the interval valid for few batches, too (a bootstrap of 4 or 8 is too
+narrow). In simulated batches whose gain grows with their seconds, the interval covers the truth in 94% of cases where
+seconds differ by 20%, but only in 87% (8 batches) to 91% (32) where they differ by 50%: then take more batches. It says
+how much batches differ, not how well the cost model predicts.
 """
 
 from __future__ import annotations

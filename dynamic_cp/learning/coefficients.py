@@ -1,8 +1,8 @@
 """Which coefficients the planner uses for which iteration of a run.
 
-Plans are made ahead: times of iterations up to k can change plans from k + look-ahead + 1 on; those in between are
-planned already. A run that resumes in between must plan them again as they were, so the factors of both stretches are
-saved, each with its first iteration.
+Plans are made ahead: the times of iterations up to k can change plans only from k + look-ahead + 1 on; the iterations
+in between are already planned. A run that resumes in between must plan them again as they were, so the factors of both
+stretches are saved, each with its first iteration.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 A robust least-squares fit of seven factors (`Multipliers`). The model that is fitted is the cost model itself, with
 refined coefficients: there is no second formula. Residuals are logarithms of measured / predicted, so a microsecond and
 a second weigh the same relative to themselves; Huber weights bound what an outlier can do (a garbage collection, a
-neighbour on the machine). Each factor is pulled towards its present value as if that were known to some 40%: what the
-observations cannot tell apart does not move. A change is at most a factor of 2, all changes together one of 4.
+neighbour on the machine). Each factor is pulled towards its present value as if that were known to about 40%: factors
+that the observations cannot tell apart do not move. One change is at most a factor of 2, all changes together at most
+4.
 
 Coefficients change only when `refine` is called, at iterations that are stated in advance, so plans stay a function of
 the seed and the saved factors.
@@ -54,7 +55,7 @@ class RefinedHardware:
         hardware: a normal hardware value for the planner.
         multipliers: of the hardware file; what a checkpoint keeps.
         before, after: errors of the predictions with the previous and with these coefficients.
-        num_ignored: observations that could not be.
+        num_ignored: number of observations that could not be used.
         at_bound: factors that wanted to change more than they may.
         reason: why nothing changed, or "".
     """

@@ -2,7 +2,7 @@
 
 Read in this order: `streams` (pipes and standard input), `file`, `megatron_index`, `arrays`, `tables`, `parquet`
 (formats of files), `read` (any of them), `lognormal` (drawn lengths), `summary` (what they are like), `workloads`
-(whatever a user names).
+(anything that a user may name).
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A file of lengths while it is read: its bytes, and what to say of an entry that is no length."""
+"""A file of lengths while it is read: its bytes, and the errors for entries that are not lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what comes out of pipes: stdin, named pipes, `<(command)`. They can be read once, and may never end."""
+"""Reads pipes: stdin, named pipes, `<(command)`. They can be read only once, and may never end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pipeline Gantt of several policies on one time axis: who computes what when, and which lanes a CP group joins.
 
-A bar is one operation of one bucket on one stage; it spans the lanes of its CP group, whose colour says how many they
-are. Forward is muted, backward strong, a place that computes only padding is grey, and idle time shows the band behind.
+A bar is one operation of one bucket on one stage. It spans the lanes of its CP group; its colour shows the CP size.
+Forward is muted, backward strong, a place that computes only padding is grey, and idle time shows the band behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which CP size is best for which length: what a sample alone takes, and what that costs the device.
+"""Which CP size is best for which length: the time of one sample alone, and its share of peak FLOP/s.
 
 More lanes make a long sample faster, but every rank's chunks S / 2cp get shorter: kernels fill worse, and at the knee
 the exchange no longer hides behind computing.

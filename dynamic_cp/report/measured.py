@@ -1,4 +1,4 @@
-"""Traces of measured iterations: what ranks wrote down of their operations, as events of the trace format."""
+"""Traces of measured iterations: operations that the ranks recorded, as events of the trace format."""
 
 from __future__ import annotations
 

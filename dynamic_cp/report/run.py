@@ -1,4 +1,4 @@
-"""What a training run writes of its iterations: one JSON object per line of `DIR/iterations.jsonl`."""
+"""The record of a training run's iterations: one JSON object per line of `DIR/iterations.jsonl`."""
 
 from __future__ import annotations
 

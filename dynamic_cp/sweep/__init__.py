@@ -3,10 +3,10 @@
 Read in this order:
 
 - `job`: what all settings share
-- `space`: layouts that fit, and the settings that memory holds in each
+- `space`: layouts that fit, and the settings that fit in memory in each
 - `evaluate`: time and memory of a setting, or a bound on its time
 - `workers`: several processes that do so
-- `search`: the fastest setting of each policy, and what saves memory beside it
+- `search`: the fastest setting of each policy, and settings that save memory
 - `flags`: those of pretrain_gpt.py for a setting
 """
 

@@ -1,7 +1,7 @@
 """Imported as the first line of a Megatron-LM script: the script then takes --dynamic-cp.
 
 The script is the one that was started (`sys.argv[0]`); `python -m megatron.dynamic_cp.run` does the same without an
-edit. Importing this module is what it is for: everything else is in `megatron.lm_adaptor`.
+edit. This module does its work when it is imported; everything else is in `megatron.lm_adaptor`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes an unedited Megatron-LM checkout train with dynamic context parallelism.
+"""Trains an unedited Megatron-LM checkout with dynamic context parallelism.
 
 Read in this order:
 

@@ -1,4 +1,4 @@
-"""Which Megatron-LM checkout a script belongs to, and what of it the adaptor can use. Imports nothing of it."""
+"""Which Megatron-LM checkout a script belongs to, and what the adaptor can use of it. Imports nothing from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM counts by itself, counted for global batches of any size: samples and FLOPs."""
+"""Megatron-LM's counts of samples and FLOPs, for global batches of any size."""
 
 from __future__ import annotations
 

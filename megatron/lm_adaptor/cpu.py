@@ -1,6 +1,6 @@
-"""CPU ranks (gloo) for a checkout: what Megatron-LM's training code takes for granted about CUDA.
+"""CPU ranks (gloo) for a checkout: what Megatron-LM's training code assumes about CUDA.
 
-`megatron.dynamic_cp.repairs.cpu_backend` answers what megatron-core does. Used with --distributed-backend gloo only.
+`megatron.dynamic_cp.repairs.cpu_backend` does the same for megatron-core. Used with --distributed-backend gloo only.
 """
 
 from __future__ import annotations

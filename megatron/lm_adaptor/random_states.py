@@ -1,8 +1,8 @@
 """The random states of all lanes in Megatron-LM's checkpoints, which have those of the first lane.
 
-Lanes of equal shapes draw equally many random numbers, so that one state is that of all. With dynamic CP each lane
-computes other tokens, so its dropout goes on from a state of its own. They are added under a name that Megatron-LM does
-not read.
+Lanes with equal shapes draw the same number of random numbers, so one state serves all of them. With dynamic CP each
+lane computes different tokens, so its dropout continues from its own state. These states are added under a name that
+Megatron-LM does not read.
 """
 
 from __future__ import annotations

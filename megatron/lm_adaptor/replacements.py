@@ -41,153 +41,164 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module="megatron.training",
         symbol="pretrain",
-        reason="adds the flags, exchanges the script's get_batch, ends the planner; the name that scripts import",
+        reason="ours adds the flags, replaces the script's get_batch and ends the planner; scripts import this name",
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="parse_args",
-        reason="refuses what the supported list refuses, keeps --context-parallel-size for the static plan and sets 1",
+        reason="ours refuses what is not supported, keeps --context-parallel-size for the static plan and passes on 1",
     ),
     Replacement(
         module="megatron.training.arguments",
         symbol="add_megatron_arguments",
-        reason="has --max-seqlen-per-dp-cp-rank take numbers only, not auto; some callers read the flags without ours",
+        reason="the original takes only numbers for --max-seqlen-per-dp-cp-rank, ours also auto, even for "
+        "callers that read the flags without the added ones",
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="validate_args",
-        reason="sets variable_seq_lengths, which it resets, and the DDP bucket size, and checks CP sizes and limits",
+        reason="the original resets variable_seq_lengths; ours sets it and the DDP bucket size, and checks CP "
+        "sizes and limits",
     ),
     Replacement(
         module="megatron.training.global_vars",
         symbol="init_num_microbatches_calculator",
-        reason="its calculator asserts global batch % (micro-batch size x data-parallel size); the plan decides",
+        reason="the original asserts global batch % (micro-batch size x data-parallel size) == 0; in ours the "
+        "plan decides",
     ),
     Replacement(
         module=_TRAINING,
         symbol="initialize_megatron",
-        reason="builds and warms the CP groups and starts the planner once the model-parallel groups are there",
+        reason="ours builds and warms up the CP groups and starts the planner once the model-parallel groups are there",
     ),
     Replacement(
         module=_TRAINING,
         symbol="set_jit_fusion_options",
-        reason="warms fused kernels up with --seq-length / CP tokens, which at CP 1 are C times what a rank computes",
+        reason="the original warms up fused kernels with --seq-length / CP tokens, which at CP 1 is C times what "
+        "a rank computes",
     ),
     Replacement(
         module="megatron.core.models.gpt",
         symbol="GPTModel",
-        reason="builds layers whose attention and RoPE use the group of the micro-batch",
+        reason="ours builds layers whose attention and RoPE use the group of the micro-batch",
     ),
     Replacement(
         module=_TRAINING,
         symbol="build_train_valid_test_datasets",
-        reason="--use-varlen-dataset: samples of their own lengths; otherwise as it is",
+        reason="with --use-varlen-dataset ours builds samples of their own lengths; otherwise the original runs",
     ),
     Replacement(
         module=_TRAINING,
         symbol="build_pretraining_data_loader",
-        reason="reads samples one by one and uncollated, in global batches of any size, without trailing padding; on "
-        "CPU ranks it always keeps from drawing its seed from the generator of dropout",
+        reason="ours reads samples one by one and uncollated, in global batches of any size, without trailing "
+        "padding; on CPU ranks it also keeps the loader from drawing its seed from the generator of "
+        "dropout",
     ),
     Replacement(
         module=_TRAINING,
         symbol="build_train_valid_test_data_iterators",
-        reason="names the iterators, and gives one to ranks that read nothing, so that all ranks know which is meant",
+        reason="ours names the iterators, and gives one to ranks that read nothing, so that all ranks know which "
+        "is meant",
     ),
     Replacement(
         module="megatron.training.tokenizer.tokenizer",
         symbol="SFTTokenizer",
-        reason="takes what apply_chat_template returns for tokens: transformers 5 returns a dict unless told otherwise",
+        reason="the original takes what apply_chat_template returns for tokens, but transformers 5 returns a "
+        "dict unless told otherwise",
     ),
     Replacement(
         module=_TRAINING,
         symbol="get_forward_backward_func",
-        reason="draws, plans and re-routes a global batch, then runs the schedule with the plan's micro-batches",
+        reason="ours draws, plans and re-routes a global batch, then runs the schedule with the plan's micro-batches",
     ),
     Replacement(
         module=_TRAINING,
         symbol="train_step",
-        reason="the learning rate and consumed samples step by the samples of the global batch; it does not say which "
-        "iteration it was",
+        reason="ours advances the learning rate and consumed samples by the samples of the global batch, and "
+        "notes the iteration for errors",
     ),
     Replacement(
         module=_TRAINING,
         symbol="training_log",
-        reason="prints the samples of the global batch and a line about the plan, and ends the step: dump, refinement",
+        reason="ours prints the samples of the global batch and a line about the plan, and ends the step: dump, "
+        "refinement",
     ),
     Replacement(
         module=_TRAINING,
         symbol="evaluate_and_print_results",
-        reason="does not say, for the errors of a run, that it was evaluating",
+        reason="ours notes for errors that the run is evaluating",
     ),
     Replacement(
         module=_TRAINING,
         symbol="load_checkpoint",
-        reason="does not say that it was loading",
+        reason="ours notes for errors that the run is loading",
     ),
     Replacement(
         module=_TRAINING,
         symbol="save_checkpoint",
-        reason="does not say that it was saving, and at which iteration",
+        reason="ours notes for errors that the run is saving, and at which iteration",
     ),
     Replacement(
         module=_TRAINING,
         symbol="maybe_finalize_async_save",
-        reason="does not say that it was naming a checkpoint, or waiting for its files",
+        reason="ours notes for errors that the run is naming a checkpoint, or waiting for its files",
     ),
     Replacement(
         module="megatron.training.checkpointing",
         symbol="get_rng_state",
-        reason="adds the random states of all lanes, which differ with --hidden-dropout: their shapes do",
+        reason="the original has the random states of the first lane only; with --hidden-dropout ours adds those of "
+        "all lanes, which differ because their shapes do",
     ),
     Replacement(
         module="megatron.training.checkpointing",
         symbol="_load_base_checkpoint",
-        reason="takes those of its lane, and what --dynamic-cp-refine found, which is among the saved arguments",
+        reason="ours takes the random states of its lane, and what --dynamic-cp-refine found, from the saved arguments",
     ),
     Replacement(
         module=_TRAINING,
         symbol="num_floating_point_operations",
-        reason="counts the true lengths of the samples instead of --seq-length each",
+        reason="ours counts the true lengths of the samples instead of --seq-length each",
     ),
     Replacement(
         module=_TRAINING,
         symbol="report_theoretical_memory",
-        reason="its figure is for packs of --seq-length / CP tokens; the token limit decides here",
+        reason="the original's figure is for packs of --seq-length / CP tokens; here the token limit decides",
     ),
     Replacement(
         module=SCRIPT,
         symbol="get_batch",
-        reason="hands out the plan's micro-batch with its PackedSeqParams, on every pipeline stage",
+        reason="ours returns the plan's micro-batch with its PackedSeqParams, on every pipeline stage",
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="_initialize_distributed",
-        reason="builds model-parallel groups only when it sees a device",
+        reason="the original builds model-parallel groups only when it sees a device",
         cpu_only=True,
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="_set_random_seed",
-        reason="seeds the generators of tensor parallelism only when it sees a device",
+        reason="the original seeds the generators of tensor parallelism only when it sees a device",
         cpu_only=True,
     ),
     Replacement(
         module=_TRAINING,
         symbol="get_model",
-        reason="has schedules free an output once it was sent; interleaved ones do while gloo still reads it",
+        reason="the original lets schedules free an output once it is sent; interleaved schedules do so while "
+        "gloo still reads it",
         cpu_only=True,
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="_compile_dependencies",
-        reason="needs CUDA's compiler and writes into the checkout; the installed megatron-core's helpers are used",
+        reason="the original needs CUDA's compiler and writes into the checkout; ours uses the helpers of the "
+        "installed megatron-core",
         cpu_only=True,
     ),
     Replacement(
         module="megatron.training.arguments",
         symbol="get_device_arch_version",
-        reason="asks a device for its architecture",
+        reason="the original asks a device for its architecture",
         cpu_only=True,
     ),
 )
@@ -210,8 +221,8 @@ def find(replacement: Replacement) -> Any:
     except AttributeError:
         missing = replacement.where
     raise UnsupportedFeatureError(
-        f"this Megatron-LM checkout has no {missing}, which is replaced because it {replacement.reason}: "
-        "use an unchanged core_v0.16.1",
+        f"this Megatron-LM checkout has no {missing}, which is replaced ({replacement.reason}): use "
+        "an unchanged core_v0.16.1",
         symbol=replacement.where,
     )
 

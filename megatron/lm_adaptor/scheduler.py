@@ -4,7 +4,7 @@
 
 Such a checkout draws, re-routes and packs samples itself and asks a scheduler class for groups. Only that class is
 ours. Each TP rank 0 plans for itself, every step, as the checkout's own schedulers do; a plan is a function of its
-input, so all find the same.
+input, so all of them find the same plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training step of a checkout did: summed over the job, and shown in Megatron-LM's log and writers."""
+"""Figures of a checkout's training step: summed over the job, and shown in Megatron-LM's log and writers."""
 
 from __future__ import annotations
 

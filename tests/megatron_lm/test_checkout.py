@@ -134,5 +134,5 @@ def test_missing_symbol_is_named(tmp_path: Path) -> None:
     script = make_importable_tree(tmp_path)
     done = run(str(script))
     assert done.returncode == 2, done.stderr
-    assert "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced because it" in done.stderr
+    assert "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced (ours adds" in done.stderr
     assert "the script ran" not in done.stderr + done.stdout

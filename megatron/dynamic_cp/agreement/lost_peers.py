@@ -1,7 +1,7 @@
-"""What torch and gloo say when a transfer failed: whether it was because a peer is gone, and the words that help.
+"""Reads torch's and gloo's errors of a failed transfer: whether a peer is gone, and the words that help.
 
 gloo raises plain RuntimeErrors, in megatron-core's collectives as in ours: "[file:line] Connection closed by peer
-[address]. This is typically caused by ...". What they say is all that tells them from a bug.
+[address]. This is typically caused by ...". Only their text distinguishes them from a bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks tell each other, as JSON: whoever reaches the job's store, or a rank's connections, can send no code.
+"""Messages between ranks, as JSON: someone who reaches the job's store or a rank's connections cannot send code.
 
     a value or an error -> one message -> the same value or error on every rank
 

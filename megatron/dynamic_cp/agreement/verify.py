@@ -1,6 +1,7 @@
-"""Nobody raises alone: ranks exchange an outcome first, then all go on or all raise the same error.
+"""Nobody raises alone: ranks exchange an outcome first, then all continue or all raise the same error.
 
-Through the job's store where one rank speaks (rank 0's files, plans), with one small all-reduce where all do.
+If one rank has the outcome (rank 0's files, plans), it goes through the job's store; if all have one, through one small
+all-reduce.
 """
 
 from __future__ import annotations

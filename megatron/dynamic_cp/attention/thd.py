@@ -1,4 +1,4 @@
-"""Attention of a packed micro-batch in the way that its plan chose; torch alone, without megatron-core."""
+"""Attention of a packed micro-batch by the mechanism that its plan chose; torch alone, without megatron-core."""
 
 from __future__ import annotations
 

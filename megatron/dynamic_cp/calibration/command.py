@@ -68,23 +68,23 @@ Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-
 @options_in(
     "Output",
     one_option("--hardware", required=True, type=Names("NAME|FILE", catalog.hardware_names),
-               help="Hardware to start from: gives every coefficient that is not measured here."),
+               help="Hardware to start from: it provides every coefficient that is not measured here."),
     SET,
     one_option("--output", required=True, metavar="FILE.json",
                help="Hardware file to write; FILE.json.measured.json beside it keeps the measurements."),
     one_option("--name", metavar="NAME", help="Name of the new hardware. [default: the output's file name]"),
     one_option("--plot", metavar="FILE", help="Picture to draw of measured against fitted numbers (.svg or .png)."),
-    one_option("--resume", is_flag=True, help="Go on with the measurements beside --output, section by section."),
+    one_option("--resume", is_flag=True, help="Continue with the measurements beside --output, section by section."),
     one_option("--strict", is_flag=True,
                help="End with exit status 3 if held-out packs are predicted with a median error above 10%."),
 )  # fmt: skip
 def command(**given: Any) -> int:
     """Measure attention, linear layers, rings, edges and links on this device; fit the cost model; check it.
 
-    The model's layers are built as training builds them. Started by torchrun, all ranks measure at the same time, and
-    links between them are measured, too; one process keeps the links of --hardware. Random packs that were not fitted
-    say how good the result is; a warning says when it is not. Meant for less than five minutes on a GPU; --quick takes
-    a fraction.
+    The model's layers are built as training builds them. Under torchrun all ranks measure at the same time, and the
+    links between them are measured, too; a single process keeps the links of --hardware. Random packs that were not
+    used in the fit say how good the result is; if it is not good, a warning says so. It should take less than five
+    minutes on a GPU; --quick takes a fraction.
     """
     base = catalog.load_hardware(given["hardware"], given["settings"])
     kept = f"{given['output']}.measured.json"

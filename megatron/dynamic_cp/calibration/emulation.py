@@ -1,4 +1,4 @@
-"""A ring on one rank: the code of a place in a larger ring, each transfer replaced by what was to be sent."""
+"""A ring on one rank: the code of one position in a larger ring, with each transfer replaced by its data."""
 
 from __future__ import annotations
 

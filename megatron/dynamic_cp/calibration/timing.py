@@ -1,13 +1,13 @@
-"""Seconds of a forward and a backward pass, as little disturbed as can be.
+"""Seconds of a forward and a backward pass, with as little disturbance as possible.
 
 CUDA                    median over calls, by events
-CPU, one thread         CPU seconds of the process, a low quantile over calls: what other programs take does not count.
-                        Where N ranks that measure share C < N cores, N / C times as much: all of them are busy in a
-                        step. Caches and hyperthreads are shared while measuring, so they are in the numbers.
-CPU, several threads    the same by the clock
-what ranks wait in      by the clock, a low quantile over windows
-whole micro-batches     by the clock until the last rank is through, the median over windows: what a step takes, not the
-                        least that it could
+CPU, one thread         CPU seconds of the process, a low quantile over calls: time of other programs does not count.
+                        If N measuring ranks share C < N cores, N / C times as much: all of them are busy in a step.
+                        Caches and hyperthreads are shared while measuring, so they are in the numbers.
+CPU, several threads    the same by the wall clock
+operations that wait    by the wall clock, a low quantile over windows
+whole micro-batches     by the wall clock until the last rank is done, the median over windows: the usual time of a
+                        step, not the least possible
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     lengths -> plan (rank 0, published) -> this lane's samples -> packs -> zigzag shards -> one iterator per model chunk
 
-Plans and packs are made ahead of the step that needs them. Whatever can fail on one rank alone is exchanged before the
-first collective of the step: all ranks go on, or all raise the same error.
+Plans and packs are made ahead of the step that needs them. Errors that only one rank can find are exchanged before the
+first collective of the step: all ranks continue, or all raise the same error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sum over tokens that shows whether each of them arrived once: the same in any order and any split over ranks.
+"""A checksum of tokens that shows whether each arrived exactly once, in any order and any split over ranks.
 
 Every token counts with a 50-bit hash of (sample, position, column, value). A lost, doubled, swapped or changed token
 goes unnoticed with probability 2^-50. Sums of 8191 ranks fit into an int64; `combine` takes what they wrap.

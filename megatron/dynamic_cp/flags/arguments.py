@@ -1,6 +1,6 @@
 """Command-line flags of dynamic context parallelism, the features that are refused and the settings that are allowed.
 
-Importing this module needs neither torch nor megatron-core, so that a wrong flag is answered at once.
+Importing this module needs neither torch nor megatron-core, so that a wrong flag is reported immediately.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         "--dynamic-context-parallel",
         dest="dynamic_cp",
         action="store_true",
-        help="choose the CP size of every micro-batch by its samples; without it, it is --context-parallel-size",
+        help="choose a CP size for every bucket of every micro-batch, from its samples; without this flag it is always "
+        "--context-parallel-size",
     )
     group.add_argument(
         "--context-parallel-size",
         type=int,
         default=1,
         metavar="C",
-        help="CP size of the static policies; divides world size / (TP * PP)",
+        help="CP size without --dynamic-cp, and of the static plan that --dynamic-cp falls back to; must divide world "
+        "size / (TP * PP)",
     )
     group.add_argument(
         "--static-cp-policy",
         choices=STATIC_POLICIES,
         default=STATIC_POLICIES[0],
-        help="packing without --dynamic-cp: static fills packs in the order of the samples and never returns to a full "
-        "one, as Megatron's dp_balanced does (next-fit); balanced spreads the work by the cost model",
+        help="packing without --dynamic-cp: static fills packs in sample order and never returns to an earlier one, as "
+        "Megatron's dp_balanced does (next-fit); balanced spreads the work by the cost model",
     )
     group.add_argument(
         "--max-seqlen-per-dp-cp-rank",
         type=tokens_or_auto,
         metavar="N|auto",
-        help="padded tokens of a rank in one micro-batch; auto: as many as fit in the memory that "
-        "--dynamic-cp-hardware states, with samples of --seq-length (CPU hardware states none); default: what "
-        "--seq-length needs at --context-parallel-size. A limit that memory does not hold is refused",
+        help="most padded tokens of a rank in one micro-batch; auto: as many as fit in the memory that "
+        "--dynamic-cp-hardware states, with samples of --seq-length (the CPU hardware file states none); default: what "
+        "--seq-length needs at --context-parallel-size. A limit that does not fit in memory is refused",
     )
     group.add_argument(
         "--min-dynamic-cp-size", type=int, default=1, metavar="CP", help="smallest CP size (1, 2, 4, ...)"
@@ -64,21 +66,22 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         "--dynamic-cp-hardware",
         metavar="NAME|FILE",
         help="hardware of the cost and memory model: "
-        f"{', '.join(catalog.hardware_names())} or a file like those; default: cpu on CPU ranks, which this "
-        "project's trainer corrects at start, else h100",
+        f"{', '.join(catalog.hardware_names())} or a file like those; default: on CPU ranks cpu, which this project's "
+        "trainer corrects at start, otherwise h100",
     )
     group.add_argument(
         "--dynamic-cp-search",
         choices=SEARCH_EFFORTS,
         default="fast",
-        help="effort of the planner: milliseconds, or thorough: some ten times as long for a better plan of a pipeline",
+        help="effort of the planner: fast takes milliseconds; thorough takes about ten times as long, for better plans "
+        "of a pipeline",
     )
     group.add_argument(
         "--dynamic-cp-lookahead",
         type=int,
         default=2,
         metavar="K",
-        help="plan K global batches ahead, in a process of its own beside rank 0; with 0 each step waits for its plan",
+        help="plan K global batches ahead, in the planner process beside rank 0; with 0 each step waits for its plan",
     )
     group.add_argument(
         "--dynamic-cp-plan-timeout",
@@ -91,40 +94,40 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     group.add_argument(
         "--dynamic-cp-strict",
         action="store_true",
-        help="a planner that fails or takes too long ends the run instead",
+        help="end the run if the planner fails or takes too long, instead of running the static plan",
     )
     group.add_argument(
         "--dynamic-cp-refine",
         type=int,
         default=0,
         metavar="N",
-        help="correct the cost model every N iterations by the measured times of buckets (bounded, logged, saved); "
-        "default: 0, never",
+        help="correct the cost model every N iterations, from the measured times of buckets (bounded, logged, saved); "
+        "0: never",
     )
     group.add_argument(
         "--dynamic-cp-dump",
         metavar="DIR",
-        help="write every plan and every iteration there; `dynamic-cp report --run DIR` shows them",
+        help="write every plan and every iteration to DIR; `dynamic-cp report --run DIR` shows them",
     )
     group.add_argument(
         "--dynamic-cp-replay",
         metavar="DIR",
-        help="take the plans of a dump instead of planning: the run is the recorded one bit for bit",
+        help="take the plans from a dump instead of planning: the run repeats the recorded one bit for bit",
     )
     group.add_argument(
         "--dynamic-cp-verify",
         choices=VERIFY_MODES,
         default="digest",
-        help="compare the plan's digest over all ranks in each step; full: also judge the whole plan and the messages "
-        "of the pipeline on every rank, and follow each token from its sample to its shard; off: neither",
+        help="digest: compare the plan's digest over all ranks in each step; full: also judge the whole plan and the "
+        "messages of the pipeline on every rank, and follow each token from its sample to its shard; off: neither",
     )
     group.add_argument(
         "--cp-comm-type",
         choices=("auto", *EXCHANGES),
         default="auto",
-        help="exchange inside a CP group: a ring, one all-gather of keys and values, all-to-all of heads, or that "
-        "inside a node and a ring across nodes; auto: the planner chooses for every bucket among those that the "
-        "attention of this run has; p2p alone needs the fewest communicators",
+        help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
+        "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; auto: the planner chooses for every "
+        "bucket, among those that the attention of this run has; p2p alone needs the fewest communicators",
     )
     group.add_argument(
         "--dynamic-cp-inner-sizes",
@@ -185,7 +188,7 @@ class Unsupported:
         )
 
 
-_UNTESTED = "it is not among the features that were checked with per-micro-batch CP groups"
+_UNTESTED = "it is not among the features that were checked with a CP group per micro-batch"
 _FSDP = "parameters are replicated or sharded by DDP and the distributed optimizer only"
 _MOE = "only dense models are supported; experts couple all lanes"
 _GRAPHS = "shapes change with every micro-batch"
@@ -202,7 +205,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(flag="--expert-model-parallel-size", field="expert_model_parallel_size", off=(1,), reason=_MOE),
     Unsupported(flag="--expert-tensor-parallel-size", reason=_MOE),
     Unsupported(
-        flag="--multi-latent-attention", field="multi_latent_attention", reason="it refuses a CP group per micro-batch"
+        flag="--multi-latent-attention",
+        field="multi_latent_attention",
+        reason="megatron-core's MLA refuses a CP group per micro-batch",
     ),
     Unsupported(flag="--mtp-num-layers", field="mtp_num_layers", off=(0,), reason="it shifts labels across shards"),
     Unsupported(flag="--experimental-attention-variant", field="experimental_attention_variant", reason=_ATTENTION),
@@ -215,13 +220,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         flag="--hierarchical-context-parallel-sizes",
         field="hierarchical_context_parallel_sizes",
-        reason="--cp-comm-type a2a+p2p takes its place, --dynamic-cp-inner-sizes its sizes",
+        reason="--cp-comm-type a2a+p2p takes its place, with sizes from --dynamic-cp-inner-sizes",
     ),
     Unsupported(flag="--use-custom-fsdp", reason=_FSDP),
     Unsupported(flag="--use-megatron-fsdp", reason=_FSDP),
     Unsupported(flag="--use-torch-fsdp2", reason=_FSDP),
     Unsupported(flag="--num-distributed-optimizer-instances", off=(1,), reason="the lanes form one optimizer instance"),
-    Unsupported(flag="--use-tp-pp-dp-mapping", reason="it spreads the lanes of a node apart"),
+    Unsupported(flag="--use-tp-pp-dp-mapping", reason="it puts neighbouring lanes on different nodes"),
     Unsupported(flag="--enable-cuda-graph", field="enable_cuda_graph", reason=_GRAPHS),
     Unsupported(flag="--external-cuda-graph", field="external_cuda_graph", reason=_GRAPHS),
     Unsupported(flag="--cuda-graph-impl", field="cuda_graph_impl", off=("none",), reason=_GRAPHS),
@@ -253,8 +258,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(flag="--heterogeneous-layers-config-path", field="heterogeneous_block_specs", reason=_UNTESTED),
     Unsupported(flag="--use-kitchen-config-file", field="use_kitchen", reason=_UNTESTED),
-    Unsupported(flag="--reset-position-ids", reason="each document is a sequence of its own already"),
-    Unsupported(flag="--reset-attention-mask", reason="each document is a sequence of its own already"),
+    Unsupported(flag="--reset-position-ids", reason="each document already is a sequence of its own"),
+    Unsupported(flag="--reset-attention-mask", reason="each document already is a sequence of its own"),
     Unsupported(flag="--rampup-batch-size", reason="the global batch has one size for the whole run"),
 )
 

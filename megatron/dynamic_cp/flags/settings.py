@@ -1,7 +1,7 @@
 """How a run is planned: frozen settings, made once from the checked flags of this trainer or of a Megatron-LM checkout.
 
-What is found out later (a token limit of `auto`, exchanges that the layers lack) is an argument here and part of the
-`PlanOptions` that are made of it; nothing changes a setting.
+Facts that are found later (the token limit of `auto`, exchanges that the layers lack) are arguments here and part of
+the `PlanOptions` that are made from the settings; nothing changes a setting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws a global batch from the lanes' own iterators, and lets all ranks agree on what was drawn.
+"""Draws a global batch from the lanes' own iterators; all ranks agree on what was drawn.
 
 TP rank 0 of the stages that read anything draws; the other ranks learn how much there is. Small collectives only: an
 outcome, one sum of a few counts per pipeline stage, and the lengths over the lanes of the first stage (8 bytes each).

@@ -1,4 +1,4 @@
-"""Lengths of samples that nobody knows before they are tokenized: every rank probes its share, one all-gather.
+"""Lengths that are unknown before samples are tokenized: every rank probes its share, one all-gather shares them.
 
     samples = ProbedSamples(dataset)                       # anything with __len__ and __getitem__
     batch = samples.global_batch(consumed_samples, 512)    # collective: the same lengths on every rank

@@ -1,4 +1,4 @@
-"""From the lanes that drew samples to the lanes that compute them: each lane gets its own zigzag shards, and no more.
+"""From the lanes that drew samples to the lanes that compute them: each lane gets only its own zigzag shards.
 
     directory   reduce-scatter, 16 bytes a sample: the first lane of a bucket tells the owners where their samples go
     exchange    ONE all-to-all of 4-byte words over the data-parallel group: token ids, labels, position ids as int32,

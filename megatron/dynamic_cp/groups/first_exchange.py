@@ -1,4 +1,4 @@
-"""The first exchange of a group, at start-up: connections are made now, by what attention will do, and are checked."""
+"""The first exchange of a group, at start-up: makes the connections that attention will use, and checks them."""
 
 from __future__ import annotations
 

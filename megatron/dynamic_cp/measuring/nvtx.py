@@ -3,13 +3,13 @@
     with span("ring step %d of %d", step, size):
         ...
 
-Off, which is the default, a span costs a function call (some 0.2 us) and formats nothing. `record_with` switches them
-on for this process, threads of the autograd engine included.
+By default spans are off; a span then costs a function call (about 0.2 us) and formats nothing. `record_with` switches
+them on for this process, including threads of the autograd engine.
 
 | span | around |
 |---|---|
 | `iteration 12` | all of it but logging, evaluation and saving |
-| `waiting for the plan`, `waiting for packed samples` | what `waited for it` of the log line adds up |
+| `waiting for the plan`, `waiting for packed samples` | together they are `waited for it` of the log line |
 | `packing` | reading, padding and sharding inside the step (`--num-workers 0`) |
 | `step 12, micro-batch 0, lanes 0..3` | the forward pass of one micro-batch on one model chunk |
 | `forward, cp 4 p2p, 512 tokens` | the same, named by its bucket: CP size, exchange, padded tokens of this rank |
@@ -21,7 +21,7 @@ on for this process, threads of the autograd engine included.
 | `optimizer` | its step, clipping and gathering included |
 | `naming the checkpoint` | of --async-save, once its files are written |
 
-TransformerEngine's attention has ranges of its own instead of ring steps.
+TransformerEngine's attention has its own ranges instead of ring steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long CPU ranks would take something if their machines did nothing else.
+"""How long CPU ranks would take if their machines did nothing else.
 
-Where all cores that ranks may use are busy, whatever other programs take of them is what the ranks lack. The system
-counts the seconds that cores were busy; what the ranks did not spend of them was others' doing, the hypervisor's, too.
+If all cores that ranks may use are busy, the ranks lose exactly the time that other programs take of them. The system
+counts the seconds that cores were busy; those that the ranks did not spend went to others, including the hypervisor.
 """
 
 from __future__ import annotations

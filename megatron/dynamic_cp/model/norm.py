@@ -1,6 +1,6 @@
 """Layer norm or RMS norm of plain torch, tagged for sequence parallelism.
 
-megatron-core's own torch norm refuses sequence parallelism; torch's modules need nothing for it but the tag by which
+megatron-core's own torch norm refuses sequence parallelism. torch's modules need only a tag for it: the one by which
 the gradients of their parameters are summed over the tensor-parallel group.
 """
 

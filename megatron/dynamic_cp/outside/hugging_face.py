@@ -7,8 +7,8 @@
         result = train_step(lanes, model, step, causal_lm_loss, backward=accelerator.backward)
 
 accelerate's rules for context parallelism hold here, too: labels are shifted before sharding (`PlannedCollator`), and
-losses are weighted by tokens over all ranks (`train_step`). Its `cp_size` is another thing: torch's context_parallel,
-one fixed degree for all, for unpacked sequences.
+losses are weighted by tokens over all ranks (`train_step`). Its `cp_size` is something else: torch's context_parallel,
+with one fixed degree, for unpacked sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The lanes of a torch job: every rank of a DeviceMesh is one, whatever CP sizes its micro-batches get.
+"""The lanes of a torch job: every rank of a DeviceMesh is one lane, for all CP sizes of its micro-batches.
 
-A mesh of (dp, cp) is flattened: a plan cuts it into CP groups anew for each micro-batch, and gradients are reduced over
-all of it.
+A mesh of (dp, cp) is flattened: for each micro-batch a plan splits it into other CP groups, and gradients are reduced
+over all of it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What was planned, written down and played back: a run that replays its dump has the same plans bit for bit.
+"""Plans, written to a dump and replayed: a run that replays its dump has the same plans bit for bit.
 
     DIR/plans.jsonl        one line per planned global batch: its key, its samples, its plan and why
     DIR/iterations.jsonl   one line per iteration: predicted and measured (`dynamic-cp report --run DIR` reads it)
     DIR/run.json           command line and versions
     DIR/spans/rank*.jsonl  one line per iteration and rank: when each micro-batch ran forward and backward
 
-Rank 0 writes all but the last. What is there twice, because a run resumed from an older checkpoint, counts as it was
-planned and run last.
+Rank 0 writes all but the last. If an iteration is there twice, because a run resumed from an older checkpoint, the last
+record counts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RunDump:
             file.write("\n")
 
     def write_answer(self, request: Request, answer: Answer) -> None:
-        """Write a plan down; errors end the run anyway, and the batch that warms the planner up is made up."""
+        """Write a plan down; errors end the run anyway, and the synthetic batch of the warm-up is left out."""
         if answer.whole is None or answer.facts is None or WARM_UP in request.key:
             return
         self._plans.append(

@@ -1,4 +1,4 @@
-"""Rank 0's planner: plans in a process of its own, publishes through the job's store, and always has a fallback.
+"""Rank 0's planner: plans in the planner process, publishes through the job's store, and always has a fallback.
 
     submit(request) -> planner process -> answer -> store: one message per lane
                        raises, hangs or dies -> the static plan of that step, with a warning (strict: an error)

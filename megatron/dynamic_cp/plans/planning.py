@@ -2,8 +2,8 @@
 
     request(step + lookahead)  ->  rank 0's Planner  ->  store  ->  fetched by a thread  ->  take(step)
 
-A rank fetches its own lane's part only. It asks the store in growing pauses instead of waiting inside it: a wait in the
-store blocks signal handlers and prints a warning whenever it times out.
+A rank fetches its own lane's part only. It polls the store at growing intervals instead of waiting inside it: a wait in
+the store blocks signal handlers and prints a warning whenever it times out.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class FixedPlan:
 
 
 def warm_up(source: PlanSource, max_seqlen: int) -> float:
-    """Plan a made-up batch, so that the planner's code is compiled and loaded before the first step.
+    """Plan a synthetic batch, so that the planner's code is compiled and loaded before the first step.
 
     Has no effect on any plan. Collective; minutes at most, the first time on a machine.
 

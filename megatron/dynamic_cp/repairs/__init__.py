@@ -1,4 +1,4 @@
-"""What of the released megatron-core is mended here, each repair with its reason.
+"""Fixes to the released megatron-core, each with its reason.
 
 Read in this order: `cpu_backend` (CPU ranks), `optimizer_checkpoint` (loading without fused optimizers).
 """

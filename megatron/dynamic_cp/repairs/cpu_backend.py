@@ -1,11 +1,11 @@
-"""Run megatron-core on CPU ranks (gloo): what its training path takes for granted about CUDA, answered one by one.
+"""Runs megatron-core on CPU ranks (gloo): one shim for each place where its training path assumes CUDA.
 
 Call `enable()` once per process, before anything of megatron-core is *built* (importing needs no shim). `SHIMS` is the
 whole list; each entry says why it exists, and tests/distributed/test_cpu_backend.py shows what fails without it.
 
 Costs 3.3 us per torch call. The function mode is thread-local: threads started later must not touch torch devices.
-torch suspends it inside `backward()`: its rules do not hold in a backward or a recomputation, where nothing asks for
-them; the replaced functions hold everywhere.
+torch suspends it inside `backward()`, so its rules do not apply in a backward pass or a recomputation, where nothing
+needs them; the replaced functions apply everywhere.
 """
 
 from __future__ import annotations

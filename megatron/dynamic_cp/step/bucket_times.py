@@ -6,12 +6,12 @@
     observations = times.gather()                               # now and then; collective
 
 Forward runs from the moment the micro-batch is there to the end of the chunk, loss included; waiting for a pipeline
-neighbour lies outside. Backward runs from the first gradient (a hook on the chunk's output) to the end of this call
-of the autograd engine (its final callback), recomputation included. Nothing is computed and nobody waits: on CUDA
-events are recorded and read after the step, on CPU the clock is read; some 30 microseconds a micro-batch.
+neighbour lies outside. Backward runs from the first gradient (a hook on the chunk's output) to the end of this call of
+the autograd engine (its final callback), recomputation included. The measurement computes nothing and never waits: on
+CUDA it records events and reads them after the step, on CPU it reads the clock; about 30 microseconds per micro-batch.
 
-Inside a CP group a rank also waits for its peers. The lane that comes last waits least, so the least time over the
-lanes (and TP ranks) of a bucket is what the bucket takes.
+Inside a CP group a rank also waits for its peers. The lane that comes last waits least, so the smallest time over the
+lanes (and TP ranks) of a bucket is the time of the bucket.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Read in this order:
 - `config`: what a run's flags say of its data
 - `source`: what a source of documents is
 - `progress`, `workers`: a long scan, shown and spread over processes
-- `length_index`: the file of an index; `file_table` knows the files behind it and sees a change of them
+- `length_index`: the file of an index; `file_table` knows the files behind it and notices changes
 - `index_cache`: finds an index or makes it
 - `json_text`, `scan`: reading files for an index, in processes without numpy
 - `hugging_face`, `tokenizer`: text to tokens; `token_scan` tokenizes for an index
@@ -16,7 +16,7 @@ Read in this order:
 - `entries`: files to an index, and to a source
 - `split`: ranges of documents for training, validation and test
 - `samples`: documents of a range to samples no longer than --seq-length (--overlong)
-- `pool`: the samples of one or more sources, shuffled anew in every epoch
+- `pool`: the samples of one or more sources, newly shuffled in every epoch
 - `blend`: which pool fills which position of the stream
 - `stream`: position to sample, `SampleStream.global_batch` (lengths) and `.read` (tokens)
 - `build`: all of it

@@ -2,9 +2,9 @@
 
     line -> parse_chat -> ChatFormat.render -> text and the spans that the assistant wrote -> ChatLines.tokens
 
-A span is the content of an assistant turn and the token that ends the turn; turns of weight 0 have none. Where the
-template marks it with {% generation %}, that is the span; else it is what the turn adds to the text after the
-generation prompt, less white space behind the end-of-turn token.
+A span is the content of an assistant turn and the token that ends the turn; turns of weight 0 have none. If the
+template marks the turn with {% generation %}, the marked text is the span; otherwise it is what the turn adds to the
+text after the generation prompt, without the white space after the end-of-turn token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which files a data set has, and by which signs a change of one is noticed: size and time of the last change.
+"""Which files a data set has, and how a change is noticed: by size and time of the last change.
 
 `FileTable.change_to` compares before anything is read, `FileWatch` whenever a file is opened during a run.
 """

@@ -1,4 +1,4 @@
-"""Where the index of a data set lies, whether it is still true, and making it when it is not."""
+"""Where the index of a data set is, whether it is still valid, and making it if it is not."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The file of an index: arrays and what they are of, mapped into memory where they are used.
+"""The file of an index: arrays and their names, mapped into memory where they are used.
 
     at 0     MAGIC, of which the last byte is the version; then position, size and CRC-32 of the header (little endian)
     at 64    the columns, each at a multiple of 64 bytes
     at end   the header, JSON: request, counts, and name, dtype, length, position and CRC-32 of every column
 
-Whatever is not as it was written is noticed before it is used.
+Damage is noticed before anything is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The samples of one or more indexes as one endless sequence of draws: epoch after epoch, each shuffled anew."""
+"""The samples of one or more indexes as one endless sequence of draws: epoch after epoch, each newly shuffled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a long scan is: a bar on a terminal after a second, else a line in the log every few seconds."""
+"""Progress of a long scan: a bar on a terminal after a second, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of samples of one split: what is at position p is a function of (seed, p), whoever asks."""
+"""The stream of samples of one split: the sample at position p is a function of (seed, p), on every rank."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Indexing tasks on several processes or threads, results in the order of the tasks.
 
-Parsing JSON holds Python's lock, so it goes to processes. They are started anew and not forked: this process has
-threads of torch, maybe a CUDA context, and connections to other ranks, which a forked child would keep open after this
-rank is dead. A worker ends with its pipe, however its parent ends. Looking into many files waits for the file system,
-so that goes to threads.
+Parsing JSON holds Python's lock, so it runs in processes. They are started fresh, not forked: this process has threads
+of torch, maybe a CUDA context, and connections to other ranks, which a forked child would keep open after this rank is
+dead. A worker ends with its pipe, no matter how its parent ends. Looking into many files waits for the file system, so
+that runs in threads.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-attention-heads", type=int, required=True)
     group.add_argument("--ffn-hidden-size", type=int, help="default: 4 * hidden, with --swiglu 8/3 * hidden (mod 64)")
     group.add_argument("--kv-channels", type=int, help="width of a head; default: hidden / heads")
-    _switch(group, "--group-query-attention", help="share each KV head among several query heads")
+    _switch(group, "--group-query-attention", help="several query heads share each KV head")
     group.add_argument("--num-query-groups", type=int, help="KV heads, with --group-query-attention")
     group.add_argument("--seq-length", type=int, required=True, help="longest sample in tokens")
     group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
@@ -110,8 +110,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         choices=("auto", "flash", "fused", "unfused"),
         default="auto",
-        help="kernels of torch's attention: FlashAttention-2, cuDNN, blocks of matrix products; auto says its choice; "
-        "goes on to TransformerEngine where its layers are taken",
+        help="kernels of torch's attention: FlashAttention-2, cuDNN, or block-wise matrix products; auto logs its "
+        "choice; passed on to TransformerEngine where its layers are used",
     )
     _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
     _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")
@@ -119,7 +119,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--transformer-impl",
         choices=TRANSFORMER_IMPLS,
         help="layers of megatron-core with torch's attention, or those of TransformerEngine; default: the latter where "
-        "they can be used (installed, CUDA, --bf16), else local",
+        "they can be used (installed, CUDA, --bf16), otherwise local",
     )
     _add_fusions(group)
     for flag in ALREADY_SO:
@@ -134,11 +134,11 @@ def _add_fusions(group: Any) -> None:
             "matrix products add weight gradients to their buffers; needs apex's kernel",
         ),
         ("--bias-swiglu-fusion", "compile bias and SwiGLU into one kernel"),
-        ("--bias-gelu-fusion", "compile bias and GELU into one kernel, which takes GELU's form with tanh"),
+        ("--bias-gelu-fusion", "compile bias and GELU into one kernel, which uses the tanh form of GELU"),
         ("--bias-dropout-fusion", "compile bias, dropout and residual into one kernel"),
     ):
         group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, help=f"{what}; default: on CUDA, where it can be had"
+            flag, action=argparse.BooleanOptionalAction, help=f"{what}; default: on CUDA, where it is available"
         )
     _switch(group, "--cross-entropy-loss-fusion", help="fewer passes over the logits in the loss")
     group.add_argument(
@@ -152,11 +152,11 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--micro-batch-size", type=int, default=1, help="always 1: a micro-batch is a pack of samples")
     group.add_argument("--global-batch-size", type=int, help="samples of one step; default: one per lane")
-    group.add_argument("--train-iters", type=int, help="iterations of the whole run, those before a resume included")
+    group.add_argument("--train-iters", type=int, help="iterations of the whole run, including those before a resume")
     group.add_argument("--train-samples", type=int, help="samples of the whole run, instead of --train-iters")
     group.add_argument("--seed", type=int, default=1234)
-    group.add_argument("--exit-interval", type=int, help="save and leave at iterations that this divides")
-    group.add_argument("--exit-duration-in-mins", type=float, help="save and leave after this time")
+    group.add_argument("--exit-interval", type=int, help="save and exit at every iteration that is a multiple of this")
+    group.add_argument("--exit-duration-in-mins", type=float, help="save and exit after this time")
     group.add_argument("--eval-interval", type=int, help="iterations between evaluations; default: only at the end")
     group.add_argument("--eval-iters", type=int, default=0, help="global batches of one evaluation; 0 = no evaluation")
     group.add_argument("--recompute-granularity", choices=("full", "selective"))
@@ -216,9 +216,9 @@ def _add_calibration_argument(group: Any) -> None:
         "--dynamic-cp-calibrate",
         choices=CALIBRATION_MODES,
         default="auto",
-        help="on CPU ranks without --dynamic-cp-hardware, correct the cost model by some seconds of made-up steps at "
+        help="on CPU ranks without --dynamic-cp-hardware, correct the cost model by some seconds of synthetic steps at "
         "start; auto: once for this machine, number of ranks and model, then from the user's cache folder or the "
-        "checkpoint; anew: now; off: take hardware cpu as it is",
+        "checkpoint; anew: measure again now; off: use hardware cpu as it is",
     )
 
 
@@ -231,13 +231,14 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-workers",
         type=int,
         default=1,
-        help="processes per rank that read and pack the samples of coming steps; 0 does it inside the step",
+        help="processes per rank that read and pack the samples of coming steps; 0: the rank does it inside the step",
     )
     group.add_argument("--data-glob", default="**/*", help="files of a folder in --data-path")
     group.add_argument(
         "--data-cache-path",
         metavar="DIR",
-        help="where indexes of text and JSONL data are kept; default: beside the data, else the user's cache folder",
+        help="where indexes of text and JSONL data are kept; default: beside the data, or else in the user's cache "
+        "folder",
     )
     group.add_argument("--json-key", default="text", help="text field of a JSONL line")
     group.add_argument(
@@ -271,19 +272,21 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save", metavar="DIR")
     group.add_argument("--save-interval", type=int, help="iterations between checkpoints; the last one is always saved")
     group.add_argument(
-        "--load", metavar="DIR", help="resume from here; starts afresh when the folder has no checkpoint"
+        "--load", metavar="DIR", help="resume from here; starts from scratch if the folder has no checkpoint"
     )
-    _switch(group, "--async-save", help="write checkpoints in processes beside the training; the last is waited for")
+    _switch(
+        group, "--async-save", help="write checkpoints in processes beside the training; the run waits for the last"
+    )
     group.add_argument("--ckpt-format", choices=("torch_dist",), default="torch_dist")
     _switch(group, "--finetune", help="load the weights only and start at iteration 0")
-    _switch(group, "--exit-on-missing-checkpoint", help="an error when --load has no checkpoint")
+    _switch(group, "--exit-on-missing-checkpoint", help="end with an error if --load has no checkpoint")
 
 
 def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-interval", type=int, default=1, help="iterations that one log line averages")
     group.add_argument("--tensorboard-dir", metavar="DIR")
-    group.add_argument("--wandb-project", metavar="NAME", help="log to this project of Weights & Biases, too")
+    group.add_argument("--wandb-project", metavar="NAME", help="also log to this project of Weights & Biases")
     group.add_argument("--wandb-exp-name", metavar="NAME", help="the run's name there")
     group.add_argument("--wandb-entity", metavar="NAME", help="whose project it is; default: the logged-in user's")
     group.add_argument("--wandb-save-dir", metavar="DIR", help="where wandb keeps its files; default: wandb in --save")

@@ -1,4 +1,4 @@
-"""A kernel against the portable one on the device where it will run, once, at start-up.
+"""Compares a kernel with the portable one on the device where it will run, once, at start-up.
 
 The flash and cuDNN operators are private to torch: their layouts have changed between versions, and a wrong log-sum-exp
 or an unwritten gradient trains without an error. Some milliseconds here make that an error at start-up.

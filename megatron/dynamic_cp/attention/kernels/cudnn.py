@@ -1,10 +1,11 @@
 """A whole pack in one launch of cuDNN's fused attention, through torch (Hopper; what TransformerEngine uses there).
 
-Before torch 2.14 the backward pass for packs takes the head width for the longest sequence and writes outside its
-buffers (pytorch/pytorch#186142), and older ones build a new plan on every call: refused.
+torch before 2.14 is refused: its backward pass for packs confuses the head width with the length of the longest
+sequence and writes outside its buffers (pytorch/pytorch#186142), and older versions build a new cuDNN plan on every
+call.
 
 cuDNN plans are cached by the shape of a call. The longest lengths are therefore rounded up to powers of two: a few
-plans serve all packs. What is undefined for flash kernels is taken to be undefined here.
+plans serve all packs. Values that flash kernels leave undefined are treated as undefined here, too.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 function hides the log-sum-exp from its backward pass, and a ring needs it there: each step's backward takes the final
 output and log-sum-exp of the rows, over all steps.
 
-What the kernels leave undefined, read in torch's flash_api.cpp (2.7 to 2.13), and how it is kept away here:
+What the kernels leave undefined (from torch's flash_api.cpp, 2.7 to 2.13), and how we avoid it:
 - gradients of keys that no sequence covers are uninitialised memory: a pack covers all the tensors it is called with;
 - with a longest query of 1 and grouped heads the forward pass takes another path with another layout of the
-  log-sum-exp: the longest query is given as 2 at least, an upper bound is enough;
+  log-sum-exp: the longest query is given as at least 2, because an upper bound is enough;
 - before torch 2.7 the log-sum-exp came padded, [num_sequences, heads, longest]: refused.
 """
 

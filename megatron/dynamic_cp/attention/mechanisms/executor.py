@@ -1,4 +1,4 @@
-"""What a way to compute attention over several lanes must do, for one layer of one micro-batch.
+"""What the executor of a mechanism must do, for one layer of one micro-batch.
 
     enter -> attend -> leave, and backward: enter_gradient -> attend_backward -> leave_gradients
 

@@ -6,8 +6,8 @@ and the rows are whole sequences; with a2a+p2p the rows are a proper zigzag shar
 and the ring of lanes with equal index does the rest with the longer shard and fewer heads. The output goes back by
 another all-to-all; backward does the same in reverse, two collectives again.
 
-Every lane gets as many query heads; the KV heads they use go with them (`dynamic_cp.mechanisms.heads` has the rule).
-With fewer KV heads than lanes a KV head goes to several lanes and the row's owner adds up what they return for it.
+Every lane gets the same number of query heads, and the KV heads that they use (`dynamic_cp.mechanisms.heads` has the
+rule). With fewer KV heads than lanes a KV head goes to several lanes, and the owner of a token adds up their gradients.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP (arXiv 2405.07719) for the two together.
 """

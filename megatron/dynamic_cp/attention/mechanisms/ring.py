@@ -1,11 +1,11 @@
-"""Causal ring attention over a pack (P2P): keys and values travel round the ring's lanes, compute hides the travel.
+"""Causal ring attention over a pack (p2p): keys and values travel round the ring; attention hides the transfers.
 
 The ring is the whole CP group (p2p), the outer lanes (a2a+p2p, where `heads` went before) or this lane alone (a2a).
 
-Rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of r:
-j < r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is
-half a square for everybody, as many steps as lanes. Backward turns the ring again; the gradient of a rank's KV starts
-at its successor, collects one share per stop and reaches its owner on the last shift.
+Rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of r: j <
+r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is half a
+square on every rank, and there are as many steps as lanes. Backward runs the ring again; the gradient of a rank's KV
+starts at its successor, collects one share per stop and reaches its owner on the last shift.
 
 Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag split as in Megatron-Core and TransformerEngine.
 """

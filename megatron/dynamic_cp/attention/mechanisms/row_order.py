@@ -1,4 +1,4 @@
-"""In which rows of the gathered shards of some lanes the tokens of a pack lie.
+"""Where the tokens of a pack are in the gathered shards of several lanes.
 
 A zigzag over cp lanes is a zigzag over outer lanes of zigzags over inner lanes: lane k * inner + i holds chunks
 k * inner + i and 2 * cp - 1 - k * inner - i, so the lanes of inner group k together hold chunks k and

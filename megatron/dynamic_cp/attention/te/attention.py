@@ -2,12 +2,12 @@
 
 TransformerEngine keeps the group it was given last, and megatron-core 0.16.1 never takes it back: an evaluation or
 another part of the model would run on the group of the last micro-batch. Here every call sets group, ranks, stream and
-exchange and puts back what was there, also when it fails; a recomputed forward pass sets them again, and the backward
+exchange and restores the previous values, even if it fails; a recomputed forward pass sets them again, and the backward
 pass uses what its own forward pass stored.
 
-What TransformerEngine must be given for a causal mask: ONE tensor as all four cu_seqlens (padded boundaries), padding
-at the end of each sequence, the longest padded length as max_seqlen. With anything else versions before 2.18 give wrong
-results in silence, and later ones a slow path.
+For a causal mask TransformerEngine must get ONE tensor as all four cu_seqlens (padded boundaries), padding at the end
+of each sequence, and the longest padded length as max_seqlen. With anything else versions before 2.18 silently give
+wrong results, and later ones take a slow path.
 
 Import this module only where TransformerEngine is installed.
 """

@@ -1,6 +1,7 @@
 """Whether TransformerEngine has attention for packed sequences (THD) over a group of lanes on a device.
 
-Without, it raises at the first micro-batch on several lanes, and on one lane takes an attention of quadratic memory.
+If it has none, it raises at the first micro-batch on several lanes, and on one lane uses an attention with quadratic
+memory.
 
 Source: the filters of `get_attention_backend` in TransformerEngine 2.11 to 2.20; for cuDNN's compute capabilities its
 `nvte_get_fused_attn_backend`.

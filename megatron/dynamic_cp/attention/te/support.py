@@ -5,7 +5,8 @@
 
 Our wrapper shares out heads by all-to-all (`heads`), then calls TransformerEngine's attention with the local heads: in
 the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions that lack the exchange or are
-slow at it, and where KV heads do not divide by the lanes that share them, which TransformerEngine refuses.
+slow at it, and where the number of KV heads is not divisible by the lanes that share them, which TransformerEngine
+refuses.
 
 Source: the assertions of `context_parallel.py` in TransformerEngine 2.11 to 2.20.
 """
