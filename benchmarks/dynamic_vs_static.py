@@ -3,7 +3,7 @@
     python benchmarks/dynamic_vs_static.py          # two kinds of data on 4 and on 2 ranks; prints a table, writes JSON
 
 Each global batch is trained on under every policy in turn (the order rotates), so that a noisy machine disturbs all
-alike; ratios are of the sums over batches. All policies have the same memory: padded tokens per rank are limited to
+equally; ratios are of the sums over batches. All policies have the same memory: padded tokens per rank are limited to
 what the longest sample needs at static CP = number of ranks. Ranks share the machine's cores: this measures traffic,
 padding and per-micro-batch overhead, not the waiting of idle devices.
 """

@@ -3,7 +3,7 @@
     python benchmarks/pipeline_handshake.py            # all pipelines on CPU ranks, 4 minutes idle; prints a table
     python benchmarks/pipeline_handshake.py PP4        # one of them
 
-The same micro-batches run with and without the handshake in turn, so a noisy machine disturbs both alike. Wall times
+The same micro-batches run with and without the handshake in turn, so a noisy machine disturbs both equally. Wall times
 are the least of the repeats, CPU times (all ranks together) their medians: what others do on the machine only adds.
 Gloo on one machine: a message costs some system calls, not a network's latency, and there is no GPU that the host would
 have to wait for.

@@ -2,7 +2,7 @@
 
     python benchmarks/safe_reading.py       # half a minute; prints a table
 
-Both ways run in turn in one process, so a noisy machine disturbs both alike; the medians are shown. The checkpoint is
+Both ways run in turn in one process, so a noisy machine disturbs both equally; the medians are shown. The checkpoint is
 in the system's cache of files: from a disk the difference is smaller.
 """
 

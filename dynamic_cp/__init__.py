@@ -1,6 +1,6 @@
 """Planner for dynamic context parallelism: describe -> price -> pack -> simulate -> choose.
 
-Pure functions over frozen values. No torch and no megatron is imported anywhere below this package. What plans is
+Pure functions over frozen values. Neither torch nor megatron is imported anywhere in this package. Planning code is
 imported at its first use: describing alone needs no compiled code.
 """
 

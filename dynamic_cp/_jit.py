@@ -31,7 +31,7 @@ except ImportError as error:
 
 _KEPT_FOLDERS = 4
 _ANNOUNCED_S = 120.0
-"""So long nobody else announces that it compiles: other processes of this machine do it at the same time."""
+"""For this time no other process of the machine announces that it compiles, though it may do so, too."""
 _kernels: set[int] = set()
 """Ids of what numba made of our functions, which live as long as the process."""
 
@@ -105,7 +105,7 @@ def _is_announced(folder: Path) -> bool:
                 return True
             marker.touch()
     except OSError:
-        pass  # no folder for it any more: it is said once more
+        pass  # its folder is gone: the announcement is repeated
     return False
 
 

@@ -1,4 +1,4 @@
-"""The public path of `dynamic_cp.pricing.cost_model`."""
+"""The documented path of `BucketCost` and `CostModel`, which are in `pricing/cost_model.py`."""
 
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 

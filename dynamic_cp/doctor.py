@@ -154,12 +154,12 @@ def _compiled_code() -> Check:
         return Check(
             name=name,
             state="note",
-            detail="no place to keep it: every start compiles anew (about 25 s)",
+            detail="no writable folder to keep it: every start compiles again (about 25 s)",
             remedy="make the package folder or ~/.cache/dynamic-cp writable",
         )
     kernels = len(list(folder.rglob("*.nbi")))
     if not kernels:
-        return Check(name=name, state="note", detail="not compiled yet: the first plan takes some 25 s longer")
+        return Check(name=name, state="note", detail="not compiled yet: the first plan takes about 25 s longer")
     return Check(name=name, state="ok", detail=f"{kernels} functions on disk, loaded in less than a second")
 
 

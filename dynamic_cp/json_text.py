@@ -48,7 +48,7 @@ def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
             content = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line = error.object[: error.start].count(b"\n") + 1
-            raise refused(f"byte 0x{error.object[error.start]:02x} in line {line} is no UTF-8") from error
+            raise refused(f"byte 0x{error.object[error.start]:02x} in line {line} is not UTF-8") from error
     if not content.strip():
         raise refused("it is empty")
     try:

@@ -2,10 +2,11 @@
 
 python examples/micro_batch_splitter_verl.py
 
-What verl's rearrange_micro_batches and restore_dynamic_batch, or NeMo-RL's shard_by_batch_size and reorder_data, are
-for: rows of a padded batch go to ranks and micro-batches, equally many micro-batches on every rank, and results come
-back in the order of the batch. A plan balances predicted time instead of tokens and, where the attention can do it,
-spreads a long row over several ranks. Whoever has the whole batch plans: the driver, or every rank for itself.
+This does what verl's rearrange_micro_batches and restore_dynamic_batch, or NeMo-RL's shard_by_batch_size and
+reorder_data, are for: rows of a padded batch go to ranks and micro-batches, the same number of micro-batches on every
+rank, and results come back in the order of the batch. A plan balances predicted time instead of tokens and, where the
+attention supports it, spreads a long row over several ranks. The process that has the whole batch plans: the driver, or
+every rank for itself.
 """
 
 import numpy as np

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 examples/own_iterator.py
 
 A loop in Megatron-LM's style on CPU ranks (gloo): its own iterator, a small GPT, DDP, Adam on the bare gradients. The
-three places that change are marked with numbers; the rest is what such a loop has anyway. Ten steps, seconds.
+three places that change are numbered; the rest is what such a loop has anyway. Ten steps, a few seconds.
 """
 
 import numpy as np

@@ -2,8 +2,8 @@
 
 python examples/which_cp_size.py
 
-Prices one sample alone on CP groups of every size: seconds, and which share of the GPUs' peak they use. A larger group
-is faster for the sample and wastes more of the GPUs, most of all for a short one; where the samples no longer fit, a
+Prices one sample alone on CP groups of every size: seconds, and the share of the GPUs' peak. A larger group is usually
+faster for the sample and wastes more of the GPUs, most of all for a short one; where the sample no longer fits, a
 larger group is the only way. Predicted by the cost model.
 """
 

@@ -187,7 +187,7 @@ def _state() -> dict[str, Any]:
 
 
 def left_in_shm(before: set[str]) -> list[str]:
-    """Return new files in /dev/shm that nobody has: those of others on the machine come and go.
+    """Return new files in /dev/shm that no process has open: those of others on the machine come and go.
 
     Their maker, named in them, is dead, or no process maps them.
     """

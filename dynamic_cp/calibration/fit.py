@@ -338,7 +338,7 @@ class _Fit:
         if len(rows) < minimum:
             raise InvalidInputError(f"{len(rows)} rows of section {section} were measured, {minimum} are needed")
         if len({(one.tokens, one.tokens_squared) for one in rows}) < 2:
-            raise InvalidInputError(f"all rows of section {section} are of 1 length, 2 are needed: measure it anew")
+            raise InvalidInputError(f"all rows of section {section} are of 1 length, 2 are needed: measure it again")
         return rows
 
     def _set(self, name: str, value: float, how: str) -> None:
@@ -359,7 +359,7 @@ def _check_seconds(measurements: Measurements) -> None:
             if not (0 < one.forward_s < np.inf and smallest <= one.backward_s < np.inf):
                 raise InvalidInputError(
                     f"a row of section {section} took {one.forward_s} s forward and {one.backward_s} s backward: "
-                    "nothing can be fitted to that, measure it anew (without --resume)",
+                    "nothing can be fitted to that, measure it again (without --resume)",
                     section=section,
                 )
 

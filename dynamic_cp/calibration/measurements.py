@@ -148,8 +148,8 @@ class Measurements:
             raise InvalidInputError(f"cannot read {path}: {error.strerror or error}: leave --resume out") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidInputError(
-                f"{path} is no file of measurements of this version ({type(error).__name__}: {error}): "
-                "leave --resume out to measure anew"
+                f"{path} is not a file of measurements of this version ({type(error).__name__}: {error}): "
+                "leave --resume out to measure again"
             ) from error
         for entry in fields(Setup):
             was, now = getattr(saved, entry.name), getattr(setup, entry.name)
@@ -157,7 +157,7 @@ class Measurements:
                 was, now = replace(was, source=""), replace(now, source="")
             if entry.name != "date" and was != now:
                 raise InvalidInputError(
-                    f"{path} was measured with {entry.name} {was}, this is {now}: leave --resume out to measure anew",
+                    f"{path} was measured with {entry.name} {was}, this is {now}: leave --resume out to measure again",
                     name=entry.name,
                 )
         return cls(setup=saved, sections=sections)

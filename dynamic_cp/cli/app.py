@@ -44,7 +44,7 @@ TRAINING_COMMANDS = {"profile": "Measure this device and write a hardware file (
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand when it is called, so that --help starts at once."""
+    """Imports a subcommand when it is called, so that --help starts immediately."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; a reader that has seen enough is no failure (click would exit with 1)."""

@@ -134,7 +134,7 @@ def _tokens(name: str, tokenizer: str, json_key: str, chat_template: str | None)
     is_binary = Path(name).suffix.lower() in (".npy", ".idx", ".bin", ".gz")
     if name in workload_names() or name.startswith("lognormal:") or is_pipe(name) or is_binary:
         raise InvalidInputError(
-            f"--tokenizer reads files of text, {name_of(name)} is none: leave it out, or name a file of text"
+            f"--tokenizer reads text files, {name_of(name)} is not one: leave it out, or name a text file"
         )
     found = tuple(importlib.metadata.entry_points(group=LENGTHS_GROUP, name="tokens"))
     if not found:

@@ -47,7 +47,7 @@ def check_writable(path: str | None, *, only_files: bool = False) -> None:
         raise InvalidInputError("cannot write to a file without a name: give one")
     if path == STDOUT or _is_device(path):
         if only_files:
-            raise InvalidInputError(f"cannot write {path}: it is no file: give the name of one")
+            raise InvalidInputError(f"cannot write {path}: it is not a file: give the name of one")
         return
     if Path(path).is_dir():
         raise InvalidInputError(f"cannot write {path}: it is a folder: give the name of a file in it")
@@ -74,7 +74,7 @@ def check_apart(**paths: str | None) -> None:
             continue
         place = path if path == STDOUT else os.path.realpath(path)
         if place in options:
-            raise InvalidInputError(f"--{options[place]} and --{option} are both {path}: give each a place of its own")
+            raise InvalidInputError(f"--{options[place]} and --{option} are both {path}: give each its own place")
         options[place] = option
 
 
@@ -116,7 +116,7 @@ def write_json(path: str, data: Any) -> None:
 
 
 def _write_pipe(path: str, content: bytes) -> None:
-    """Write to a named pipe; one that nobody reads is refused: opening it would wait for ever."""
+    """Write to a named pipe; one that nobody reads is refused: opening it would block forever."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:

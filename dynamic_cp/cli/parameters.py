@@ -305,7 +305,7 @@ def job_options() -> Callable[[_Command], _Command]:
 
 
 CP_COMM_TYPE = "auto"
-"""Exchange of a given layout where nobody says."""
+"""Default exchange of a given layout."""
 
 
 def exchange_option(default: str) -> Any:

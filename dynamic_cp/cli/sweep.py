@@ -210,8 +210,8 @@ def _swept(policy: str) -> tuple[str, ...]:
     for name in names:
         if name not in POLICIES:
             raise InvalidInputError(
-                f"policy {name!r} is a planner of others, for which no setting is searched: compare it with "
-                f"dynamic-cp simulate --gpus, or use some of {', '.join(POLICIES)}"
+                f"policy {name!r} is the planner of another system, and sweep searches no settings for it: compare it "
+                f"with dynamic-cp simulate --gpus, or use some of {', '.join(POLICIES)}"
             )
     return names
 
@@ -258,7 +258,7 @@ def _notes(name: str, job: SweepJob, architecture: Architecture | None) -> list[
     notes = ["add your data and tokenizer, --lr and --train-iters"]
     if architecture is None:
         kind = "Llama (RoPE with base 10000)" if job.model.gated_linear_unit else "GPT-2"
-        notes.append(f"{name} has no entry architecture: norms, positions and biases are taken as those of {kind}")
+        notes.append(f"{name} has no entry architecture: norms, positions and biases are assumed to be those of {kind}")
     elif 0 < architecture.max_position_embeddings < job.max_seqlen:
         notes.append(
             f"samples have up to {job.max_seqlen} tokens, the model was made for {architecture.max_position_embeddings}"

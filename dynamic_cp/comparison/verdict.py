@@ -106,7 +106,7 @@ def _at_its_best(one: PolicyOutcome) -> str:
 
 
 def judged(speedup: Speedup) -> Pays:
-    """Return whether a speed-up is worth a change, by its interval (with one batch: by itself) as it is shown."""
+    """Return whether a speed-up is worth a change, by its interval as shown (with one batch: by its value)."""
     ratio = round(speedup.ratio, 2)
     if round(speedup.low or ratio, 2) > MIN_GAIN:
         return "yes"
@@ -224,7 +224,7 @@ def _why_it_does_not(
     over_bound = max(one.time_over_bound for one in ours.batches)
     if over_bound < MIN_GAIN and speedup.ratio >= 1:
         sentences.append(
-            f"No better plan with {ours.max_tokens_per_rank} tokens per rank is there to be found: it is within "
+            f"With {ours.max_tokens_per_rank} tokens per rank no plan can be noticeably better: this one is within "
             f"{over_bound - 1:.1%} of the lower bound."
         )
     return " ".join(sentences)

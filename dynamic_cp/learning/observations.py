@@ -102,7 +102,7 @@ class PricedObservations:
         return len(self.measured_s)
 
     def predicted_s(self, cost_model: CostModel) -> Floats:
-        """Return [observation, forward | backward] seconds; the numbers of `CostModel.cost`, all at once.
+        """Return [observation, forward | backward] seconds; the numbers of `CostModel.cost`, for all of them.
 
         Args:
             cost_model: with the topology and options of the one given at first.

@@ -106,11 +106,11 @@ def refine(
     Parameter"), Gauss-Newton steps projected on the bounds.
 
     Limits: memory-bound edges (embedding, loss), TP collectives and pipeline hops keep their coefficients; what is
-    wrong with them ends up in the other factors where it looks alike.
+    wrong with them ends up in the other factors that have a similar effect.
     """
     first, last = iterations
     if not 1 <= first <= last:
-        raise InvalidInputError(f"iterations {first} to {last} are no range: give 1 <= first <= last")
+        raise InvalidInputError(f"iterations {first} to {last} are not a range: give 1 <= first <= last")
     present = present or Multipliers()
 
     def cost_model(multipliers: Multipliers) -> CostModel:

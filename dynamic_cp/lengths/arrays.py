@@ -80,7 +80,7 @@ def _why_no_array(file: LengthFile) -> str:
 def read_idx(file: LengthFile, unit: IndexUnit = "document") -> NDArray[np.int64]:
     """Return the lengths of the documents, or sequences, of an index; empty ones are left out with a warning."""
     if file.content is not None:
-        raise file.error("an index of a Megatron data set cannot come out of a pipe: give its path")
+        raise file.error("an index of a Megatron data set cannot be read from a pipe: give its path")
     index = read_megatron_index(file.path)
     tokens = index.document_tokens if unit == "document" else index.sequence_tokens
     lengths: NDArray[np.int64] = tokens[tokens > 0].astype(np.int64)

@@ -58,7 +58,7 @@ class LengthFile:
 
     def no_lengths(self, kind: str, why: str) -> DataError:
         """Return the error of a file that is not of its kind."""
-        return DataError(f"{self.name} is no {kind} file of lengths: {why}", path=self.path)
+        return DataError(f"{self.name} is not a {kind} file of lengths: {why}", path=self.path)
 
     def text(self, kind: str, content: bytes, first_line: int = 1) -> str:
         """Return `content`, which begins in `first_line`, as text; it may begin with a byte-order mark.
@@ -76,7 +76,7 @@ class LengthFile:
             line, byte = first_line + content[: error.start].count(b"\n"), content[error.start]
             raise self.no_lengths(
                 kind,
-                f"byte 0x{byte:02x} in line {line} is no UTF-8: save it as UTF-8 (iconv -f latin1 -t utf-8, if it is "
+                f"byte 0x{byte:02x} in line {line} is not UTF-8: save it as UTF-8 (iconv -f latin1 -t utf-8, if it is "
                 "Latin-1)",
             ) from error
         if "\0" in text:

@@ -18,7 +18,7 @@ MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 BYTES_OF_TOKEN_TYPE = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 _PIECE = 1 << 20  # sequences or boundaries that are checked at a time
-_REMEDY = "copy both files again or make them anew with preprocess_data.py"
+_REMEDY = "copy both files again or make them again with preprocess_data.py"
 
 
 class MegatronIndex(NamedTuple):
@@ -48,7 +48,7 @@ def read_megatron_index(path: str | Path) -> MegatronIndex:
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes into it
-            raise DataError(f"cannot read {path}: it is no regular file; give the .idx file itself", path=path)
+            raise DataError(f"cannot read {path}: it is not a regular file; give the .idx file itself", path=path)
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
             idx_bytes = os.fstat(file.fileno()).st_size

@@ -31,7 +31,7 @@ class LengthSummary:
     """A list of lengths in a few numbers.
 
     Attributes:
-        quantiles_tokens: (percent, the smallest length that so many percent of the samples do not exceed).
+        quantiles_tokens: (percent, the smallest length that this percentage of the samples does not exceed).
         tails: beyond 8k, 32k and 128k tokens.
     """
 

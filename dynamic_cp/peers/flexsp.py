@@ -125,7 +125,7 @@ def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> 
             name = f"{1 << k}_{group}"
             is_open = opened[k, group] = pulp.LpVariable(f"open_{name}", cat="Binary")
             if group:
-                problem += opened[k, group - 1] >= is_open  # groups of a size are alike
+                problem += opened[k, group - 1] >= is_open  # groups of a size are interchangeable
             for index, length in enumerate(padded):
                 if length <= capacity:
                     taken[k, group, index] = pulp.LpVariable(

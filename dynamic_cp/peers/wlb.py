@@ -1,4 +1,4 @@
-"""A packer in the manner of WLB-LLM (OSDI '25, Algorithm 1), written from its description: static CP, variable lengths.
+"""A peer in the manner of WLB-LLM (OSDI '25, Algorithm 1): static CP, variable lengths, packed by `packing/wlb.py`.
 
 What differs from the paper:
 - no outlier queues: they carry documents over to later global batches, which we may not do; nor are documents that fit

@@ -74,7 +74,7 @@ def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[
             try:
                 iteration, read = _spans_of_line(line)
             except (ValueError, TypeError, KeyError) as error:
-                raise DataError(f"{path}:{number} is no record of spans ({error}): remove the line") from error
+                raise DataError(f"{path}:{number} is not a record of spans ({error}): remove the line") from error
             if iterations is None or iteration in iterations:
                 of_iteration[iteration] = read
         spans += [span for read in of_iteration.values() for span in read]

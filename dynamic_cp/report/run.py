@@ -117,9 +117,9 @@ def _record(where: str, line: str) -> RunRecord:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is no JSON object ({error}): was the file cut? Remove the line") from error
+        raise DataError(f"{where} is not a JSON object ({error}): was the file cut? Remove the line") from error
     if not isinstance(data, dict):
-        raise DataError(f"{where} is no JSON object but {type(data).__name__}: write one object per iteration")
+        raise DataError(f"{where} is not a JSON object but {type(data).__name__}: write one object per iteration")
     values: dict[str, Any] = {}
     for entry in fields(RunRecord):
         value = data.get(entry.name)

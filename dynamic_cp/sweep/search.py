@@ -101,7 +101,7 @@ def sweep(
         space: values to try.
         job: batches, model, hardware.
         policies: of search.POLICIES, at least one.
-        num_processes: how many plan at once.
+        num_processes: how many plan in parallel.
         progress: called with (done, all, what).
 
     Raises:

@@ -54,7 +54,7 @@ class Space:
                 raise InvalidInputError(f"{name} is {min(values)}, at least 1 is needed: change it")
         if self.num_gpus > self.ranks_per_node and self.num_gpus % self.ranks_per_node:
             raise InvalidInputError(
-                f"{self.num_gpus} GPUs are no whole number of nodes of {self.ranks_per_node}: "
+                f"{self.num_gpus} GPUs are not a whole number of nodes of {self.ranks_per_node}: "
                 "change --gpus or --ranks-per-node",
                 num_gpus=self.num_gpus,
                 ranks_per_node=self.ranks_per_node,

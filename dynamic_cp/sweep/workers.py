@@ -81,7 +81,7 @@ _job: SweepJob | None = None
 
 def _start(job: SweepJob, parent: int) -> None:
     global _job
-    die_with_parent(parent)  # killed, it would leave processes that wait for ever
+    die_with_parent(parent)  # killed, it would leave processes that wait forever
     _job = job
 
 

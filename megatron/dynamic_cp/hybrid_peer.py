@@ -24,7 +24,7 @@ def peer(samples: Sequence[Sample], cost_model: CostModel) -> PeerResult:
     if topology.pp_size > 1:
         return PeerResult(None, None, "0.16.1 refuses a pipeline")
     if not is_power_of_two(topology.num_lanes):
-        return PeerResult(None, None, f"0.16.1 fails on {topology.num_lanes} lanes, which is no power of two")
+        return PeerResult(None, None, f"0.16.1 fails on {topology.num_lanes} lanes, which is not a power of two")
     lanes = SimpleNamespace(size=lambda: topology.num_lanes)  # all that the scheduler asks of a process group
     scheduler = BalancedCPScheduler(cost_model.options.max_tokens_per_rank, lanes)
     pairs = [(sample.sample_id, sample.seqlen) for sample in samples]

@@ -174,7 +174,7 @@ class _Adaptor:
         if "get_batch" not in script or "get_batch" not in self._forward_step.__code__.co_names:
             raise UnsupportedFeatureError(
                 f"the forward step of the script ({self._forward_step}) does not call a get_batch of its own module, "
-                "which is exchanged because it builds batches of one length: use pretrain_gpt.py's form"
+                "which is replaced because it builds batches of one length: use pretrain_gpt.py's form"
             )
         script["get_batch"] = get_batch
 

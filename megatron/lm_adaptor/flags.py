@@ -68,7 +68,7 @@ REFUSED: tuple[Unsupported, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A value of Megatron-LM's arguments that --dynamic-cp sets, whatever was given.
+    """A value of Megatron-LM's arguments that --dynamic-cp sets, regardless of the command line.
 
     Attributes:
         flag: with which a user sets it.
@@ -87,14 +87,14 @@ FORCED: tuple[Setting, ...] = (
         name="context_parallel_size",
         flag="--context-parallel-size",
         value=1,
-        reason="every micro-batch brings its own CP group; the flag's value names the static plan",
+        reason="every micro-batch brings its own CP group; the flag's value is the CP size of the static plan",
         is_planned=True,
     ),
     Setting(
         name="cp_comm_type",
         flag="--cp-comm-type",
         value=["p2p"],
-        reason="each bucket of the plan says its own",
+        reason="each bucket of the plan has its own",
         is_planned=True,
     ),
     Setting(
@@ -224,7 +224,7 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
 
 
 def refuse_loaded(args: argparse.Namespace) -> None:
-    """Check validated arguments once more: --use-checkpoint-args may have changed them.
+    """Check validated arguments again: --use-checkpoint-args may have changed them.
 
     Raises:
         UnsupportedFeatureError: naming the flag.

@@ -38,7 +38,7 @@ def groups_of(plan: Plan, *, multiple: int = 1, max_samples: int | None = None) 
     num_lanes = plan.topology.num_lanes
     if not is_power_of_two(num_lanes):
         raise InvalidInputError(
-            f"{num_lanes} lanes are no power of two: Megatron-LM builds dynamic CP groups for powers of two only",
+            f"{num_lanes} lanes are not a power of two: Megatron-LM builds dynamic CP groups for powers of two only",
             num_lanes=num_lanes,
         )
     groups: Groups = []

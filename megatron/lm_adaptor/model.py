@@ -14,7 +14,7 @@ from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 
 NO_EFFECT = frozenset(
     {
-        # Elementwise on the tokens of a rank, whoever they belong to.
+        # Elementwise on the tokens of a rank, of any sample.
         "bias_activation_fusion",
         "bias_dropout_fusion",
         "gradient_accumulation_fusion",
@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(
         "apply_rope_fusion",
         "cp_comm_type",  # each micro-batch brings its own
         "transformer_impl",
-        # Frees an output once it was sent: whatever its length.
+        # Frees an output once it was sent, of any length.
         "deallocate_pipeline_outputs",
         # Of inference only.
         "inference_sampling_seed",

@@ -45,7 +45,7 @@ def choose_lane(checkpoint: dict[str, Any], lane: int, num_lanes: int) -> None:
         state.update(saved[lane])
     elif lane == 0:
         logger.warning(
-            "the checkpoint has the random states of %d lanes, this run has %d: dropout goes on differently",
+            "the checkpoint has the random states of %d lanes, this run has %d: dropout differs from now on",
             max(1, len(saved)),
             num_lanes,
         )

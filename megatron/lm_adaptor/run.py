@@ -34,7 +34,7 @@ def run_script(argv: Sequence[str]) -> None:
 def _run_as_main(script: Path) -> None:
     """Run `script` as `__main__`, of which other processes know the command's module only.
 
-    Processes that are spawned, such as those that write a checkpoint, import `__main__` once more: of the script that
+    Processes that are spawned, such as those that write a checkpoint, import `__main__` again: of the script that
     would be all of Megatron-LM, without the replacements.
     """
     module = types.ModuleType("__main__")

@@ -277,7 +277,7 @@ def read_blends(args: argparse.Namespace) -> tuple[Shares | None, list[Blend | N
     """
     given = _given_paths(args)
     if not given:
-        raise InvalidInputError("no data: give --data-path, --train-data-path and its kin, or --mock-data")
+        raise InvalidInputError("no data: give --data-path, --train-data-path or one of its variants, or --mock-data")
     whole, per_split = (
         [flag for flag in given if (flag in ("--data-path", "--data-args-path")) == is_whole]
         for is_whole in (True, False)

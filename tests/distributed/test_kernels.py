@@ -66,8 +66,8 @@ def test_no_kernel_is_an_error_with_a_remedy(a100: Any, monkeypatch: pytest.Monk
         assert "--attention-backend" in str(caught.value)
         assert "unfused" in str(caught.value)
 
-    refuses("head width up to 256 that 8 divides, it is 320", "auto", CUDA, BF16, 320)
-    refuses("head width up to 256 that 8 divides, it is 100", "auto", CUDA, BF16, 100)
+    refuses("head width of at most 256 that is a multiple of 8, it is 320", "auto", CUDA, BF16, 320)
+    refuses("head width of at most 256 that is a multiple of 8, it is 100", "auto", CUDA, BF16, 100)
     refuses("needs a CUDA device, the tensors are on cpu", "flash", torch.device("cpu"), BF16, 64)
     refuses("bfloat16 or float16, the tensors are torch.float32", "flash", CUDA, torch.float32, 64)
     refuses("is not one of", "local", CUDA, BF16, 64)

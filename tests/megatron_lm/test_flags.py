@@ -78,9 +78,9 @@ def test_what_was_given_and_is_overridden_is_said() -> None:
         (
             logging.INFO,
             "--context-parallel-size 4 is for plans, Megatron-LM gets 1: every micro-batch brings its own CP group; "
-            "the flag's value names the static plan",
+            "the flag's value is the CP size of the static plan",
         ),
-        (logging.INFO, "--cp-comm-type a2a is for plans, Megatron-LM gets p2p: each bucket of the plan says its own"),
+        (logging.INFO, "--cp-comm-type a2a is for plans, Megatron-LM gets p2p: each bucket of the plan has its own"),
         (
             logging.WARNING,
             "--moe-token-dispatcher-type flex becomes alltoall: megatron-core accepts variable_seq_lengths with it "

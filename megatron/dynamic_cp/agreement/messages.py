@@ -52,7 +52,7 @@ def decode(message: bytes, place: str, as_value: Callable[[Any], T]) -> T:
 
     Args:
         place: where it was found, for the error.
-        as_value: turns what JSON has into the value; whatever it raises says that the message is none.
+        as_value: turns the JSON data into the value; if it raises anything, the message is refused.
 
     Raises:
         DynamicCPError: of the message.
@@ -63,7 +63,7 @@ def decode(message: bytes, place: str, as_value: Callable[[Any], T]) -> T:
         if "error" not in content:
             return as_value(content["value"])
         error = _error(**content)
-    except Exception as reason:  # RecursionError, UnicodeDecodeError, ...: whatever somebody has planted
+    except Exception as reason:  # RecursionError, UnicodeDecodeError, ...: anything that somebody planted
         raise _no_message(message, place, reason) from reason
     raise error
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.packs import Pack
 
-# What is added up over packs; a pack by itself gives out and gradients in the dtype of the model.
+# What is added up over packs; a single pack gives out and gradients in the dtype of the model.
 SUM_DTYPE = torch.float32
 
 

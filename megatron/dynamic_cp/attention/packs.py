@@ -1,6 +1,6 @@
 """What one kernel call computes: for each sequence of a pack, a rectangle of queries against keys.
 
-A step of the ring is one `Pack`, whatever the number of sequences: flash kernels take them all in one launch. With L
+A step of the ring is one `Pack` for any number of sequences: flash kernels take them all in one launch. With L
 local tokens of a sequence, the steps are (L, L) causal for the lane's own keys, (L, L/2) for those of an earlier lane
 (the first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries).
 

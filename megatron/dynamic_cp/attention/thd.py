@@ -36,7 +36,7 @@ def attention_thd(
 ) -> Tensor:
     """Return causal attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
 
-    One lane is a ring of one, whatever the exchange: the same code without a transfer.
+    One lane is a ring of one with any exchange: the same code without a transfer.
 
     Args:
         q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads.

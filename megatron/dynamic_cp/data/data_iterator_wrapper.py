@@ -73,7 +73,7 @@ class DataIteratorWrapper:
         device: where the tensors go.
         num_workers: processes that read and pack ahead; 0 packs inside `wrap`.
         verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan on
-            every rank and reads every sample once more to follow its tokens; "off" does neither.
+            every rank and reads every sample again to follow its tokens; "off" does neither.
 
     Attributes:
         plan: the latest plan, as this lane sees it.
@@ -111,7 +111,7 @@ class DataIteratorWrapper:
         self.exchange_stats = ExchangeStats()
 
     def look_ahead(self, step: int, samples: Sequence[Sample]) -> None:
-        """Have the plan and the packs of a coming step made; returns at once. In the order of the steps, on all ranks.
+        """Start making plan and packs of a coming step; returns immediately. In the order of the steps, on all ranks.
 
         Args:
             samples: the global batch, the same on all ranks.

@@ -108,7 +108,7 @@ class Packer:
                 raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
 
     def close(self) -> None:
-        """End the workers, whatever they do; what was submitted and not taken is dropped."""
+        """End the workers, even in the middle of work; what was submitted and not taken is dropped."""
         for plans in self._queues:
             plans.put(None)
         self._packed = None  # DataLoader's iterator ends its workers when it is freed

@@ -22,7 +22,7 @@ def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, wh
 
     Args:
         packed: this rank's, in host memory; its `columns` is None on ranks that read nothing.
-        read_sample: called once more for the samples of buckets that begin at this lane.
+        read_sample: called again for the samples of buckets that begin at this lane.
 
     Raises:
         DisagreementError: they do not; on all ranks.

@@ -145,7 +145,7 @@ class BatchDrawer:
             except StopIteration:
                 self._is_at_its_end = True
                 break
-            except Exception as error:  # foreign code: whatever it raises, all ranks must hear of it
+            except Exception as error:  # foreign code may raise anything, and all ranks must hear of it
                 logger.exception("the data iterator raised at %s", where)
                 raise DataError(f"the data iterator raised {type(error).__name__}: {error}; at {where}") from error
             try:

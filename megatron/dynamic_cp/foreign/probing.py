@@ -101,11 +101,11 @@ def _probe_share(
             length = length_of(sample_id)
             if not isinstance(length, Integral) or isinstance(length, bool) or not 1 <= length <= MAX_COUNT:
                 raise DataError(f"its length is {length!r}, an integer from 1 to {MAX_COUNT} is needed")
-        except Exception as error:  # of the user's code, whatever it is: the other ranks wait
+        except Exception as error:  # the user's code may raise anything: the other ranks wait
             kind = "" if isinstance(error, DynamicCPError) else f"{type(error).__name__}: "
             failure = DataError(
                 f"{noun} {sample_id} could not be probed for its length on rank {rank}: {kind}"
-                f"{' '.join(str(error).split())}; repair it or leave it out of the data set",
+                f"{' '.join(str(error).split())}; fix it or leave it out of the data set",
                 sample_id=sample_id,
                 rank=rank,
             )

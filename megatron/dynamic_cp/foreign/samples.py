@@ -116,7 +116,7 @@ def _boundaries(item: Mapping[str, Any], num_tokens: int) -> list[tuple[int, int
     _check_end(padded, num_tokens, "cu_seqlens_padded")
     if len(real) != len(padded):
         raise DataError(
-            f"key 'cu_seqlens' has {len(real)} boundaries, 'cu_seqlens_padded' {len(padded)}: they must be as many",
+            f"key 'cu_seqlens' has {len(real)} boundaries, 'cu_seqlens_padded' {len(padded)}: both need as many",
             key="cu_seqlens_padded",
         )
     seqlens = [end - first for first, end in pairwise(real)]

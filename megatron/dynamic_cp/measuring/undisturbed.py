@@ -22,7 +22,7 @@ _IDLE = (3, 4)
 _COLUMNS = 8
 """Further ones are parts of these: guests."""
 _IDLE_SHARE = 0.1
-"""Of the cores: where as much was left over, nobody lacked anything."""
+"""Share of the cores: if this much was idle, no process lacked CPU time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

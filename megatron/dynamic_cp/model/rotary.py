@@ -20,7 +20,7 @@ _TABLE_STEP_TOKENS = 4096
 
 
 class OneRotaryTable(torch.nn.Module):
-    """Stands in for a model's RotaryEmbedding: one table for all micro-batches, whatever their length and group.
+    """Stands in for a model's RotaryEmbedding: one table for all micro-batches, of any length and group.
 
     Args:
         rotary: megatron-core's module, which computes the angles.

@@ -86,7 +86,7 @@ def refuse_torch_context_parallel(query: Tensor) -> None:
         what = "inside torch's context_parallel(...)" if is_patched else "with a DTensor"
         raise UnsupportedFeatureError(
             f"attention of a packed micro-batch was called {what}: torch's context parallelism cannot mask documents, "
-            "so it takes 1 a row, and its degree is fixed, where a packed row holds any number on the lanes that its "
-            "plan chose. Leave context_parallel out here, or use torch's attention on unpacked sequences of equal "
-            "length with it"
+            "so a row may hold only 1, and its degree is fixed; a packed row holds any number, on the lanes that its "
+            "plan chose. Leave context_parallel out here, or use torch's attention with it, on unpacked sequences of "
+            "equal length"
         )

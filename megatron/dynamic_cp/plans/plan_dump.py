@@ -57,7 +57,7 @@ class JsonLines:
                 file.write(json.dumps(record, separators=(",", ":")) + "\n")
         except OSError as error:
             self._failed = True
-            logger.warning("cannot write %s: %s; nothing more is written there, training goes on", self._path, error)
+            logger.warning("cannot write %s: %s; nothing more is written there, training continues", self._path, error)
 
 
 class RunDump:
@@ -194,5 +194,5 @@ def _key_of(line: bytes, where: str) -> str:
     try:
         key = json.loads(line)["key"]
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{where} is no record of a plan ({error}): was the file cut? Remove the line") from error
+        raise DataError(f"{where} is not the record of a plan ({error}): was the file cut? Remove the line") from error
     return str(key)

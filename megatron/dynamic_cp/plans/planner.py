@@ -91,7 +91,7 @@ class Planner:
             self._thread.start()
 
     def submit(self, key: str, samples: Sequence[Sample], hardware: Hardware | None = None) -> None:
-        """Have a global batch planned and published under `key`; returns at once when planning ahead.
+        """Have a global batch planned and published under `key`; returns immediately when planning ahead.
 
         Args:
             hardware: what the cost model is to use; None = the problem's.
@@ -194,7 +194,7 @@ class Planner:
     def _noting_a_lost_store(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what a store raises; nobody can be told of it but this rank
+        except RuntimeError as error:  # what a store raises; only this rank can be told
             self.lost_store = f"{type(error).__name__}: {error}"
 
     def _serve(self, process: PlannerProcess) -> None:
@@ -241,7 +241,7 @@ class Planner:
         process.close()
         try:
             process.start(self._problem)
-        except OSError as error:  # out of memory: whoever wants the process next comes here once more
+        except OSError as error:  # out of memory: the next caller that needs the process comes here again
             logger.warning("no new planner process could be started: %s", error)
 
     def _discard_all(self) -> None:

@@ -90,7 +90,7 @@ class PlanSource:
         self._listener = listener
 
     def request(self, step: int, samples: Sequence[Sample]) -> None:
-        """Ask for the plan of `step`; returns at once. All ranks ask for the same steps in the same order.
+        """Ask for the plan of `step`; returns immediately. All ranks ask for the same steps in the same order.
 
         Args:
             samples: the global batch; only rank 0's are looked at.
@@ -170,7 +170,7 @@ class PlanSource:
             outcome: LanePlan | DynamicCPError | RuntimeError | None
             try:
                 if store is None:
-                    job_store().check([self._prefix])  # fails at once where clone() would try again for minutes
+                    job_store().check([self._prefix])  # fails immediately, where clone() would retry for minutes
                     store = job_store().clone()  # its own connection: the main thread's must be free
                 outcome = self._fetch(store, step)
             except (DynamicCPError, RuntimeError) as error:  # RuntimeError: what a store raises

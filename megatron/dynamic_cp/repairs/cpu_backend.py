@@ -79,7 +79,7 @@ SHIMS: tuple[Shim, ...] = (
     ),
     Shim(
         name="manual_seed",
-        reason="the RNG tracker seeds the device generator; without a device the seed is queued for ever",
+        reason="the RNG tracker seeds the device generator; without a device the seed is queued forever",
         owner=torch.cuda,
         attribute="manual_seed",
         replacement=torch.manual_seed,

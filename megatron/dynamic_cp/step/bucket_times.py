@@ -81,7 +81,7 @@ class BucketTimes:
         stage, lane: where this rank is.
         device: where it computes.
         forward_step: runs one micro-batch.
-        keep_steps: `gather` sees the latest so many steps.
+        keep_steps: the number of latest steps that `gather` sees.
         now: the clock on CPU; time.process_time leaves out what other programs take, and waiting.
     """
 

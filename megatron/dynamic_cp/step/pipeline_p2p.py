@@ -114,7 +114,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
     def check_neighbours(self) -> None:
         """Compare the messages of the step with what both neighbours expect; collective over the job.
 
-        The handshake of all messages at once: the same guarantee, one exchange per step instead of one per tensor.
+        One handshake for all messages together: the same guarantee, one exchange per step instead of one per tensor.
 
         Raises:
             DisagreementError: the two ends of a pipe have different plans; the same on every rank.

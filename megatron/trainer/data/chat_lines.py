@@ -41,7 +41,7 @@ def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | 
     chat_format = ChatFormat(name=name, template=template, variables=variables)
     wrong = chat_format.check()
     if wrong is not None:
-        raise InvalidInputError(f"{name} is no Jinja template, {wrong}: repair it or name another with --chat-template")
+        raise InvalidInputError(f"{name} is not a Jinja template, {wrong}: fix it or name another with --chat-template")
     return ChatReader(tokenizer=tokenizer, chat_format=chat_format)
 
 
@@ -60,7 +60,7 @@ def _template(wanted: str | None, folder: str | None) -> tuple[str, str]:
     if wanted in TEMPLATES:
         return f"the template {wanted}", TEMPLATES[wanted]
     if not os.path.isfile(wanted):
-        raise InvalidInputError(f"--chat-template {wanted} is no file and none of {names}: give one of them")
+        raise InvalidInputError(f"--chat-template {wanted} is neither a file nor one of {names}: give one of them")
     try:
         return f"the chat template {wanted}", Path(wanted).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

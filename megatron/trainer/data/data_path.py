@@ -115,7 +115,7 @@ def _files(
 ) -> DocumentFiles:
     if not isinstance(tokenizer, TextTokenizer):
         raise InvalidInputError(
-            f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is no .bin/.idx data: "
+            f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is not .bin/.idx data: "
             "use HuggingFaceTokenizer or ByteTokenizer"
         )
     num_json = sum(path.endswith(json_suffixes) for path in paths)

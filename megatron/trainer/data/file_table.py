@@ -147,7 +147,7 @@ def changed_file(path: str, indexed_bytes: int, found_bytes: int) -> DataError:
         else f"was written again after it was indexed (it has {found_bytes} bytes as before, and another time)"
     )
     return DataError(
-        f"{path} {how}: the data must not change during a run; start again to index it anew",
+        f"{path} {how}: the data must not change during a run; restart to index it again",
         path=path,
         indexed_bytes=indexed_bytes,
         found_bytes=found_bytes,

@@ -95,7 +95,7 @@ def folder_of(path: str) -> str:
     folder = os.path.dirname(path) or os.curdir if os.path.basename(path) == TOKENIZER_FILE else path
     if not os.path.isdir(folder):
         raise InvalidInputError(
-            f"--tokenizer-model {path} is no folder on this machine, and nothing is downloaded: fetch the tokenizer "
+            f"--tokenizer-model {path} is not a folder on this machine, and nothing is downloaded: fetch the tokenizer "
             "first (`hf download NAME --local-dir DIR --include 'tokenizer*' 'special_tokens_map.json' '*.jinja'`)",
             path=path,
         )
@@ -135,7 +135,7 @@ def chat_template(folder: str) -> str | None:
 
 @lru_cache(maxsize=4)
 def _backend(folder: str, digest: str) -> Any:
-    """Return the tokenizer itself: read once in a process, and again in each process that was started anew."""
+    """Return the tokenizer itself: read once per process, and again in each fresh process."""
     # A process that reads data has its own cores; threads below it would only wait for each other after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -156,7 +156,7 @@ def _backend(folder: str, digest: str) -> Any:
     try:
         made = Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises bare Exception for a file that it cannot parse
-        raise DataError(f"{folder}/{TOKENIZER_FILE} is no tokenizer: {error}; copy it again") from error
+        raise DataError(f"{folder}/{TOKENIZER_FILE} is not a tokenizer: {error}; copy it again") from error
     made.no_padding()
     made.no_truncation()
     return made

@@ -30,7 +30,7 @@ class DocumentFiles:
     Attributes:
         name: the entry as the user wrote it.
         kind: "jsonl" or "text".
-        root: the folder, with a separator at its end or empty for the current one; the same whatever files it has.
+        root: the folder, with a separator at its end or empty for the current one; the same for any files in it.
         pattern: which files below `root` were asked for.
         names: of the files, relative to `root`, in document order.
     """
@@ -52,7 +52,8 @@ def find_index(
 ) -> LengthIndex:
     """Return the index of `files`: a saved one when it still describes them, else a new one, saved where possible.
 
-    Several processes may do this at once: each finds a whole index or builds its own, which equals the others'.
+    Several processes may do this at the same time: each finds a whole index or builds its own, which equals the
+    others'.
 
     Limits: a change that leaves size and time of a file as they were is not noticed here, but where the document is
     read. A file server whose clock counts in coarser steps than 20 ms can hide one right after indexing.

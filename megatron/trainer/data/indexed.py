@@ -106,7 +106,7 @@ class IndexedDocuments:
                 raise changed_file(path, self._files[path].size_bytes, found.size_bytes)
 
     def _find_documents_without_eod(self) -> NDArray[np.bool_]:
-        """Return [document] -> whether it gets an EOD; empty ones as the probed ones, where these are alike."""
+        """Return [document] -> whether it gets an EOD; empty ones follow the probed ones, if those agree."""
         documents = np.flatnonzero(self._num_tokens)
         spaced = np.linspace(0, len(documents) - 1, min(len(documents), NUM_PROBED_DOCUMENTS)).astype(np.int64)
         num_ends = int(self._end_with_eod(documents[spaced]).sum())
@@ -169,7 +169,7 @@ def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
     if bin_bytes < index.bin_bytes:
         raise DataError(
             f"{prefix}.bin is truncated: {bin_bytes} bytes, its index says {index.bin_bytes}; "
-            "copy both files again or make them anew with preprocess_data.py",
+            "copy both files again or make them again with preprocess_data.py",
             expected_bytes=index.bin_bytes,
             found_bytes=bin_bytes,
         )

@@ -60,7 +60,7 @@ def index_json_lines(
             are CPUs.
 
     Raises:
-        DataError: the first line that is no JSON object with a string under the text field.
+        DataError: the first line that is not a JSON object with a string under the text field.
     """
     sizes_bytes = table.sizes_bytes.tolist()
     paths = [files.root + name for name in files.names]

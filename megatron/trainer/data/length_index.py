@@ -33,7 +33,7 @@ FORGOTTEN_AFTER_S = 3600.0
 
 
 class IndexFileError(DataError):
-    """An index file that cannot be used; the data can be indexed anew."""
+    """An index file that cannot be used; the data can be indexed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,7 +145,7 @@ def load_index(path: str) -> LengthIndex:
         prelude = file.read(PRELUDE.size).ljust(PRELUDE.size, b"\0")
         magic, position, header_bytes, crc32 = PRELUDE.unpack(prelude)
         if magic[:-1] != MAGIC[:-1]:
-            raise IndexFileError(f"it is no length index: it begins with {magic!r}, not {MAGIC!r}", path=path)
+            raise IndexFileError(f"it is not a length index: it begins with {magic!r}, not {MAGIC!r}", path=path)
         if magic != MAGIC:
             raise IndexFileError(f"it has version {magic[-1]}, this program reads {VERSION}", path=path)
         if prelude != PRELUDE.pack(magic, position, header_bytes, crc32):

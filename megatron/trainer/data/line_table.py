@@ -53,8 +53,8 @@ class LineTable:
         """
         how = "is no longer the line that" if found is None else f"has {found} {unit} but had {indexed} when it"
         return DataError(
-            f"{self.name(document)} {how} was indexed: the data must not change during a run; start again to index it "
-            "anew",
+            f"{self.name(document)} {how} was indexed: the data must not change during a run; restart to index it "
+            "again",
             path=self.path(document),
             found=found,
             indexed=indexed,

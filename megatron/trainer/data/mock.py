@@ -142,7 +142,7 @@ def _read_lengths(path: str) -> NDArray[np.int64]:
                 value = math.nan
             if not (0 <= value < 2**62 and value == math.floor(value)):
                 raise DataError(
-                    f"{path} line {line_number}: {cell!r} is no length: give whole numbers >= 0 in the first column",
+                    f"{path} line {line_number}: {cell!r} is not a length: give whole numbers >= 0 in the first column",
                     path=path,
                     line_number=line_number,
                 )

@@ -35,7 +35,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def document_ranges(shares: Sequence[float], num_documents: int) -> tuple[tuple[int, int], ...]:
     """Return (first, last + 1) of each share's documents: contiguous, in order, all documents in exactly one.
 
-    Boundaries are the rounded cumulative shares, as in megatron-core, so that both split a data set alike.
+    Boundaries are the rounded cumulative shares, as in megatron-core, so that both split a data set the same way.
     """
     bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
     return tuple(pairwise(bounds))

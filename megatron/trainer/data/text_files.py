@@ -209,7 +209,7 @@ class TextFiles:
             if len(tokens) != num_tokens:
                 raise DataError(
                     f"{path} has {len(tokens)} tokens but had {num_tokens} when it was indexed: the data must not "
-                    "change during a run; start again to index it anew",
+                    "change during a run; restart to index it again",
                     path=path,
                     indexed_tokens=num_tokens,
                     found_tokens=len(tokens),

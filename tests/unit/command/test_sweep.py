@@ -185,7 +185,7 @@ def test_refusals_are_counted_with_their_reasons():
         sweep(Space(num_gpus=1), JOB)
     with pytest.raises(MemoryLimitError, match="longest sample"):
         sweep(Space(num_gpus=4), replace(JOB, max_seqlen=10**8))
-    with pytest.raises(InvalidInputError, match="12 GPUs are no whole number of nodes of 8"):
+    with pytest.raises(InvalidInputError, match="12 GPUs are not a whole number of nodes of 8"):
         Space(num_gpus=12)
 
 

@@ -27,7 +27,7 @@ CONTENTS = {
     "jsonl": {"a.jsonl": b'{"text": "one"}\n{"text": "three"}\n', "b.jsonl": b'{"text": "seven"}\n'},
     "chat": {"a.jsonl": CHAT, "b.jsonl": CHAT * 3},
 }
-AGAIN = "the data must not change during a run; start again to index it anew"
+AGAIN = "the data must not change during a run; restart to index it again"
 
 
 def write(folder: Path, kind: str) -> tuple[DataConfig, list[Path]]:

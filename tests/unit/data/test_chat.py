@@ -352,8 +352,8 @@ def test_flags_that_contradict_chats(folders, tmp_path):
         (lambda: config(mock=True, sft=True, overlong="drop"), "--sft and --mock-data exclude each other"),
         (lambda: index_entries(flags(tmp_path / "a.txt")), "--sft reads chats from JSONL, .* has 1 other files"),
         (lambda: index_entries(flags(tmp_path / "p")), r"is \.bin/\.idx data, which has no loss mask"),
-        (lambda: reader_of(flags(chat_template="chatlm")), "chatlm is no file and none of chatml"),
-        (lambda: reader_of(flags(chat_template=str(tmp_path / "bad.jinja"))), "is no Jinja template, line 1"),
+        (lambda: reader_of(flags(chat_template="chatlm")), "chatlm is neither a file nor one of chatml"),
+        (lambda: reader_of(flags(chat_template=str(tmp_path / "bad.jinja"))), "is not a Jinja template, line 1"),
         (lambda: reader_of(hugging_face(none)), "has no chat template: name a file or chatml"),
         (
             lambda: reader_of(flags(tokenizer="NullTokenizer", vocab_size=9)),

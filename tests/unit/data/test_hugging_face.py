@@ -77,7 +77,7 @@ def test_sizes(folder):
 
 
 def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
-    with pytest.raises(InvalidInputError, match="is no folder on this machine, and nothing is downloaded"):
+    with pytest.raises(InvalidInputError, match="is not a folder on this machine, and nothing is downloaded"):
         tokenizer.build(with_tokenizer("meta-llama/Llama-3", "x"))
     with pytest.raises(InvalidInputError, match=r"has no tokenizer\.json"):
         tokenizer.build(with_tokenizer(tmp_path, "x"))
@@ -91,7 +91,7 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
         tokenizer.build(with_tokenizer(broken, "x"))
     assert tokenizer.build(with_tokenizer(broken, "x", eod_id=2)).eod == 2
     (broken / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         tokenizer.build(with_tokenizer(broken, "x"))
     hugging_face._backend.cache_clear()
     real = builtins.__import__

@@ -265,7 +265,7 @@ def test_a_damaged_idx_is_refused_or_says_what_can_be_read(tmp_path):
     assert accepted > 20
     for said in refusals:
         assert said.startswith(str(idx))
-        assert re.search("copy both files again or make them anew|give another path", said)
+        assert re.search("copy both files again or make them again|give another path", said)
         assert re.search(r"\d", said.removeprefix(str(idx)))
         assert "\n" not in said
 

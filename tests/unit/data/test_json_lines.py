@@ -11,7 +11,7 @@ from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
 from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, write_files, write_unseen
 
-AGAIN = "the data must not change during a run; start again to index it anew"
+AGAIN = "the data must not change during a run; restart to index it again"
 TEXTS = ["plain", "naïve ☃ 𝄞", "", "two\nlines", "\ud800 half a pair", "x" * 500]
 
 

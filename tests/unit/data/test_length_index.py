@@ -87,7 +87,7 @@ def test_other_versions_and_other_files_are_refused(saved, monkeypatch):
         load_index(saved.path)
     with open(saved.path, "wb") as file:
         file.write(b"MMIDIDX\x00\x00" + whole[9:])
-    with pytest.raises(IndexFileError, match="is no length index"):
+    with pytest.raises(IndexFileError, match="is not a length index"):
         load_index(saved.path)
 
 

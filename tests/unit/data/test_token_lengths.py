@@ -128,7 +128,7 @@ def test_the_command_counts_and_writes(folder: Path, tokenizer: str, capsys: pyt
     ("words", "says"),
     [
         (["texts.jsonl"], "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
-        (["texts.jsonl", "--tokenizer", "no/where"], "--tokenizer no/where is no folder on this machine"),
+        (["texts.jsonl", "--tokenizer", "no/where"], "--tokenizer no/where is not a folder on this machine"),
         (["texts.jsonl", "--tokenizer", "."], "--tokenizer . has no tokenizer.json"),
         (
             ["texts.jsonl", "--tokenizer", "TOKENIZER", "--json-key", "content"],
@@ -137,7 +137,7 @@ def test_the_command_counts_and_writes(folder: Path, tokenizer: str, capsys: pyt
         (["none.jsonl", "--tokenizer", "TOKENIZER"], "none.jsonl"),
         (["empty.jsonl", "--tokenizer", "TOKENIZER"], "empty.jsonl holds 0 lengths"),
         (["words.jsonl", "--tokenizer", "TOKENIZER"], "words.jsonl line 1 is not JSON"),
-        (["github", "--tokenizer", "TOKENIZER"], "--tokenizer reads files of text, github is none"),
+        (["github", "--tokenizer", "TOKENIZER"], "--tokenizer reads text files, github is not one"),
         (["texts.jsonl", "--json-key", "text"], "--json-key and --chat-template are about text: give --tokenizer"),
         (["texts.jsonl", "github", "--output", "a.npy"], "--output takes the lengths of 1 file, 2 are named"),
         (

@@ -330,7 +330,7 @@ def test_measurements_come_back_and_belong_to_one_setup(tmp_path) -> None:
 def test_a_file_that_holds_no_measurements_is_refused(tmp_path, text) -> None:
     path = tmp_path / "some.measured.json"
     path.write_text(text)
-    with pytest.raises(InvalidInputError, match="no file of measurements"):
+    with pytest.raises(InvalidInputError, match="not a file of measurements"):
         Measurements.load(path, SETUP)
     with pytest.raises(InvalidInputError, match=r"cannot read .*leave --resume out"):
         Measurements.load(tmp_path / "nowhere.json", SETUP)

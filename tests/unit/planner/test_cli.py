@@ -273,7 +273,7 @@ def test_only_planning_loads_the_compiler(lengths):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--lengths", "githup"], "'githup' is no workload (did you mean 'github'"),
+        (["--lengths", "githup"], "'githup' is not a workload (did you mean 'github'"),
         (["--lengths", "github"], "--lengths github is a workload without a number of samples"),
         (["--lengths", "lognormal:mean=9,sigma=1"], "give --global-batch-size"),
         (["--seed", "1"], "--seed is about drawing a batch"),

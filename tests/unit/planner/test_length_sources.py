@@ -117,10 +117,10 @@ def test_lengths_are_drawn_from_an_array_as_from_a_file(tmp_path: Path) -> None:
         (
             "a.csv",
             "name,seqlen\nh\xe9,3\n".encode("latin-1"),
-            r"byte 0xe9 in line 2 is no UTF-8: save it as UTF-8 \(icon",
+            r"byte 0xe9 in line 2 is not UTF-8: save it as UTF-8 \(icon",
         ),
-        ("a.txt", b"3\n4\n\xff", "byte 0xff in line 3 is no UTF-8"),
-        ("a.jsonl", b'{"seqlen": 3}\n{"\xe9": 1}\n', "byte 0xe9 in line 2 is no UTF-8"),
+        ("a.txt", b"3\n4\n\xff", "byte 0xff in line 3 is not UTF-8"),
+        ("a.jsonl", b'{"seqlen": 3}\n{"\xe9": 1}\n', "byte 0xe9 in line 2 is not UTF-8"),
         ("a.csv", "seqlen\n3\n".encode("utf-16"), "it is UTF-16: save it as UTF-8"),
         ("a.txt", b"\x7fELF\x02\x01\x00\x00", "it is binary, a text of lengths is needed"),
         ("a.npy", b"", "it is empty: save whole tokens with numpy.save"),
@@ -133,7 +133,7 @@ def test_lengths_are_drawn_from_an_array_as_from_a_file(tmp_path: Path) -> None:
             "it is cut off after 207 bytes, its header promises 208: copy or save it again",
         ),
         ("a.npy", ARRAY.getvalue()[:10] + b"x" * 198, "its header is damaged .*: copy or save it again"),
-        ("a.parquet", b"PAR1", "is no .parquet file of lengths"),
+        ("a.parquet", b"PAR1", "is not a .parquet file of lengths"),
         ("a.jsonl", b'{"input_ids": 5}', r"line 1, key 'input_ids', is 5, a list of token ids is needed"),
         ("a.jsonl", b'{"input_ids": []}', r"line 1, key 'input_ids', is 0, a length is at least 1"),
         ("a.jsonl", b'{"input_ids": [5], "attention_mask": [1, 1]}', "1 token ids and 2 numbers of attention_mask"),
@@ -162,7 +162,7 @@ def test_an_index_needs_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(index_bytes([[3], [4]]),))
     writer.start()
-    with pytest.raises(DataError, match=r"an index of a Megatron data set cannot come out of a pipe: give its path"):
+    with pytest.raises(DataError, match=r"an index of a Megatron data set cannot be read from a pipe: give its path"):
         read_lengths(tmp_path / "pipe")
     writer.join()
 

@@ -90,10 +90,10 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.txt", b"3 -4", "entry 2 is -4, a length is at least 1"),
         ("a.txt", b"3 2147483648", "entry 2 is '2147483648', a length is at most 2147483647"),
         ("a.txt", b"7" * 5000, "entry 1 is '777.*an integer is needed"),
-        ("a.txt", b"\xff\xfe", "is no .txt file"),
-        ("a.npy", b"nonsense", "is no .npy file"),
-        ("a.npy", b"", "is no .npy file"),
-        ("a.npy", b"\x93NUMPY\x01\x00\x04\x00{{{\n", "is no .npy file"),
+        ("a.txt", b"\xff\xfe", "is not a .txt file"),
+        ("a.npy", b"nonsense", "is not a .npy file"),
+        ("a.npy", b"", "is not a .npy file"),
+        ("a.npy", b"\x93NUMPY\x01\x00\x04\x00{{{\n", "is not a .npy file"),
         ("a.csv", b"a,b\n1,2\n", "none of its 2 columns"),
         ("a.csv", b"length,num_tokens\n1,2\n", "has the columns length and num_tokens: keep the one in tokens"),
         ("a.csv", b"name,seqlen\nx\n", "fewer than 2 columns"),
@@ -141,11 +141,11 @@ def test_bad_length_files(tmp_path, name, content, says):
 @pytest.mark.parametrize(
     ("array", "says"),
     [
-        (np.array([1.5]), r"is no \.npy file.*holds float64, integers are needed: save whole tokens with \.astype"),
+        (np.array([1.5]), r"is not a \.npy file.*holds float64, integers are needed: save whole tokens with \.astype"),
         (np.array([1, np.nan, 3]), "drop entry 2, which is nan"),
         (np.array([True]), "holds bool"),
         (np.array(["7"]), "holds text, integers are needed"),
-        (np.array([{}], dtype=object), r"is no \.npy file"),
+        (np.array([{}], dtype=object), r"is not a \.npy file"),
         (np.array([[1, 2]]), r"shape is \(1, 2\), one dimension"),
         (np.array(7), r"shape is \(\), one dimension"),
         (np.array([], dtype=np.int64), "holds 0 lengths"),
@@ -165,7 +165,7 @@ def test_a_truncated_array(tmp_path):
     content = (tmp_path / "a.npy").read_bytes()
     for kept_bytes in (7, 20, 127, 128, 129, len(content) - 1):
         (tmp_path / "a.npy").write_bytes(content[:kept_bytes])
-        with pytest.raises(DataError, match=r"is no \.npy file"):
+        with pytest.raises(DataError, match=r"is not a \.npy file"):
             read_lengths(tmp_path / "a.npy")
 
 

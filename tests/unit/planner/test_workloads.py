@@ -162,9 +162,9 @@ def test_pieces_lose_nothing(tmp_path):
     [
         (
             ("gihub", 4, 0, 128),
-            "'gihub' is no workload .did you mean 'github'.*: use github, github_bal, .*wlb, .*lognormal:mean=1024",
+            "'gihub' is not a workload .did you mean 'github'.*: use github, github_bal, .*wlb, .*lognormal:mean=1024",
         ),
-        (("", 4, 0, 128), "'' is no workload"),
+        (("", 4, 0, 128), "'' is not a workload"),
         (("github", 0, 0, 128), "num_samples is 0, the smallest allowed value is 1"),
         (("github", 4, -1, 128), "seed is -1, the smallest allowed value is 0"),
         (("github", 4, 0, 128, 0), "min_seqlen is 0"),
@@ -193,7 +193,7 @@ def test_bad_arguments(arguments, says):
 
 
 def test_bad_names_and_files(tmp_path):
-    with pytest.raises(InvalidInputError, match="is no workload"):
+    with pytest.raises(InvalidInputError, match="is not a workload"):
         workload_source("gihub")
     with pytest.raises(DataError, match="cannot read"):
         draw_lengths(tmp_path / "no.npy", 4, 0, 128)

@@ -47,8 +47,8 @@ def test_an_iteration_counts_as_it_was_run_last(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"iterations\.jsonl:2 is no JSON object"),
-        ("[1]", r"iterations\.jsonl:2 is no JSON object but list"),
+        ("{", r"iterations\.jsonl:2 is not a JSON object"),
+        ("[1]", r"iterations\.jsonl:2 is not a JSON object but list"),
         ({"iteration": 1, "measured_s": 1}, "has no predicted_s"),
         (FULL | {"measured_s": "1"}, "measured_s is '1', a number is needed"),
         (FULL | {"measured_s": True}, "measured_s is True, a number is needed"),

@@ -86,7 +86,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     if dtype not in kernels_flash.DTYPES:
         return f"needs bfloat16 or float16, the tensors are {dtype}"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
-        return f"needs a head width up to {MAX_HEAD_DIM} that 8 divides, it is {head_dim}"
+        return f"needs a head width of at most {MAX_HEAD_DIM} that is a multiple of 8, it is {head_dim}"
     if torch_version() < MIN_TORCH:
         return f"needs torch 2.14, this is {torch.__version__}: before, its gradients of packs are wrong"
     if not torch.backends.cudnn.is_available():

@@ -80,7 +80,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     if dtype not in DTYPES:
         return f"needs bfloat16 or float16, the tensors are {dtype}"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
-        return f"needs a head width up to {MAX_HEAD_DIM} that 8 divides, it is {head_dim}"
+        return f"needs a head width of at most {MAX_HEAD_DIM} that is a multiple of 8, it is {head_dim}"
     if not torch.backends.cuda.is_flash_attention_available():
         return f"torch {torch.__version__} was built without it"
     capability = torch.cuda.get_device_capability(device)

@@ -32,7 +32,7 @@ class HeadExchange:
         assert params.heads_group is not None
         self._params, self._group = params, params.heads_group
         self._num_lanes = self._group.size()
-        # Raises before anything is sent, and on all lanes alike.
+        # Raises before anything is sent, on all lanes.
         self._copies, self._kv_share = kv_heads_of(query_heads, kv_heads, self._num_lanes)
         self._query_share = query_heads // self._num_lanes
         self._order = row_order(params, device)

@@ -19,7 +19,7 @@ FUSED_SINCE: Capability = (9, 0)
 NOT_FUSED: frozenset[Capability] = frozenset({(12, 0)})
 """Of packed sequences: flash is the package flash-attn, fused is cuDNN."""
 
-NO_FLASH_ATTN = "no flash-attn is installed that it takes (pip install flash-attn)"
+NO_FLASH_ATTN = "no flash-attn that it accepts is installed (pip install flash-attn)"
 
 
 def why_no_kernel(backend: str, capability: Capability, *, flash_attn: bool) -> str | None:

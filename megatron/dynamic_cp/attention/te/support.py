@@ -186,4 +186,4 @@ def installed_version() -> tuple[str | None, str]:
         importlib.import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return None, str(error)
-    return None, "it can be imported now, and could not be when megatron-core was"
+    return None, "it can be imported now, but could not when megatron-core was imported"
