@@ -139,8 +139,8 @@ def _decide(tuned: Results, given: Results, date: str) -> list[str]:
     lines += ["", f"Run on {date}; Llama-3-8B on H100, everything modelled, no GPU yet. In the same order:", ""]
     lines += ["```text", *(f"dynamic-cp sweep {job.words}" for job in TUNED), "```", ""]
     lines += [
-        "Where the layout is given, all policies run at that one. It may suit one of them more than another, so",
-        "these are no gains over a job that was tuned without dynamic CP.",
+        "Where the layout is given, all policies run at that one. It may suit one of them better than another, so",
+        "these are not gains over a job that was tuned without dynamic CP.",
         "",
         "| given layout | over the best static CP | over megatron-dev | verdict |",
         "| --- | --- | --- | --- |",

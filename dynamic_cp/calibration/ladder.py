@@ -17,9 +17,9 @@ _GROWTH = 4
 def ladder(cost_model: CostModel, max_seqlen: int) -> tuple[Plan, ...]:
     """Return plans in which ranks hold more and more tokens: four times as many in each, the maximum in the last.
 
-    Each has micro-batches of every CP size that plans may use, the same on all lanes: with samples as long as possible,
-    and but for the last, which takes longest, with four times as many shorter ones. So what grows with tokens, what
-    with their squares, and what with neither can be told apart.
+    Each has micro-batches of every CP size that plans may use, the same on all lanes, with samples as long as possible.
+    All but the last plan, which takes longest, also have them with four times as many shorter samples. So the parts of
+    a price that grow with tokens, with their squares, and with neither can be told apart.
 
     Args:
         cost_model: with the topology and options of the run; says which exchange a bucket uses.

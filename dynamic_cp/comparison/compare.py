@@ -66,7 +66,7 @@ def compare_policies(
     hardware_name: str = "",
     progress: Progress | None = None,
 ) -> Comparison:
-    """Return what each of `policies` makes of each of `batches`; the same for the same arguments, but for `plan_s`.
+    """Return what each of `policies` makes of each of `batches`; the same for the same arguments, except `plan_s`.
 
     Args:
         batches: global batches, at least one.

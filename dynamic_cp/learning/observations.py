@@ -49,7 +49,7 @@ class PredictionError:
     Attributes:
         num_observations: buckets that were compared; the other figures are 0 when none was.
         median, p95: of |predicted - measured| / measured.
-        predicted_over_measured: of the sums over all buckets (1 = right on the whole).
+        predicted_over_measured: of the sums over all buckets (1 = right on average).
     """
 
     num_observations: int

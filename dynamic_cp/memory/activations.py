@@ -23,7 +23,7 @@ _FP32_BYTES = 4
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes per token of a rank, but for `ring_per_bucket_token`.
+    """Bytes per token of a rank, except `ring_per_bucket_token`.
 
     Attributes:
         per_layer: kept from forward to backward by every layer of a chunk.

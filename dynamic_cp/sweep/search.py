@@ -32,7 +32,7 @@ from dynamic_cp.types import Recompute, Topology
 TRAINED_POLICIES = ("dynamic", *STATIC_POLICIES)
 """What pretrain_gpt.py can run."""
 SHOWN = 1.25
-"""Settings that are slower than the fastest by more than this factor are not looked for, however little they need."""
+"""Settings that are slower than the fastest by more than this factor are not searched, even if they save memory."""
 _WORTH_BYTES = 0.99
 """A slower setting is another point only if it needs less than this share of memory."""
 _CLOSE = 1.05

@@ -27,7 +27,7 @@ def record_step(
     flops: float,
     device: torch.device,
 ) -> StepRecord:
-    """Return what the latest step of `wrapper` did, the same on every rank but for `wait_s`; one all-reduce of the job.
+    """Return what the latest step of `wrapper` did, the same on every rank except `wait_s`; one all-reduce of the job.
 
     Args:
         losses: what Megatron-LM logs; empty before the last pipeline stage. The first one is recorded.
