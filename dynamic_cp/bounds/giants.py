@@ -24,7 +24,7 @@ from dynamic_cp.types import Topology
 _MAX_COUNTS = 64
 _BISECTIONS = 12
 _UP_TO = 8.0
-"""x is looked for up to so many times the bound that holds without it."""
+"""x is searched up to this multiple of the bound that holds without it."""
 
 
 def giants_s(seqlens: Floats, ways: Ways, topology: Topology) -> float:

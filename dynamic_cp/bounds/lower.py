@@ -7,8 +7,8 @@
 `work` and `longest` are proofs. `schedule` is a proof for every number of micro-batches and every place of the longest
 sample that was tried; that no other one is lower is not proven unless `is_proven` says so (effort "exhaustive").
 
-A bound is sharpened by itself: a plan either takes at least x seconds, or runs no sample in a way that takes longer
-than x alone. So x is a bound whenever the bound without those ways reaches x.
+A bound sharpens itself: a plan either takes at least x seconds, or runs no sample in a way that alone takes longer than
+x. So x is a bound whenever the bound without those ways reaches x.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHARPEN_UP_TO, _SHARPEN_PIPELINED = 1.3, 1.05
 _SHARPEN_STEPS = 8
 _MIN_GAIN = 1.0005
 _FEW_MICROBATCHES, _MOST_MICROBATCHES = 8, 512
-"""Up to so many micro-batches every place of the longest sample is tried: always, and with effort "exhaustive"."""
+"""Up to this number of micro-batches every place of the longest sample is tried: always, and if "exhaustive"."""
 _CLOSE = 0.999
 """A number of micro-batches whose bound is this close to the least one is not looked at any longer."""
 
@@ -47,9 +47,9 @@ class _Sweep(NamedTuple):
 
     Attributes:
         first_steps, steps: rounds of the game, to find where the bound is least and to prove it.
-        stop_above, stop_after: larger numbers of micro-batches are not tried after so many in a row whose bounds are
-            so much above the least.
-        growth: each number of micro-batches tried is so much larger than the one before it.
+        stop_above, stop_after: larger numbers of micro-batches are not tried after `stop_after` in a row whose bounds
+            exceed the least one by the factor `stop_above`.
+        growth: factor from one number of micro-batches tried to the next.
         positions: places of the longest sample; all but the first one where the bound is least.
     """
 

@@ -46,7 +46,7 @@ class Work(NamedTuple):
 def least_work(seqlens: Floats, ways: Ways, forward_weight: float = 1.0, backward_weight: float = 1.0) -> Work:
     """Return the work of samples of `seqlens` (tokens, descending) at the best lambdas found."""
     weights = np.array([forward_weight, backward_weight])
-    # The longest samples one by one, then one sample for ever more of its neighbours.
+    # The longest samples one by one, then one sample for each group of its neighbours; the groups grow.
     first = np.unique(np.geomspace(1, len(seqlens), _MAX_GROUPS).astype(np.int64) - 1)
     groups, counts = seqlens[first], np.diff(first, append=len(seqlens)).astype(np.float64)
     best = Work(-np.inf, np.zeros(0), np.zeros(0))

@@ -32,7 +32,7 @@ class Sharing(NamedTuple):
     allowed: tuple[int, ...] | None = None
 
     def is_even(self, inner_cp_size: int) -> bool:
-        """Return whether so many lanes can share out the query heads."""
+        """Return whether this number of lanes can share out the query heads evenly."""
         return inner_cp_size == 1 or (self.heads is not None and self.heads[0] % inner_cp_size == 0)
 
     @property

@@ -2,9 +2,9 @@
 
 1. Cut the lanes into blocks as wide as the largest CP size that pays, or narrower; groups never cross blocks, so each
    block can be simulated alone.
-2. For several numbers of rows: the samples that are long beside a row's share are dealt to 1, 2, 3, ... blocks and
-   stand there in neighbouring rows, because the bubbles that they tear then overlap. `profile.best_profiles` gives all
-   other rows their targets; the fastest profiles survive.
+2. For several numbers of rows: samples that are long compared with a row's share are dealt to 1, 2, 3, ... blocks, into
+   neighbouring rows, because the bubbles that they cause then overlap. `profile.best_profiles` gives all other rows
+   their targets; the fastest profiles are kept.
 3. `rows.fill_least` packs the samples to the targets. Empty places are part of good plans.
 4. Simulate the blocks, exactly. Rows that the critical path of a slow block crosses often get smaller targets, all rows
    are filled again, and the best packing is kept: the same multiplicative weights as in the profile, now with groups,
@@ -155,7 +155,7 @@ def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: 
 def _best_profiles(refined: Sequence[Sequence[_Profile]], effort: Effort) -> list[_Profile]:
     """Return all profiles: of every width the best one, then the best ones of other numbers of rows, then the others.
 
-    Profiles flatter those with many rows.
+    Profiles underestimate the makespan of packings with many rows.
     """
     first = [profiles[0] for profiles in refined if profiles]
     rest = sorted((one for profiles in refined for one in profiles[1:]), key=lambda one: one[0].makespan_ns)
@@ -172,8 +172,8 @@ def _best_profiles(refined: Sequence[Sequence[_Profile]], effort: Effort) -> lis
 def _width_by_width(refined: Sequence[Sequence[_Profile]]) -> list[_Profile]:
     """Return all profiles: one of every width in turn, within a width new numbers of rows first.
 
-    Profiles flatter wide blocks, too: they know no lane that waits for another. Where exchanges can be chosen,
-    long samples let blocks be wide while most others would rather have narrow ones.
+    Profiles underestimate wide blocks, too: no lane waits for another in a profile. Where exchanges can be chosen, long
+    samples allow wide blocks while most other samples do better in narrow ones.
     """
     queues = []
     for profiles in refined:

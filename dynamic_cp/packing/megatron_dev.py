@@ -1,4 +1,4 @@
-"""The greedy of Megatron-LM's branch dev, written anew from a description: a baseline that every search contains.
+"""The greedy of Megatron-LM's branch dev, reimplemented from a description: a baseline that every search contains.
 
 A sample of S tokens is worth S^2 / cp; no linear layers, no exchange. Row by row:
 

@@ -204,7 +204,7 @@ def _gather(
 
 @compiled
 def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, seqlen: int) -> bool:
-    """Return whether a sample of `seqlen` adds compute to the bucket, but no exchange in the open."""
+    """Return whether a sample of `seqlen` adds compute to the bucket, but no exposed exchange."""
     padded = float(padded_seqlen(seqlen, durations.multiples[k]))
     grown_ns = bucket_ns(durations, k, tokens + padded, squares + padded * padded)
     compute_ns = np.inf

@@ -139,7 +139,7 @@ class PlanArrays:
         return bool(self.first_lane[micro_batch, lane] == lane)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the plan: the arrays are made anew, and are as read-only there as here."""
+        """Pickle as the plan: the arrays are rebuilt, read-only, where it is loaded."""
         return plan_arrays, (self.planned,)
 
     def _check_place(self, lane: int, micro_batch: int) -> None:

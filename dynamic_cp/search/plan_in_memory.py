@@ -1,4 +1,4 @@
-"""Plans a global batch within the memory of the device: for the command and for `plan_lengths` alike.
+"""Plans a global batch within the memory of the device: for the command and for `plan_lengths`.
 
 The trainer finds its limit once, before it knows a plan (`megatron/trainer/setup/memory.py`), by the same memory model.
 """

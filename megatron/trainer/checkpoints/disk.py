@@ -30,7 +30,7 @@ def is_refused_write(error: Exception) -> bool:
 
 
 def explain_refused_write(said: str, folder: str | Path) -> str:
-    """Return what was said when files below `folder` could not be written, headed by the room that its disk has.
+    """Return the error of a failed write below `folder`, headed by the space left on its disk.
 
     Returns what was said as one line when it is about something else.
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint as data: whoever wrote the folder of --load cannot have this process run anything.
+"""Reading a checkpoint as data: the author of the --load folder cannot make this process run code.
 
 Unpickling calls what the file names, and a checkpoint of torch_dist is unpickled in three places:
 

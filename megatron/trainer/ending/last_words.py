@@ -1,4 +1,4 @@
-"""The last line of a run that fails: one rank says it, at once, whoever is dead and however many are left.
+"""The last line of a run that fails: one rank says it, immediately, no matter which ranks are dead or left.
 
     an error -> fail -> close everything -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
 

@@ -184,7 +184,7 @@ class PlannedRuntime:
         return replace(self, planner=planner[0] if planner else None)
 
     def warm_up(self) -> str:
-        """Plan a made-up batch, unless plans are replayed; return a line for the log. Collective.
+        """Plan a synthetic batch, unless plans are replayed; return a line for the log. Collective.
 
         Raises:
             DynamicCPError: rank 0 found no plan; the same on every rank.

@@ -1,6 +1,6 @@
 """Before the first iteration on CPU ranks: how fast they are, measured with steps of the run's own model.
 
-CPUs differ by more than the planner can ignore, and so does what their ranks share. Some seconds of made-up global
+CPUs differ by more than the planner can ignore, and so does what their ranks share. Some seconds of synthetic global
 batches, run as training runs its own, correct the bundled hardware file. What came out is kept in the user's cache
 folder, as a hardware file, for the next run of the same model on as many ranks of the same machine; and in the
 checkpoint, so that a resumed run plans as the one that it goes on from.
