@@ -20,13 +20,11 @@ class Replacement:
     Attributes:
         module, symbol: where; module "the script" is the one that is run.
         reason: why.
-        cpu_only: only on CPU ranks.
     """
 
     module: str
     symbol: str
     reason: str
-    cpu_only: bool = False
 
     @property
     def where(self) -> str:
@@ -169,37 +167,33 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         symbol="get_batch",
         reason="ours returns the plan's micro-batch with its PackedSeqParams, on every pipeline stage",
     ),
+    # These do what Megatron-LM does, except on CPU ranks.
     Replacement(
         module="megatron.training.initialize",
         symbol="_initialize_distributed",
         reason="the original builds model-parallel groups only when it sees a device",
-        cpu_only=True,
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="_set_random_seed",
         reason="the original seeds the generators of tensor parallelism only when it sees a device",
-        cpu_only=True,
     ),
     Replacement(
         module=_TRAINING,
         symbol="get_model",
         reason="the original lets schedules free an output once it is sent; interleaved schedules do so while "
         "gloo still reads it",
-        cpu_only=True,
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="_compile_dependencies",
         reason="the original needs CUDA's compiler and writes into the checkout; ours uses the helpers of the "
         "installed megatron-core",
-        cpu_only=True,
     ),
     Replacement(
         module="megatron.training.arguments",
         symbol="get_device_arch_version",
         reason="the original asks a device for its architecture",
-        cpu_only=True,
     ),
 )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from numpy.typing import NDArray
 
 from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
@@ -15,6 +14,7 @@ from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Top
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.step import loss
 
@@ -76,15 +76,6 @@ def _cp_sizes(bench: Bench) -> list[int]:
     return [1 << k for k in range(largest_power_of_two(bench.place.num_ranks).bit_length())]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    """What is read of a sample."""
-
-    tokens: NDArray[np.generic]
-    labels: NDArray[np.generic]
-    loss_mask: NDArray[np.generic]
-
-
 def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_size: int) -> Probe:
     """Return micro-batches in which all groups have packs of `seqlens` (of the whole group), as the trainer runs them.
 
@@ -114,9 +105,9 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
     )
     lengths = {s.sample_id: s.seqlen for batch in plan.micro_batches for b in batch.buckets for s in b.samples}
 
-    def read(sample_id: int) -> _Tokens:
+    def read(sample_id: int) -> SampleTokens:
         tokens = np.random.default_rng(sample_id).integers(bench.setup.shard.vocab_size, size=lengths[sample_id])
-        return _Tokens(tokens=tokens, labels=tokens, loss_mask=np.ones(len(tokens), np.float32))
+        return SampleTokens.repeating(tokens)
 
     planned = PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * num_lanes, reason="calibration")
     packed = pack_step(lane_plan(plan, bench.groups.lane, PlanFacts.of(planned)), read)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,31 +22,17 @@ from dynamic_cp.errors import DataError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, CpCommType, Sample
+from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions, take_shard
 
-
-class SampleTokens(Protocol):
-    """What is read of one sample; labels are shifted already: labels[i] follows tokens[i]."""
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-
-
-class _Values(NamedTuple):
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-
-
 COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
 """What a micro-batch holds of every token; the first three are the rows of `PackedStep.columns`."""
 
-_EMPTY_PLACE = _Values(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+_EMPTY_PLACE = SampleTokens.repeating(np.zeros(0, np.int64))
 
-ReadSample = Callable[[int], SampleTokens]
+ReadSample = Callable[[int], HasTokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +151,7 @@ def read_shard(bucket: Bucket, shards: Sequence[NDArray[np.int64]], read_sample:
     return {name: np.concatenate(column) for name, column in columns.items()}
 
 
-def _read(sample: Sample, read_sample: ReadSample) -> SampleTokens:
+def _read(sample: Sample, read_sample: ReadSample) -> HasTokens:
     values = read_sample(sample.sample_id)
     lengths = [len(values.tokens), len(values.labels), len(values.loss_mask)]
     if lengths != [sample.seqlen] * 3:

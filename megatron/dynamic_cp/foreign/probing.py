@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.types import MAX_COUNT, Sample
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes, decode_error, encode_error
 from megatron.dynamic_cp.agreement.verify import collective_device
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 
 NOT_PROBED, FAILED = -1, -2
 
@@ -127,20 +127,6 @@ class MapStyleDataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ProbedTokens:
-    """A sample of S tokens; labels[i] is the token after tokens[i].
-
-    Attributes:
-        tokens, labels: int64 [S].
-        loss_mask: float32 [S].
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-
-
 class ProbedSamples:
     """A data set that tokenizes on the fly, as the endless stream of samples that `DataIteratorWrapper` plans.
 
@@ -199,7 +185,7 @@ class ProbedSamples:
             for place, seqlen in enumerate(self._seqlens[items].tolist())
         )
 
-    def read(self, sample_id: int) -> ProbedTokens:
+    def read(self, sample_id: int) -> SampleTokens:
         """Return the tokens of the sample at position `sample_id`.
 
         Raises:
@@ -207,13 +193,13 @@ class ProbedSamples:
         """
         return self._read(self._order(sample_id))
 
-    def _read(self, index: int) -> ProbedTokens:
+    def _read(self, index: int) -> SampleTokens:
         item = self._dataset[index]
         if not isinstance(item, Mapping):
             ids = np.asarray(item, dtype=np.int64)
             if ids.ndim != 1 or len(ids) < 2:
                 raise DataError(f"item {index} has shape {list(ids.shape)}, [n] with n >= 2 token ids is needed")
-            return ProbedTokens(tokens=ids[:-1].copy(), labels=ids[1:], loss_mask=np.ones(len(ids) - 1, np.float32))
+            return SampleTokens(tokens=ids[:-1].copy(), labels=ids[1:], loss_mask=np.ones(len(ids) - 1, np.float32))
         for key in ("tokens", "labels"):
             if key not in item:
                 raise DataError(f"item {index} has no {key!r} (it has {', '.join(map(repr, item)) or 'nothing'})")
@@ -224,4 +210,4 @@ class ProbedSamples:
             raise DataError(
                 f"item {index} has tokens, labels and loss mask of shapes {shapes}, one shape [S] is needed"
             )
-        return ProbedTokens(tokens=tokens, labels=labels, loss_mask=mask)
+        return SampleTokens(tokens=tokens, labels=labels, loss_mask=mask)

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.data.micro_batches import pack_step
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.outside.lanes import LaneStep, plan_for_lane
 
 IGNORED = -100
 """Label of a token without a loss, as in torch and transformers."""
-
-
-class _Values(NamedTuple):
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
 
 
 class PlannedCollator:
@@ -63,7 +57,7 @@ class PlannedCollator:
         return LaneStep(plan=plan, packed=pack_step(plan, values.__getitem__), digest=digest.hexdigest())
 
 
-def _values(index: int, feature: Mapping[str, Any]) -> _Values:
+def _values(index: int, feature: Mapping[str, Any]) -> SampleTokens:
     tokens = np.asarray(feature["input_ids"], dtype=np.int64)
     labels = np.asarray(feature.get("labels", tokens), dtype=np.int64)
     if tokens.ndim != 1 or labels.shape != tokens.shape:
@@ -83,4 +77,4 @@ def _values(index: int, feature: Mapping[str, Any]) -> _Values:
         )
     shifted = np.append(labels[1:], IGNORED)
     mask = shifted != IGNORED
-    return _Values(tokens, np.where(mask, shifted, 0), mask.astype(np.float32))
+    return SampleTokens(tokens=tokens, labels=np.where(mask, shifted, 0), loss_mask=mask.astype(np.float32))

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynamic_cp.plans.global_batch import GlobalBatch
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.source import count
 
 NUM_PROBED_SAMPLES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleTokens:
-    """A sample of S tokens; labels[i] is the token after tokens[i].
-
-    Attributes:
-        tokens, labels: int64 [S].
-        loss_mask: float32 [S], 1 where the label counts: everywhere, or in a chat where its assistant wrote it.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
 
 
 class SampleStream:

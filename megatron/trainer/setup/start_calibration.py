@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from typing import Any
 
@@ -37,6 +37,7 @@ from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.calibration.device import cpu_name, num_cores
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.measuring.undisturbed import Moment, Took, ranks_on_node, took_since
 from megatron.dynamic_cp.plans.planning import FixedPlan
@@ -221,10 +222,10 @@ def _run_step(runtime: PlannedRuntime, built: Built, plan: Plan, times: BucketTi
     """Return how long an iteration with `plan` takes, without the optimizer; collective."""
     seqlens = {sample.sample_id: sample.seqlen for sample in plan.samples}
 
-    def read(sample_id: int) -> _MadeUp:
+    def read(sample_id: int) -> SampleTokens:
         generator = np.random.default_rng(sample_id)
         tokens = generator.integers(runtime.model_shape.vocab_size, size=seqlens[sample_id])
-        return _MadeUp(tokens=tokens, labels=tokens, loss_mask=np.ones(len(tokens), np.float32))
+        return SampleTokens.repeating(tokens)
 
     planned = PlannedBatch(
         plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * plan.topology.num_lanes, reason="calibration"
@@ -255,15 +256,6 @@ def _run_step(runtime: PlannedRuntime, built: Built, plan: Plan, times: BucketTi
         took = took_since(started, runtime.topology)
     times.end_step()
     return took
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MadeUp:
-    """What is read of a sample."""
-
-    tokens: Any
-    labels: Any
-    loss_mask: Any
 
 
 @contextlib.contextmanager
