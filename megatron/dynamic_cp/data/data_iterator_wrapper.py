@@ -40,6 +40,17 @@ class StepData(NamedTuple):
     seqlen_sum: int
     seqlen_squared_sum: int
 
+    @classmethod
+    def of(cls, plan: LanePlan, batches: Sequence[dict[str, Any]], chunks: Sequence[ChunkNeeds]) -> StepData:
+        """Return what the chunks of this rank read of the micro-batches of a plan."""
+        facts = plan.facts
+        return cls(
+            [for_chunk(batches, needs) for needs in chunks],
+            facts.num_microbatches,
+            facts.seqlen_sum,
+            facts.seqlen_squared_sum,
+        )
+
 
 class Step(NamedTuple):
     """A step that is ready to run."""
@@ -158,13 +169,7 @@ class DataIteratorWrapper:
         )
         if self._verify == "full":
             check_tokens(self.plan, packed, self._read_sample, f"step {step}", self._device)
-        facts = self.plan.facts
-        return StepData(
-            [for_chunk(batches, needs) for needs in self._chunks],
-            facts.num_microbatches,
-            facts.seqlen_sum,
-            facts.seqlen_squared_sum,
-        )
+        return StepData.of(self.plan, batches, self._chunks)
 
     def steps(self, batches: Iterable[tuple[int, Sequence[Sample]]]) -> Iterator[Step]:
         """Yield every batch (step, samples) with what `wrap` returns of it, looking ahead; see `wrap`."""

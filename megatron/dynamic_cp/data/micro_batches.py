@@ -42,6 +42,11 @@ class ChunkNeeds:
     tokens: bool
     labels: bool
 
+    @classmethod
+    def of(cls, chunk: torch.nn.Module) -> ChunkNeeds:
+        """Return what a bare GPTModel reads."""
+        return cls(tokens=chunk.pre_process, labels=chunk.post_process)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBucket:

@@ -28,7 +28,6 @@ from megatron.dynamic_cp.data.micro_batches import (
     COLUMNS,
     ChunkNeeds,
     PackedStep,
-    for_chunk,
     groups_of,
     micro_batches,
     pack_step,
@@ -169,12 +168,7 @@ class ForeignIteratorWrapper:
         self.rank_tokens = tuple(bucket.rank_tokens for bucket in packed.buckets)
         self.step += 1
         self.consumed_samples += batch.num_items
-        return StepData(
-            [for_chunk(built, needs) for needs in self._chunks],
-            plan.facts.num_microbatches,
-            plan.facts.seqlen_sum,
-            plan.facts.seqlen_squared_sum,
-        )
+        return StepData.of(plan, built, self._chunks)
 
     def close(self) -> None:
         """Stop fetching plans; the plan source is closed."""
@@ -280,8 +274,7 @@ class ForeignIteratorWrapper:
 
 def chunks_of(model: Sequence[torch.nn.Module]) -> tuple[ChunkNeeds, ...]:
     """Return what each model chunk reads, bare or wrapped (DDP, Float16Module)."""
-    bare = [unwrap_model(chunk) for chunk in model]
-    return tuple(ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in bare)
+    return tuple(ChunkNeeds.of(unwrap_model(chunk)) for chunk in model)
 
 
 def wrap_data_iterator(

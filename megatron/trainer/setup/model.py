@@ -68,7 +68,7 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
         config=config,
         chunks=chunks,
         wrapped=wrapped,
-        needs=chunk_needs(chunks),
+        needs=[ChunkNeeds.of(chunk) for chunk in chunks],
         optimizer=optimizer,
         scheduler=build_scheduler(settings.optimizer, optimizer),
     )
@@ -161,11 +161,6 @@ def build_chunks(
         )
         use_one_rotary_table(chunks[-1])
     return chunks
-
-
-def chunk_needs(chunks: Sequence[GPTModel]) -> list[ChunkNeeds]:
-    """Return what each chunk reads of a micro-batch."""
-    return [ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks]
 
 
 def wrap_chunks(
