@@ -28,7 +28,7 @@ from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.ending import exits
-from megatron.trainer.setup import run as trainer_run
+from megatron.trainer.setup import run_data
 from tests.faults.job import Job, RankEnd
 from tests.faults.test_planner_faults import WORDS, faulty, figures
 from tests.trainer.checkpoints import verified
@@ -80,7 +80,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
     if phase == "indexing":
         index_once.index_entries = dying(1, index_once.index_entries)
     elif phase == "reading the index":
-        trainer_run.build_splits = dying(1, trainer_run.build_splits)
+        run_data.build_splits = dying(1, run_data.build_splits)
     elif phase == "the warm-up":
         real = planning.PlanSource.take
         planning.PlanSource.take = lambda *args: (time.sleep(0.5), die(), real(*args))

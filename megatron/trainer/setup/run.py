@@ -14,9 +14,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Hardware
-from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
+from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
@@ -25,17 +25,14 @@ from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.checkpoints.loading import saved_calibration
 from megatron.trainer.checkpoints.state import Trainable
-from megatron.trainer.data import tokenizer
-from megatron.trainer.data.build import SampleStream, Splits, build_splits
-from megatron.trainer.data.chat_lines import chat_identity
-from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.index_once import index_once
+from megatron.trainer.data.build import SampleStream, Splits
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import LoggingSettings, Settings
 from megatron.trainer.reporting.log import Scalars
 from megatron.trainer.setup import fusions, layers, model, start_calibration
 from megatron.trainer.setup.initialize import initialize, seed, set_up_logging
 from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
+from megatron.trainer.setup.run_data import RunData, data_identity, load_data
 from megatron.trainer.setup.warm_up import warm_up_device
 
 logger = logging.getLogger(__name__)
@@ -115,7 +112,7 @@ def set_up(settings: Settings) -> Run:
     _probe_folders(settings)
     layer_choice, fused = _layers(settings, device), _fusions(settings, device)
     hardware = first_hardware(settings.planning, device)
-    data = _data(settings, device)
+    data = load_data(settings, device)
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -206,7 +203,7 @@ def _trainable(
     settings: Settings,
     runtime: PlannedRuntime,
     built: model.Built,
-    data: _Data,
+    data: RunData,
     calibration: Mapping[str, Any] | None,
 ) -> Trainable:
     topology, vocab_rows = runtime.topology, runtime.model_shape.vocab_size
@@ -217,7 +214,7 @@ def _trainable(
         scheduler=built.scheduler,
         identity={
             "model": derive.model_identity(settings.model, vocab_rows),
-            "data": _data_identity(data.config, data.splits),
+            "data": data_identity(data.config, data.splits),
         },
         arguments={**runtime.arguments, "padded_vocab_size": vocab_rows},
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
@@ -245,75 +242,6 @@ def _scalars(settings: LoggingSettings, arguments: Mapping[str, Any]) -> Scalars
 
     run_on_rank_zero(start)
     return scalars[0]
-
-
-def data_config(settings: Settings) -> DataConfig:
-    """Return what the settings say of the data.
-
-    Raises:
-        DynamicCPError: there are none, or they contradict each other.
-    """
-    data = settings.data
-    return DataConfig(
-        data_path=data.data_path,
-        data_glob=data.data_glob,
-        cache_path=data.data_cache_path,
-        json_key=data.json_key,
-        split=data.split,
-        seq_length=settings.planning.seq_length,
-        overlong=data.overlong,
-        seed=settings.training.seed,
-        mock=data.mock_data,
-        tokenizer=data.tokenizer_type,
-        tokenizer_model=data.tokenizer_model,
-        sft=data.sft,
-        chat_template=data.chat_template,
-        vocab_size=data.vocab_size,
-        eod_id=data.eod_id,
-        varlen_mock_config=data.varlen_mock_dataset_config_json,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Data:
-    """The samples of a run, and the rows of the embedding table that their token ids need."""
-
-    config: DataConfig
-    splits: Splits
-    vocab_rows: int
-
-
-def _data(settings: Settings, device: torch.device) -> _Data:
-    """Return the data, which rank 0 indexes and all must see alike."""
-    config = data_config(settings)
-    entries = index_once(config, device)
-    splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
-    fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
-    check_same_digest(fingerprint, "the training data of --data-path", device)
-    if settings.training.eval_iters > 0 and splits.valid is None:
-        raise DataError(
-            f"--eval-iters is {settings.training.eval_iters}, but --split {config.split} leaves no validation data: "
-            "give its second number a share or set --eval-iters 0"
-        )
-    vocab_rows = derive.padded_vocab_size(
-        tokenizer.build(config).vocab_size,
-        settings.model.make_vocab_size_divisible_by,
-        settings.planning.topology.tp_size,
-    )
-    return _Data(config=config, splits=splits, vocab_rows=vocab_rows)
-
-
-def _data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
-    """Return what two runs must share to see the same samples: lengths, order, probes of the contents; not the path."""
-    return {
-        "seed": config.seed,
-        "split": config.split,
-        "seq_length": config.seq_length,
-        "overlong": config.overlong,
-        "tokenizer": tokenizer.identity(config),
-        **chat_identity(config),
-        "samples and their order (hash)": splits.train.fingerprint(),
-    }
 
 
 def _log_choices(run: Run) -> None:

@@ -313,7 +313,7 @@ def test_the_fingerprint_sees_the_mask(tmp_path):
 
 def test_a_checkpoint_remembers_the_template(tmp_path):
     """Another template is another run, also when no probe of the contents shows it."""
-    from megatron.trainer.setup.run import _data_identity
+    from megatron.trainer.setup.run_data import data_identity
 
     path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
     template, longer = tmp_path / "t.jinja", tmp_path / "longer.jinja"
@@ -322,11 +322,11 @@ def test_a_checkpoint_remembers_the_template(tmp_path):
     )
     longer.write_text(f"{template.read_text()}{{% if messages|length > 9 %}}.{{% endif %}}")
     configs = [flags(path, chat_template=str(one)) for one in (template, longer)]
-    first, other = (_data_identity(one, build_splits(one)) for one in configs)
+    first, other = (data_identity(one, build_splits(one)) for one in configs)
     assert [name for name in first if first[name] != other[name]] == ["chat template"]
     moved = template.rename(tmp_path / "moved.jinja")
     again = flags(path, chat_template=str(moved))
-    assert _data_identity(again, build_splits(again)) == first
+    assert data_identity(again, build_splits(again)) == first
 
 
 def test_a_chat_that_changed_is_an_error(tmp_path):

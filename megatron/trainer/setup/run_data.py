@@ -1,0 +1,92 @@
+"""The samples of a run, which all ranks see alike, and what of them two runs must share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamic_cp.errors import DataError
+from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks
+from megatron.trainer.data import tokenizer
+from megatron.trainer.data.build import Splits, build_splits
+from megatron.trainer.data.chat_lines import chat_identity
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.index_once import index_once
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.settings import Settings
+
+
+def data_config(settings: Settings) -> DataConfig:
+    """Return what the settings say of the data.
+
+    Raises:
+        DynamicCPError: there are none, or they contradict each other.
+    """
+    data = settings.data
+    return DataConfig(
+        data_path=data.data_path,
+        data_glob=data.data_glob,
+        cache_path=data.data_cache_path,
+        json_key=data.json_key,
+        split=data.split,
+        seq_length=settings.planning.seq_length,
+        overlong=data.overlong,
+        seed=settings.training.seed,
+        mock=data.mock_data,
+        tokenizer=data.tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        sft=data.sft,
+        chat_template=data.chat_template,
+        vocab_size=data.vocab_size,
+        eod_id=data.eod_id,
+        varlen_mock_config=data.varlen_mock_dataset_config_json,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The samples of a run, and the rows of the embedding table that their token ids need."""
+
+    config: DataConfig
+    splits: Splits
+    vocab_rows: int
+
+
+def load_data(settings: Settings, device: torch.device) -> RunData:
+    """Return the data, which rank 0 indexes and all must see alike; collective.
+
+    Raises:
+        DynamicCPError: it cannot be read, ranks see other samples, or there are none to evaluate on; the same on every
+            rank.
+    """
+    config = data_config(settings)
+    entries = index_once(config, device)
+    splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
+    fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
+    check_same_digest(fingerprint, "the training data of --data-path", device)
+    if settings.training.eval_iters > 0 and splits.valid is None:
+        raise DataError(
+            f"--eval-iters is {settings.training.eval_iters}, but --split {config.split} leaves no validation data: "
+            "give its second number a share or set --eval-iters 0"
+        )
+    vocab_rows = derive.padded_vocab_size(
+        tokenizer.build(config).vocab_size,
+        settings.model.make_vocab_size_divisible_by,
+        settings.planning.topology.tp_size,
+    )
+    return RunData(config=config, splits=splits, vocab_rows=vocab_rows)
+
+
+def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
+    """Return what two runs must share to see the same samples: lengths, order, probes of the contents; not the path."""
+    return {
+        "seed": config.seed,
+        "split": config.split,
+        "seq_length": config.seq_length,
+        "overlong": config.overlong,
+        "tokenizer": tokenizer.identity(config),
+        **chat_identity(config),
+        "samples and their order (hash)": splits.train.fingerprint(),
+    }
