@@ -202,7 +202,7 @@ class MemoryModel:
         largest = max(parts._fields, key=lambda name: float(getattr(parts, name)))
         raise MemoryLimitError(
             f"{what} needs {needed / 1e9:.2f} GB on pipeline stage {-stage}, {self.available_bytes / 1e9:.2f} GB are "
-            f"available ({SAFETY_FRACTION:.0%} of what the reserve leaves on {self._hardware.name}); most goes to "
+            f"available ({SAFETY_FRACTION:.0%} of what {self._hardware.name} has beyond its reserve); most goes to "
             f"{largest.removesuffix('_bytes')} ({getattr(parts, largest) / 1e9:.2f} GB): {self._remedy(limit, parts)}",
             needed_bytes=needed,
             available_bytes=self.available_bytes,
