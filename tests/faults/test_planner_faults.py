@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.types import Problem
+from megatron.dynamic_cp.plans import planner
 from megatron.trainer.setup import planned_runtime
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
@@ -236,10 +238,11 @@ def test_a_static_plan_that_is_impossible_is_an_error_of_all_ranks_at_the_start(
         if rank == 0:  # as if validation had let it through
             from dynamic_cp.errors import InfeasibleSampleError
 
-            def refuse(self: Problem, max_seqlen: int) -> Problem:
+            def refuse(problem: Problem, max_seqlen: int) -> Problem:
                 raise InfeasibleSampleError(f"no group holds {max_seqlen} tokens")
 
-            Problem.static = refuse
+            assert planner.static_fallback is static_fallback, "what is replaced is what a run calls"
+            planner.static_fallback = refuse
 
     with Job(tmp_path, command_line(WORDS), sabotage=sabotage, own_store=True) as job:
         ended = job.wait(LIMIT_S)
