@@ -17,7 +17,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.lane_tokens import lane_tokens
@@ -130,11 +130,7 @@ class MemoryModel:
         many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
-        possible = (
-            Attention(name, inner)
-            for name in self._options.cp_comm_types
-            for inner in MECHANISMS[name].inner_sizes(cp_size, self._sharing)
-        )
+        possible = attentions_of(self._options.cp_comm_types, cp_size, self._sharing)
         buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
         return tuple(
             self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers) for stage in range(topology.pp_size)

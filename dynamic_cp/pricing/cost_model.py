@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.capacity import token_capacity
@@ -229,7 +229,8 @@ class CostModel:
 
     def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> Attention:
         """Return the first way that a group can use one of `exchanges`, with this inner size if one is given."""
-        for one in (one for name in exchanges for one in self._stage.possible(name, cp_size)):
+        known = [cast(CpCommType, name) for name in exchanges if name in MECHANISMS]
+        for one in attentions_of(known, cp_size, self._stage.sharing):
             if inner_cp_size in (None, one.inner_cp_size):
                 return one
         inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"

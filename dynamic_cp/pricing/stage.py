@@ -11,7 +11,6 @@ backward  = the same at their backward ratios + what recomputation repeats (full
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from dynamic_cp.convex import Convex, Linear, merged
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import token_capacity
@@ -29,7 +28,6 @@ from dynamic_cp.pricing.terms import terms_of
 from dynamic_cp.types import (
     Attention,
     Bucket,
-    CpCommType,
     MicroBatch,
     Problem,
 )
@@ -59,18 +57,11 @@ class StagePrices:
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
 
-    def possible(self, cp_comm_type: str, cp_size: int) -> list[Attention]:
-        """Return the ways in which groups of `cp_size` can use a mechanism, the largest inner size first."""
-        mechanism = MECHANISMS.get(cast(CpCommType, cp_comm_type))
-        if mechanism is None:
-            return []
-        return [Attention(mechanism.name, inner) for inner in mechanism.inner_sizes(cp_size, self.sharing)]
-
     def terms(self, of: Attention, cp_size: int, link: int) -> tuple[list[float], list[float]]:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
 
         Args:
-            of: one of `possible`.
+            of: one of `attentions_of` for groups of `cp_size`.
             cp_size, link: of the group.
         """
         forward, backward = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
@@ -139,7 +130,7 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
     floors: list[tuple[list[float], list[float]]] = []
     floor_sizes: list[int] = []
     for k in range(num_sizes):
-        possible = [one for name in options.cp_comm_types for one in stage.possible(name, 1 << k)]
+        possible = attentions_of(options.cp_comm_types, 1 << k, stage.sharing)
         for link in links.used[k]:
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)

@@ -45,23 +45,15 @@ def record_step(
     with in_phase(f"the sums of iteration {iteration}"):
         dist.all_reduce(sums)
         loss, exchanged_bytes = sums.tolist()
-    return StepRecord(
+    return StepRecord.of(
+        facts,
         loss=loss,
         grad_norm=0.0 if grad_norm is None else float(grad_norm),
         learning_rate=0.0 if learning_rate is None else float(learning_rate),
         elapsed_s=elapsed_s,
-        predicted_s=facts.predicted_s,
-        planner_s=facts.planner_s,
         wait_s=stats.draw_s + stats.plan_wait_s + stats.reroute_s,
-        num_samples=facts.num_samples,
-        num_tokens=facts.seqlen_sum,
         flops=flops,
-        num_microbatches=facts.num_microbatches,
-        cp_histogram=facts.cp_histogram,
-        padding_fraction=facts.padding_fraction,
-        imbalance=facts.imbalance,
         exchanged_bytes=int(exchanged_bytes),
-        is_fallback=facts.fallback is not None,
     )
 
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.flags.arguments import EXCHANGES, UNSUPPORTED, check_supported
+from dynamic_cp.types import CP_COMM_TYPES
+from megatron.dynamic_cp.flags.arguments import UNSUPPORTED, check_supported
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
 from tests.trainer.commandline import command_line
@@ -129,11 +130,11 @@ def test_sequences_longer_than_the_largest_group_are_refused():
 def test_auto_lets_the_planner_choose_among_all_exchanges():
     chosen = {
         choice: parse_args(command_line(f"--cp-comm-type {choice}"), 4).planning.options().cp_comm_types
-        for choice in ("auto", *EXCHANGES)
+        for choice in ("auto", *CP_COMM_TYPES)
     }
-    assert chosen == {"auto": EXCHANGES} | {exchange: (exchange,) for exchange in EXCHANGES}
-    assert len(EXCHANGES) >= 2
-    assert parse_args(command_line(""), 4).planning.options().cp_comm_types == EXCHANGES  # the default
+    assert chosen == {"auto": CP_COMM_TYPES} | {exchange: (exchange,) for exchange in CP_COMM_TYPES}
+    assert len(CP_COMM_TYPES) >= 2
+    assert parse_args(command_line(""), 4).planning.options().cp_comm_types == CP_COMM_TYPES  # the default
 
 
 def test_search_effort_reaches_the_planner():

@@ -9,7 +9,7 @@ import pytest
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
-from megatron.dynamic_cp.flags.arguments import EXCHANGES
+from dynamic_cp.types import CP_COMM_TYPES
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
@@ -101,5 +101,5 @@ def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
 
 
 def test_every_exchange_is_a_choice(monkeypatch):
-    for exchange in EXCHANGES:
+    for exchange in CP_COMM_TYPES:
         assert parsed(f"--cp-comm-type {exchange}", 8, 4, monkeypatch).planning.cp_comm_type == exchange

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology
-from megatron.dynamic_cp.flags.arguments import EXCHANGES
+from dynamic_cp.types import CP_COMM_TYPES, CpCommType, PlanOptions, Recompute, SearchEffort, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ class PlanningSettings:
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
         """The exchanges that --cp-comm-type allows."""
-        return EXCHANGES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
+        return CP_COMM_TYPES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
 
     def options(self, max_tokens_per_rank: int | None = None, left_out: tuple[CpCommType, ...] = ()) -> PlanOptions:
         """Return what the planner may do.

@@ -224,23 +224,15 @@ class Loop:
         _check_finite("gradient norm", float(grad_norm), iteration)
         run.scheduler.step(increment=len(samples))
         facts, waits = wrapper.plan.facts, wrapper.waits
-        record = StepRecord(
+        record = StepRecord.of(
+            facts,
             loss=sums.loss,
             grad_norm=float(grad_norm),
             learning_rate=learning_rate,
             elapsed_s=time.perf_counter() - started,
-            predicted_s=facts.predicted_s,
-            planner_s=facts.planner_s,
             wait_s=waits.plan_s + waits.pack_s,
-            num_samples=len(samples),
-            num_tokens=data.seqlen_sum,
             flops=training_flops(runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
-            num_microbatches=data.num_microbatches,
-            cp_histogram=facts.cp_histogram,
-            padding_fraction=facts.padding_fraction,
-            imbalance=facts.imbalance,
             exchanged_bytes=sums.exchanged_bytes,
-            is_fallback=facts.fallback is not None,
             share_of_others=others,
         )
         return record, sums.stop, sums.is_writing

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 
 
@@ -53,6 +54,41 @@ class StepRecord:
     exchanged_bytes: int
     is_fallback: bool = False
     share_of_others: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        facts: PlanFacts,
+        *,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        elapsed_s: float,
+        wait_s: float,
+        flops: float,
+        exchanged_bytes: int,
+        share_of_others: float | None = None,
+    ) -> StepRecord:
+        """Return the record of a step that ran the plan of `facts`, with what was measured of it."""
+        return cls(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            elapsed_s=elapsed_s,
+            predicted_s=facts.predicted_s,
+            planner_s=facts.planner_s,
+            wait_s=wait_s,
+            num_samples=facts.num_samples,
+            num_tokens=facts.seqlen_sum,
+            flops=flops,
+            num_microbatches=facts.num_microbatches,
+            cp_histogram=facts.cp_histogram,
+            padding_fraction=facts.padding_fraction,
+            imbalance=facts.imbalance,
+            exchanged_bytes=exchanged_bytes,
+            is_fallback=facts.fallback is not None,
+            share_of_others=share_of_others,
+        )
 
 
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
