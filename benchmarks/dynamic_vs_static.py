@@ -85,8 +85,8 @@ def measure(options: argparse.Namespace) -> None:
 
     from dynamic_cp.types import Problem
     from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+    from megatron.dynamic_cp.plans.plan_source import PlanSource
     from megatron.dynamic_cp.plans.planner import Planner
-    from megatron.dynamic_cp.plans.planning import PlanSource
     from megatron.dynamic_cp.step.schedule import run_schedule, sum_over_job
     from megatron.trainer.flags.arguments import parse_args
     from megatron.trainer.setup.run import set_up

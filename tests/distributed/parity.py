@@ -22,7 +22,7 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
-from megatron.dynamic_cp.plans.planning import FixedPlan
+from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel

@@ -15,8 +15,8 @@ from dynamic_cp.plans.serialize import digest
 from dynamic_cp.search import search
 from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.agreement.verify import job_store
+from megatron.dynamic_cp.plans.plan_source import PlanSource, warm_up
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.dynamic_cp.plans.planning import PlanSource, warm_up
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 
@@ -131,7 +131,7 @@ def take_from_a_lost_store() -> Any:
             def check(self, keys: list[str]) -> bool:
                 raise RuntimeError("Connection was likely closed")
 
-        from megatron.dynamic_cp.plans import planning
+        from megatron.dynamic_cp.plans import plan_source as planning
 
         real = planning.job_store()
         planning.job_store = lambda: type(

@@ -12,7 +12,7 @@ import random, sys
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from megatron.dynamic_cp.plans.planning import _made_up_batch
+from megatron.dynamic_cp.plans.plan_source import _synthetic_batch
 
 def compiled():
     functions = {id(value): value for name, module in list(sys.modules.items()) if name.startswith("dynamic_cp")
@@ -25,7 +25,7 @@ job = dict(
     topology=Topology(pp_size=int(pp_size), vp_size=int(vp_size), num_lanes=int(num_lanes)),
     model=load_model("llama-3-8b"), hardware=load_hardware("h100"), options=options, policy=policy,
 )
-plan_global_batch(_made_up_batch(2048, int(num_lanes)), **job)
+plan_global_batch(_synthetic_batch(2048, int(num_lanes)), **job)
 before = compiled()
 draw = random.Random(0)
 for num_samples in (1, 3, 200):
@@ -40,7 +40,7 @@ print(sum(count > 0 for _, count in before), [entry for entry in after if entry 
 @pytest.mark.parametrize(
     "job", ["1 1 8 dynamic fast", "4 2 6 dynamic thorough", "2 1 4 balanced fast", "1 1 1 static fast"]
 )
-def test_a_made_up_batch_runs_all_compiled_code_that_steps_need(job):
+def test_a_synthetic_batch_runs_all_compiled_code_that_steps_need(job):
     pytest.importorskip("numba")
     done = subprocess.run(
         [sys.executable, "-c", COUNT_COMPILED, *job.split()], capture_output=True, text=True, timeout=300, check=False

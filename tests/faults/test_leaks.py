@@ -18,8 +18,8 @@ from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.plans.plan_source import PlanSource
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.dynamic_cp.plans.planning import PlanSource
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from tests.distributed.harness import initialize_model_parallel, run_ranks

@@ -22,7 +22,8 @@ from megatron.core.distributed import DistributedDataParallel
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.data import prefetch
-from megatron.dynamic_cp.plans import planner, planning
+from megatron.dynamic_cp.plans import plan_source as planning
+from megatron.dynamic_cp.plans import planner
 from megatron.dynamic_cp.step import schedule
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import index_once

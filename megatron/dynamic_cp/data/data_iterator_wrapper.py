@@ -29,7 +29,7 @@ from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.measuring.nvtx import span
-from megatron.dynamic_cp.plans.planning import FixedPlan, PlanSource, check_whole
+from megatron.dynamic_cp.plans.plan_source import FixedPlan, PlanSource, check_whole
 
 
 class StepData(NamedTuple):

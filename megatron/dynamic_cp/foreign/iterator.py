@@ -38,13 +38,13 @@ from megatron.dynamic_cp.foreign.draw import BatchDrawer, DataIterators, DrawnBa
 from megatron.dynamic_cp.foreign.rerouting import Incoming, ReroutingStats, in_phase
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.plans.planning import check_whole
+from megatron.dynamic_cp.plans.plan_source import check_whole
 
 Verify = Literal["off", "digest", "full"]
 
 
 class Plans(Protocol):
-    """What is asked of a source of plans; `megatron.dynamic_cp.plans.planning.PlanSource` is one."""
+    """What is asked of a source of plans; `megatron.dynamic_cp.plans.plan_source.PlanSource` is one."""
 
     lookahead: int
 

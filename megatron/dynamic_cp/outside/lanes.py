@@ -106,7 +106,7 @@ class Lanes:
     def plan(self, samples: Sequence[Sample]) -> LanePlan:
         """Return this lane's part of the plan of a global batch. Collective.
 
-        Every rank plans the whole batch, which takes milliseconds, and compares digests. `plans.planning` has a
+        Every rank plans the whole batch, which takes milliseconds, and compares digests. `plans.plan_source` has a
         source that plans ahead in a process of its own; its `LanePlan` goes to `pack`, too.
 
         Raises:

@@ -25,8 +25,8 @@ from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.plans.plan_dump import WARM_UP, RecordedPlans, RunDump
+from megatron.dynamic_cp.plans.plan_source import PlanSource, warm_up
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.dynamic_cp.plans.planning import PlanSource, warm_up
 from megatron.trainer.setup import memory
 
 

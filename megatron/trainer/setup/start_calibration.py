@@ -40,7 +40,7 @@ from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.measuring.undisturbed import Moment, Took, ranks_on_node, took_since
-from megatron.dynamic_cp.plans.planning import FixedPlan
+from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step.bucket_times import BucketTimes
 from megatron.dynamic_cp.step.schedule import run_schedule, sum_over_job
 from megatron.trainer.checkpoints.state import rng_state, set_rng_state

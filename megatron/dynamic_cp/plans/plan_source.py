@@ -276,13 +276,13 @@ def warm_up(source: PlanSource, max_seqlen: int) -> float:
         DynamicCPError: rank 0 found no plan; the same error on every rank.
     """
     started_s = time.monotonic()
-    source.request(0, _made_up_batch(max_seqlen, source.topology.num_lanes))
+    source.request(0, _synthetic_batch(max_seqlen, source.topology.num_lanes))
     agree(lambda: source.take(0), None)
     source.close()
     return time.monotonic() - started_s
 
 
-def _made_up_batch(max_seqlen: int, num_lanes: int) -> tuple[Sample, ...]:
+def _synthetic_batch(max_seqlen: int, num_lanes: int) -> tuple[Sample, ...]:
     """Return samples of mixed lengths: enough to run all of the planner's code, and no more than a step has."""
     num_samples = min(256, max(16, 2 * num_lanes))
     return tuple(Sample(sample_id=index, seqlen=max(1, max_seqlen >> index % 8)) for index in range(num_samples))
