@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
-# Tests on two processes: those with several ranks wait as much as they compute. Empty: one after the other.
-PARALLEL ?= -n 2 --dist loadfile
+# Tests on two processes, the costly files first (tests/conftest.py). Empty: one after the other.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check lint kernels bench bench-planner docs clean
+.PHONY: train test check quick costs lint kernels bench bench-planner docs clean
 
 # Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
 $(READY): setup.py
@@ -35,8 +35,16 @@ kernels: $(READY)
 	$(BIN)/dynamic-cp simulate --lengths github --global-batch-size 32 --batches 1 --max-seqlen 8192 \
 		--lanes 8 --tp 2 --pp 2 --vpp 2 --search thorough --cp-comm-type auto > /dev/null
 
-check: lint kernels
+# What a change is tried with, in a minute: lint beside the quick tests. CONTRIBUTING.md says which those are.
+check:
+	$(MAKE) --no-print-directory -j 2 lint quick
+
+quick: kernels
 	$(BIN)/python -m pytest -m "not slow" -q $(PARALLEL)
+
+# The whole suite, and what each test costs into tests/costs.json.
+costs: kernels
+	$(BIN)/python -m pytest --measure-costs -q $(PARALLEL)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dynamic_vs_static.py

@@ -1,5 +1,108 @@
-"""Keeps the parent of forked ranks free of torch threads: a forked OpenMP pool would hang."""
+"""What every test's process does: it keeps the parent of forked ranks lean, and knows what each test costs.
 
+`costs.json` has the seconds that a case of a test function, or the set-up of a fixture, computes on all its processes;
+`make costs` counts them. Two things follow, so that nobody does them by hand: which tests are `slow` (not a part of
+`make check`), and that the costly files begin first, so that no process is left with one at the end. A test that waits
+instead of computing is marked as slow itself; one that `make check` must have, as `in_check`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
 import os
+import resource
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
+
+COSTS = Path(__file__).parent / "costs.json"
+SLOW_S = 0.3
+"""Seconds of computing from which on a test is slow."""
+_KEPT_FROM_S = 0.1
+
+_measured: dict[str, list[float]] = defaultdict(list)
+
+# What imports make is never garbage; looking for it took a fifth of the time of importing torch.
+gc.disable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--measure-costs", action="store_true", help=f"write {COSTS.name} anew, of a whole run")
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return file::function, the same for all cases."""
+    return item.nodeid.partition("[")[0]
+
+
+def names_of_fixtures(item: pytest.Item) -> list[str]:
+    """Return where::name of each fixture that a test has."""
+    found = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return [_name_of_fixture(definitions[-1]) for definitions in found.values()]
+
+
+def _name_of_fixture(definition: pytest.FixtureDef[object]) -> str:
+    return f"{definition.baseid}::{definition.argname}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    costs_s: dict[str, float] = json.loads(COSTS.read_text())
+    files_s: Counter[Path] = Counter()
+    for item in items:
+        cost_s = costs_s.get(name_of(item), 0.0)
+        files_s[item.path] += cost_s
+        dearest_s = max([cost_s, *(costs_s.get(name, 0.0) for name in names_of_fixtures(item))])
+        if dearest_s >= SLOW_S and item.get_closest_marker("in_check") is None:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: -files_s[item.path])
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    began_s = _computed_s()
+    try:
+        return (yield)
+    finally:
+        _measured[name_of(item)].append(_computed_s() - began_s)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
+    began_s = _computed_s()
+    try:
+        return (yield)
+    finally:
+        _measured[_name_of_fixture(fixturedef)].append(_computed_s() - began_s)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:  # of a process of pytest-xdist, for the one that started it
+        output["measured"] = dict(_measured)
+    elif session.config.getoption("--measure-costs") and exitstatus == pytest.ExitCode.OK:
+        means_s = {name: sum(cases_s) / len(cases_s) for name, cases_s in _measured.items()}
+        kept = {name: round(mean_s, 1) for name, mean_s in sorted(means_s.items()) if mean_s >= _KEPT_FROM_S}
+        COSTS.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    for name, cases_s in getattr(node, "workeroutput", {}).get("measured", {}).items():
+        _measured[name] += cases_s
+
+
+def _computed_s() -> float:
+    """Return the seconds that this process and its ended children have computed."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

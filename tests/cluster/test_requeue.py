@@ -7,8 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.conftest import Cluster
 from tests.trainer.commandline import command_line
 
@@ -19,7 +17,6 @@ SMALL = command_line(
 )
 
 
-@pytest.mark.slow
 def test_a_signalled_job_saves_is_requeued_and_resumes(cluster: Cluster) -> None:
     words = ["--nodes=1", "examples/slurm/requeue.sbatch", *SMALL]
     environment = {"PYTHON": sys.executable, "RANKS_PER_NODE": "2", "STUB_HOST": "127.0.0.1", "RESEND_S": "1"}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.dynamic_cp.repairs import cpu_backend
+from tests.distributed import one_gloo_device
 
 _SAY_WHERE = signal.SIGUSR2  # training takes SIGUSR1
 
@@ -116,6 +117,7 @@ def _rank_main(
         faulthandler.register(_SAY_WHERE, _stacks(folder, rank).open("w"))
         torch.set_num_threads(1)
         cpu_backend.enable(shims_without)
+        one_gloo_device.share()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         _send(sender, (True, function(*args)))
     except BaseException:

@@ -23,8 +23,6 @@ from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 from tests.distributed.test_parity import BATCHES
 
-pytestmark = pytest.mark.slow
-
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 LAYOUTS = {"dp4": Layout(4, config=BF16), "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16)}
 

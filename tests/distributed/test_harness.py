@@ -22,6 +22,7 @@ def wait_for_what_never_comes() -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow  # it waits
 def test_a_hung_rank_is_named_with_where_it_hangs() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, wait_for_what_never_comes, timeout_s=5)

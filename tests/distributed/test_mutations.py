@@ -18,8 +18,6 @@ from megatron.dynamic_cp.step import loss
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, assert_equal_to_reference, mixed_plan, run_step
 
-pytestmark = pytest.mark.slow
-
 
 def skip_ring_steps() -> None:
     """The keys of earlier lanes are not seen."""

@@ -125,6 +125,7 @@ def probe_beside_a_dead_rank(how, told, timeout_s):
         (told / str(rank)).write_text(f"{time.monotonic() - started} {error}")
 
 
+@pytest.mark.slow  # it waits
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_a_lost_rank_does_not_hang_the_others(tmp_path, how):
     with pytest.raises(RankError, match=r"rank 2: (died without a word|nothing after)"):

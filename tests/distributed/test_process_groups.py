@@ -318,7 +318,6 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
     return errors
 
 
-@pytest.mark.slow
 def test_hung_peer_is_named_within_the_timeout() -> None:
     errors, _, _ = run_ranks(3, wait_for_a_hung_peer, timeout_s=60)
     assert set(errors) == {"ring", "all_gather", "reduce_scatter", "all_to_all"}

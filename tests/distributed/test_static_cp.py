@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -28,8 +27,6 @@ from megatron.dynamic_cp.step.loss import sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import Layout, assert_equal_to_reference, run_step, samples_of
-
-pytestmark = pytest.mark.slow
 
 CP_SIZE = 4
 

@@ -98,8 +98,6 @@ CASES = {
         {"p2p", "shared p2p"},
     ),
     "all_four_few_kv_heads": ("2.20.2", engine(4, "mixed"), ALL, ALL | {"shared alone"}),
-}
-SLOW_CASES = {
     "a2a_wrapped": ("2.10.0", engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
     "two_levels_selective_recompute": (
         "2.19.0",
@@ -117,9 +115,9 @@ SLOW_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)])
+@pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
-    version, layout, exchanges, asked = (CASES | SLOW_CASES)[name]
+    version, layout, exchanges, asked = CASES[name]
     samples = BATCHES["long_tail"]
     expected = reference_of(layout.variant, "long_tail")
     plan = plan_for(layout, samples, exchanges, "a2a" if "shared alone" in asked else None)
@@ -272,14 +270,12 @@ def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | No
     assert state_of(attention) == UNSET, "a group was left set"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("version", "exchange"), sorted({case[:2] for case in MUTATIONS.values()}))
 def test_three_groups_in_turn(version: str, exchange: str) -> None:
     """What the mutations below break."""
     run_ranks(4, attend_thrice, version, exchange, None, timeout_s=60)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_faults_are_noticed(mutation: Callable[[], None]) -> None:
     version, exchange, message = MUTATIONS[mutation]

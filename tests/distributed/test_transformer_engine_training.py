@@ -16,8 +16,6 @@ from tests.distributed import fake_transformer_engine as fake
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 
-pytestmark = pytest.mark.slow
-
 WORDS = (
     "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 64 --num-workers 0 --dynamic-cp-lookahead 0 --train-iters 6 "
     "--use-distributed-optimizer --cp-comm-type auto"

@@ -36,7 +36,6 @@ print(sum(count > 0 for _, count in before), [entry for entry in after if entry 
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "job", ["1 1 8 dynamic fast", "4 2 6 dynamic thorough", "2 1 4 balanced fast", "1 1 1 static fast"]
 )

@@ -3,11 +3,7 @@
 import json
 import re
 
-import pytest
-
 from tools import kill_times
-
-pytestmark = pytest.mark.slow
 
 
 def test_real_jobs_end_soon_after_a_kill_and_say_so_in_one_line(capfd):

@@ -18,8 +18,6 @@ from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
 from tests.trainer.commandline import command_line
 
-pytestmark = pytest.mark.slow
-
 WORDS = (
     "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 1 --lr-decay-iters 1000 --train-iters 6 "
     "--dynamic-cp-lookahead 1"

@@ -35,8 +35,6 @@ from tests.faults.test_planner_faults import WORDS, faulty, figures
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line
 
-pytestmark = pytest.mark.slow
-
 LIMIT_S = 40.0
 NOTICED_S = 8.0
 """Seconds from a rank's death to the end of the others, when their connections or rank 0's store tell them."""

@@ -6,7 +6,7 @@ import pytest
 
 from tools.save_kills import Trial, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 TRIALS = [
     Trial(

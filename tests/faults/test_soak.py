@@ -8,8 +8,6 @@ import pytest
 
 from tools import soak
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("fds", "wrong"),

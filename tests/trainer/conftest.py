@@ -8,10 +8,13 @@ import pytest
 
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import mock
+from tests.trainer.forked_planner import fork_planners
 from tests.trainer.training_ranks import losses, train
 
-SAVED = 3
-"""Iteration that runs go on from; an uninterrupted one ends at 8."""
+SAVED, LAST = 3, 5
+"""Iterations that runs go on from, and that they end with. What was not restored shows in the loss of the first one
+after SAVED, or of the second if it is the optimizer's or the scheduler's."""
+TO_LAST = f"--train-iters {LAST} --lr-decay-iters 8"
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -22,30 +25,39 @@ def few_documents():
         yield
 
 
+@pytest.fixture(autouse=True, scope="package")
+def forked_planners():
+    """Let a planner's process have its imports and compiled loops from its rank."""
+    with pytest.MonkeyPatch.context() as patched:
+        fork_planners(patched)
+        yield
+
+
 @pytest.fixture(scope="session")
 def _runs(tmp_path_factory):
-    """Words of a command line -> losses of its iterations on 4 ranks, and the folder with checkpoint SAVED."""
-    known: dict[str, tuple[list[float], Path]] = {}
+    """Words of a command line, ranks -> losses of its iterations, and the folder with checkpoint SAVED."""
+    known: dict[tuple[str, int], tuple[list[float], Path]] = {}
 
-    def get(words: str) -> tuple[list[float], Path]:
-        if words not in known:
+    def get(words: str, num_ranks: int) -> tuple[list[float], Path]:
+        key = words, num_ranks
+        if key not in known:
             folder = tmp_path_factory.mktemp("uninterrupted")
-            known[words] = losses(train(4, words, f"--save-interval {SAVED} --save {folder}")), folder
-            assert len(known[words][0]) == 8
+            known[key] = losses(train(num_ranks, TO_LAST, words, f"--save-interval {SAVED} --save {folder}")), folder
+            assert len(known[key][0]) == LAST
             (folder / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
             assert checkpoint_files.latest(str(folder)).name == f"iter_{SAVED:07d}"
-        return known[words]
+        return known[key]
 
     return get
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(_runs):
-    """Words of a command line -> losses of its iterations on 4 ranks."""
-    return lambda words: _runs(words)[0]
+    """Words of a command line, ranks -> losses of its iterations."""
+    return lambda words, num_ranks=4: _runs(words, num_ranks)[0]
 
 
 @pytest.fixture(scope="session")
 def saved_by(_runs):
-    """Words of a command line -> folder to load from, with its checkpoint of iteration SAVED; nobody writes there."""
-    return lambda words: _runs(words)[1]
+    """Words of a command line, ranks -> folder to load from, with the checkpoint of SAVED; nobody writes there."""
+    return lambda words, num_ranks=4: _runs(words, num_ranks)[1]

@@ -27,8 +27,6 @@ from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, OVERLAPPED
 from tests.trainer.training_ranks import Ended, _command_on_one_rank, losses, train
 
-pytestmark = pytest.mark.slow
-
 WORDS = DYNAMIC.replace("48", "64") + " --lr-decay-iters 8"
 
 

@@ -61,7 +61,6 @@ def indexed(folder, seed=0):
 WRITERS = {"text": text_folder, "jsonl": json_lines, "indexed": indexed}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WRITERS, "blend"])
 def test_losses_do_not_depend_on_the_ranks(tmp_path, kind):
     if kind == "blend":
@@ -88,7 +87,6 @@ def test_losses_do_not_depend_on_the_ranks(tmp_path, kind):
     assert len(set(map(tuple, curves.values()))) == len(POLICIES)
 
 
-@pytest.mark.slow
 def test_a_document_trains_alike_from_every_kind_of_file(tmp_path):
     words = f"{SMALL} --seq-length {SEQ_LENGTH} --global-batch-size 7 --data-path"
     curves = {kind: losses(train(1, words, str(write(tmp_path / kind)))) for kind, write in WRITERS.items()}
@@ -137,7 +135,12 @@ def test_the_fingerprint_of_a_large_corpus_is_quick(tmp_path):
     for number in range(300):
         (folder / f"{number:03}.txt").write_bytes(b"x" * number)
     config = DataConfig(seq_length=4096, split="1,0,0", data_path=(str(folder),))
-    stream = build_splits(config).train
-    started = time.process_time()  # computing, not waiting for a busy machine
-    stream.fingerprint()
-    assert time.process_time() - started < 0.05
+
+    def computed_s() -> float:
+        """Not how long it waits, and the least of some: whoever shares a core slows its computing, too."""
+        stream = build_splits(config).train
+        started_s = time.process_time()
+        stream.fingerprint()
+        return time.process_time() - started_s
+
+    assert min(computed_s() for _ in range(3)) < 0.05

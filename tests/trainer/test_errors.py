@@ -10,8 +10,6 @@ from megatron.trainer.checkpoints import manifest
 from megatron.trainer.ending import exits
 from tests.trainer.training_ranks import run_command, train
 
-pytestmark = pytest.mark.slow
-
 BASE = "--dynamic-cp --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters 8 --train-iters 4"
 MOCK = f"{BASE} --mock-data"
 SECONDS = 15.0

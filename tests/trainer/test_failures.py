@@ -176,6 +176,7 @@ def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
     assert raised.value is bug
 
 
+@pytest.mark.slow  # it waits
 def test_a_rank_that_does_not_get_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     """Before NCCL's watchdog, which does not know the iteration, ends the process."""
     phase.enter("iteration 7, forward and backward passes")

@@ -18,8 +18,6 @@ from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import train
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters 1000"

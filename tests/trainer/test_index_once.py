@@ -116,10 +116,12 @@ def index_slowly(config: DataConfig, seconds: float, ticks: bool):
         return str(error), time.monotonic() - started
 
 
+@pytest.mark.slow  # it waits
 def test_the_others_wait_while_there_is_progress(folder):
     assert run_ranks(2, index_slowly, config_of(folder), 3.0, True, timeout_s=60) == [2, 2]
 
 
+@pytest.mark.slow  # it waits
 def test_the_others_do_not_wait_without_progress(folder):
     _, (message, seconds) = run_ranks(2, index_slowly, config_of(folder), 4.0, False, timeout_s=30)
     assert "rank 0 has made no progress in indexing the data for 1 s, rank 1 waits no longer" in message

@@ -41,8 +41,6 @@ from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, SHARDED
 from tests.trainer.training_ranks import losses, run_command, train
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 CP_SIZE, DP_SIZE = 2, 2
 VOCAB_ROWS = 264  # bytes and the end of a document, in multiples of 8

@@ -101,7 +101,6 @@ def hardware_file(folder, hbm_bytes):
 TRAINING = "--mock-data --train-iters 2 --lr-decay-iters 8 --make-vocab-size-divisible-by 264"
 
 
-@pytest.mark.slow
 def test_all_ranks_train_at_the_limit_that_memory_gives(tmp_path):
     hardware = f"--dynamic-cp-hardware {hardware_file(tmp_path, 6e6)}"
     auto = train(2, TRAINING, AUTO, hardware)
@@ -112,7 +111,6 @@ def test_all_ranks_train_at_the_limit_that_memory_gives(tmp_path):
     assert auto[2].num_microbatches == given[2].num_microbatches
 
 
-@pytest.mark.slow
 def test_all_ranks_refuse_what_memory_does_not_hold(tmp_path):
     hardware = f"--dynamic-cp-hardware {hardware_file(tmp_path, 6e6)}"
     for words, part in (

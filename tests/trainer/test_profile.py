@@ -44,7 +44,6 @@ def _buckets_of_lane(folder: Path, iteration: int, lane: int) -> list[Bucket]:
     raise AssertionError(f"iteration {iteration} is not in the dump")
 
 
-@pytest.mark.slow
 def test_the_trace_names_what_ran(tmp_path, uninterrupted):
     words = f"{PROFILE} --profile-dir {tmp_path}/traces --profile-step-start 1 --profile-step-end 3 --profile-ranks 0 3"
     found = losses(train(4, RING, words, f"--dynamic-cp-dump {tmp_path}/dump"))
@@ -84,7 +83,6 @@ def test_the_trace_names_what_ran(tmp_path, uninterrupted):
     assert len(cp_sizes) > 1, "one CP size only: nothing was distinguished"
 
 
-@pytest.mark.slow
 def test_without_the_flag_nothing_is_written_and_a_run_that_ends_early_is(tmp_path, capfd):
     words = f"--train-iters 2 --lr-decay-iters 8 --profile-dir {tmp_path}/traces --profile-step-start 1"
     train(1, "--dynamic-cp --mock-data", words)
@@ -96,7 +94,6 @@ def test_without_the_flag_nothing_is_written_and_a_run_that_ends_early_is(tmp_pa
     assert len([s for s in _spans(path) if s["name"] == "packing"]) == 1
 
 
-@pytest.mark.slow
 def test_nvtx_ranges_on_a_cpu_are_refused():
     (ended,) = run_command(1, DYNAMIC.replace("48", "128"), "--profile --profile-step-start 1")
     assert ended.code == 2

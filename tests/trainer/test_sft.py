@@ -26,8 +26,6 @@ from megatron.trainer.setup.run import set_up
 from tests.distributed.harness import run_ranks
 from tests.trainer.training_ranks import train
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES = 16
 FLAGS = (

@@ -75,6 +75,7 @@ def test_a_stopped_child_is_killed_and_the_others_are_left_alone(start_rank):
     assert said.count("killed") == 1
 
 
+@pytest.mark.slow  # it waits
 def test_a_stopped_rank_is_killed_and_a_short_stop_is_not_minded(start_rank):
     rank, _, sleepers = start_rank(2.0)
     for _ in range(2):

@@ -49,7 +49,6 @@ def told(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-@pytest.mark.slow
 def test_wandb_gets_what_tensorboard_gets(tmp_path, told):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -71,7 +70,6 @@ def test_wandb_gets_what_tensorboard_gets(tmp_path, told):
     assert logged == pytest.approx(written, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_what_wandb_refuses_ends_all_ranks_alike(tmp_path, told, monkeypatch):
     monkeypatch.setenv("FAKE_WANDB_ERROR", "1")
     words = f"{DYNAMIC.replace('48', '64')} --wandb-project proj --wandb-exp-name exp --wandb-save-dir {tmp_path}"

@@ -191,7 +191,7 @@ def launcher_of(example: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, marks=[pytest.mark.slow] if launcher_of(path) else [], id=path.stem) for path in EXAMPLES],
+    [pytest.param(path, id=path.stem) for path in EXAMPLES],
 )
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     command = [sys.executable, *launcher_of(example), str(example)]

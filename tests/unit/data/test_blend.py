@@ -73,10 +73,13 @@ def test_the_docstring_example():
 
 
 def test_a_far_position_costs_no_more_than_a_near_one():
-    blend = Blend([Fraction("0.3"), Fraction("0.7")])
-    start = time.process_time()
-    pools, draws = blend.locate(np.array([10**9, 10**9 + 1]))
-    assert time.process_time() - start < 0.1
+    computed_s = []
+    for _ in range(3):  # the least counts: whoever shares a core slows this one
+        blend = Blend([Fraction("0.3"), Fraction("0.7")])
+        start_s = time.process_time()
+        pools, draws = blend.locate(np.array([10**9, 10**9 + 1]))
+        computed_s.append(time.process_time() - start_s)
+    assert min(computed_s) < 0.1
     assert draws[0] == pytest.approx(10**9 * (0.3, 0.7)[pools[0]], abs=1)
 
 

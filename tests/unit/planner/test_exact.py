@@ -85,7 +85,6 @@ def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
         assert (long.cp_comm_type, long.inner_cp_size) == ("a2a+p2p", 2)
 
 
-@pytest.mark.slow
 def test_exact_is_what_brute_force_finds_on_larger_batches():
     seen = check_against_brute_force(range(2000, 2080), 4000)
     assert seen["cases"] >= 60
@@ -97,8 +96,6 @@ FROZEN = [
     (1, 2, 8192, [14693, 10989, 2391, 1485, 1260, 582], 3.398406885097333),
     (1, 2, 8192, [6863, 5202, 2235, 1789, 1420, 1044, 683, 447], 1.8975576628891444),
     (2, 2, 8192, [12383, 8813, 6591, 4909, 3899, 277], 2.4336959055536336),
-]
-FROZEN_SLOW = [
     (1, 4, 8192, [18116, 18104, 7214, 3891, 3630, 2752, 1474, 985], 3.409424161155766),
     (2, 2, 8192, [8097, 4604, 3487, 2637, 2327, 699, 573, 561], 1.4871184715252301),
     (2, 2, 4096, [8192, 5286, 2688, 758, 675, 661, 383, 96], 1.304997739191157),
@@ -109,7 +106,7 @@ FROZEN_SLOW = [
 
 @pytest.mark.parametrize(
     ("pp_size", "num_lanes", "limit", "lengths", "optimum_s"),
-    [*FROZEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in FROZEN_SLOW)],
+    FROZEN,
     ids=lambda value: f"{len(value)} samples" if isinstance(value, list) else None,
 )
 def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):

@@ -1,0 +1,153 @@
+"""Plants faults in a copy of the code, one at a time, and says for each whether its tests notice.
+
+    python -m tools.plant_faults [--tests-of FOLDER] [NAME ...]
+
+Whoever removes or merges tests runs it before and after: `--tests-of` takes tests/ from another checkout. A fault is a
+piece of text that stands once in the code, wherever that moves, so a fault that no longer fits is told and not skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+CODE = ("dynamic_cp", "megatron")
+ALSO_COPIED = ("benchmarks", "docs", "examples", "tests", "tools", "pyproject.toml", "pretrain_gpt.py", "README.md")
+LIMIT_S = 600
+
+
+class Fault(NamedTuple):
+    """A piece of code, what takes its place, and the words of pytest that should notice."""
+
+    right: str
+    wrong: str
+    tests: str
+
+
+PARITY = "tests/distributed/test_parity.py -k test_layout_equals_single_process"
+RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
+FAULTS = {
+    "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
+    "the optimizer is not restored": Fault(
+        '    request.apply(loaded["optimizer_state"], run["iteration"])\n', "", RESUMED
+    ),
+    "a resumed run reads a sample again": Fault(
+        'consumed_samples=run["consumed_samples"],\n        coefficients',
+        'consumed_samples=run["consumed_samples"] - 1,\n        coefficients',
+        RESUMED,
+    ),
+    "random states are not restored": Fault(
+        '        set_rng_state(loaded["rng"])\n',
+        "        pass\n",
+        "tests/trainer/test_training.py -k test_dropout_resumes",
+    ),
+    "an exit interval is ignored": Fault(
+        "stop = stop or _divides(training.exit_interval, position.iteration)",
+        "stop = bool(stop)",
+        "tests/trainer/test_training.py -k leaves_at_an_interval or continues_the_run",
+    ),
+    "a run that leaves does not save": Fault(
+        "(due or stop or finished)",
+        "(due or finished)",
+        "tests/trainer/test_training.py -k leaves_at_an_interval or continues_the_run",
+    ),
+    "gradients of a ring are not collected": Fault("                        grad_kv += spare_grad\n", "", PARITY),
+    "padding counts in the loss": Fault(
+        "num_tokens = mask.sum().to(torch.int)", "num_tokens = torch.ones_like(mask).sum().to(torch.int)", PARITY
+    ),
+    "the second chunk of a shard is the neighbour's": Fault(
+        "mirrored = 2 * cp_size - 1 - cp_rank", "mirrored = cp_size + cp_rank", PARITY
+    ),
+    "the layers' edges are swapped": Fault(
+        "return virtual == 0, virtual == pp_size * vp_size - 1",
+        "return virtual == pp_size * vp_size - 1, virtual == 0",
+        "tests/unit/pipeline",
+    ),
+    "padded tokens of a rank are too few": Fault(
+        "round_up(units * multiple // bucket.cp_size,",
+        "round_up(units * multiple // bucket.cp_size - bucket.cp_size // 2,",
+        "tests/unit/planner tests/unit/pipeline",
+    ),
+    "labels are not shifted": Fault("labels=tokens[1:],", "labels=tokens[:-1],", "tests/unit/data/test_stream.py"),
+    "samples of a request change places": Fault(
+        "return tuple(GlobalBatch(self.sample_ids, self.seqlens))",
+        "return tuple(GlobalBatch(self.sample_ids, self.seqlens[::-1]))",
+        "tests/trainer/test_training.py -k test_the_same_seed",
+    ),
+}
+
+
+def place_of(fault: Fault, root: Path) -> Path:
+    """Return the file below `root` that holds the piece of code.
+
+    Raises:
+        LookupError: none does, or it stands more than once.
+    """
+    files = [path for folder in CODE for path in sorted((root / folder).rglob("*.py"))]
+    found = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(fault.right))]
+    if len(found) != 1:
+        raise LookupError(f"{fault.right.strip()!r} stands {len(found)} times in the code, not once")
+    return found[0]
+
+
+def first_failure(tests: str, tests_of: Path, fault: Fault | None = None) -> str | None:
+    """Return what failed first, with `fault` planted if one is given; None when all tests passed."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for part in (*CODE, *ALSO_COPIED):
+            source = (tests_of if part == "tests" else ROOT) / part
+            if source.is_dir():
+                shutil.copytree(source, root / part)
+            else:
+                shutil.copy(source, root / part)
+        if fault is not None:
+            place = place_of(fault, root)
+            place.write_text(place.read_text(encoding="utf-8").replace(fault.right, fault.wrong), encoding="utf-8")
+        files, _, expression = tests.partition(" -k ")
+        words = [*files.split(), *(["-k", expression] if expression else [])]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *words],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    if done.returncode not in (0, 1):  # nothing ran: no evidence of anything
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].partition(" - ")[0] if failed else None
+
+
+def main() -> int:
+    """Return 1 when a fault was not noticed, 2 when a test fails without one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all")
+    parser.add_argument("--tests-of", type=Path, default=ROOT, help="checkout whose tests/ are run")
+    asked = parser.parse_args()
+    faults = {name: FAULTS[name] for name in asked.names or FAULTS}
+    for tests in dict.fromkeys(fault.tests for fault in faults.values()):
+        failure = first_failure(tests, asked.tests_of)
+        if failure is not None:
+            print(f"without any fault: {failure}", file=sys.stderr)
+            return 2
+    missed = 0
+    for name, fault in faults.items():
+        started_s = time.monotonic()
+        failure = first_failure(fault.tests, asked.tests_of, fault)
+        missed += failure is None
+        print(f"{name}: {failure or 'NOT NOTICED'} ({time.monotonic() - started_s:.0f} s)", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
