@@ -74,7 +74,7 @@ FAULTS = {
     "padded tokens of a rank are too few": Fault(
         "round_up(units * multiple // bucket.cp_size,",
         "round_up(units * multiple // bucket.cp_size - bucket.cp_size // 2,",
-        "tests/unit/planner tests/unit/pipeline",
+        "tests/unit/plans tests/unit/packing tests/unit/search",
     ),
     "labels are not shifted": Fault("labels=tokens[1:],", "labels=tokens[:-1],", "tests/unit/data/test_stream.py"),
     "samples of a request change places": Fault(

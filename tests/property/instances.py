@@ -32,8 +32,8 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
-from tests.unit.planner.packings import DEEP_MODEL
-from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE
+from tests.unit.packing.packings import DEEP_MODEL
+from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE
 
 MODELS = {
     "tiny": DEEP_MODEL,

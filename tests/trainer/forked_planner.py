@@ -20,7 +20,7 @@ import pytest
 from dynamic_cp.search import planner_process
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
-from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 
 class ForkedPlanner:

@@ -19,7 +19,7 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
-from tests.unit.planner.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGIES = [
     Topology(num_lanes=8, ranks_per_node=4),

@@ -29,7 +29,7 @@ from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.types import CP_COMM_TYPES, Topology
-from tests.unit.planner.support import samples_of
+from tests.unit.support import samples_of
 
 ROOT = str(Path(__file__).parents[3])
 MODEL = load_model("llama-3-8b")

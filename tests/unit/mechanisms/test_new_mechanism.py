@@ -21,7 +21,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import INNER_SIZES, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Topology
-from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 NAME = "lopsided"
 FORWARD_S, BACKWARD_S = 0.25, 0.5

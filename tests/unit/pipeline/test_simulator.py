@@ -17,7 +17,7 @@ from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.pricing.cost_model import BucketCost
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
 from tests.unit.pipeline.event_simulator import play
-from tests.unit.planner.support import GivenCosts, plan_of
+from tests.unit.support import GivenCosts, plan_of
 
 MS = 1_000_000
 

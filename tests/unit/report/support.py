@@ -11,7 +11,7 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
-from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, plan_of, samples_of, tiny_cost_model
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, plan_of, samples_of, tiny_cost_model
 
 LENGTHS = (900, 500, 310, 250, 200, 130, 90, 64, 33, 20, 11, 7, 5, 3, 2, 1)
 CASES = ("usual", "one", "pp8-vp2", "4096-lanes", "mostly-empty", "many-micro-batches")

@@ -24,8 +24,8 @@ from dynamic_cp.report.run import RunRecord
 from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
 from dynamic_cp.report.theme import CSS, DARK, LIGHT
 from dynamic_cp.types import Topology
-from tests.unit.planner.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 from tests.unit.report.support import CASES, LENGTHS, timelines
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 

@@ -1,0 +1,177 @@
+"""The exact search agrees with brute force over all plans, and with the optima of an independent program."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamic_cp.bounds import bound_at, lower_bound
+from dynamic_cp.bounds.exact import exact_plan
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
+from tests.unit.bounds.brute_force import best_plan, tiny_case
+from tests.unit.support import (
+    TINY_HARDWARE,
+    TINY_MODEL,
+    UnpaddedCostModel,
+    frozen_hardware,
+    frozen_model,
+    frozen_parameters,
+    frozen_topology,
+    samples_of,
+    tiny_cost_model,
+)
+
+
+def check_against_brute_force(seeds: range, most_assignments: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        samples, model, counts = tiny_case(seed, most_assignments)
+        best = best_plan(samples, model, counts)
+        limits = {"min_microbatches": counts[0], "max_microbatches": counts[-1]}
+        if best is None:
+            with pytest.raises(InvalidInputError, match="no plan with"):
+                exact_plan(samples, model, **limits)
+            continue
+        exact = exact_plan(samples, model, **limits)
+        check_plan(exact.plan, samples)
+        assert exact.status == "optimal", f"seed {seed}"
+        assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6), f"seed {seed}"
+        assert exact.makespan_s == makespan_ns(exact.plan, model) / 1e9
+        assert exact.bound_s <= best.makespan_s * (1 + 1e-6)
+        assert lower_bound(samples, model, "exhaustive").seconds <= exact.makespan_s, f"seed {seed}"
+        seen["cases"] += 1
+        seen["choices"] += best.num_plans > 10
+        seen["pipelined"] += model.topology.pp_size > 1
+        seen["interleaved"] += model.topology.vp_size > 1
+        seen["with CP"] += max(exact.plan.cp_histogram) > 1
+        seen["empty places"] += any(not bucket.samples for bucket in exact.plan.buckets)
+        seen["mixed exchanges"] += len(model.options.cp_comm_types) > 1
+    return seen
+
+
+def test_exact_is_what_brute_force_finds():
+    seen = check_against_brute_force(range(30, 65), 250)
+    assert seen["cases"] >= 30
+    assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 3, seen
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("lengths", [(120,), (100, 9), (128, 20, 3)])
+def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
+    """Two nodes of two lanes with a slow link: bound <= brute force = exact <= plan, and all of them use a2a+p2p."""
+    topology = Topology(num_lanes=4, ranks_per_node=2, pp_size=pp_size)
+    options = PlanOptions(max_tokens_per_rank=32, bytes_per_element=4, cp_comm_types=CP_COMM_TYPES)
+    hardware = replace(TINY_HARDWARE, attention_flops_per_s=1e12)
+    model = CostModel(TINY_MODEL, hardware, topology, options)
+    samples, counts = samples_of(lengths), range(1, 3)
+    best = best_plan(samples, model, counts)
+    exact = exact_plan(samples, model, min_microbatches=counts[0], max_microbatches=counts[-1])
+    assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
+    planned = plan_global_batch(samples, topology=topology, model=TINY_MODEL, hardware=hardware, options=options)
+    check_plan(exact.plan, samples)
+    assert lower_bound(samples, model, "exhaustive").seconds <= best.makespan_s <= planned.predicted_s * (1 + 1e-9)
+    assert planned.predicted_s <= best.makespan_s * 1.02
+    for plan in (best.plan, exact.plan, planned.plan):
+        (long,) = (bucket for bucket in plan.buckets if bucket.cp_size == 4)
+        assert (long.cp_comm_type, long.inner_cp_size) == ("a2a+p2p", 2)
+
+
+def test_exact_is_what_brute_force_finds_on_larger_batches():
+    seen = check_against_brute_force(range(2000, 2080), 4000)
+    assert seen["cases"] >= 60
+    assert min(seen[name] for name in ("choices", "interleaved", "with CP", "empty places")) >= 5, seen
+
+
+# pp, lanes, tokens per rank, lengths, optimum of an independent program (frozen bench; no empty places, no padding)
+FROZEN = [
+    (1, 2, 8192, [14693, 10989, 2391, 1485, 1260, 582], 3.398406885097333),
+    (1, 2, 8192, [6863, 5202, 2235, 1789, 1420, 1044, 683, 447], 1.8975576628891444),
+    (2, 2, 8192, [12383, 8813, 6591, 4909, 3899, 277], 2.4336959055536336),
+    (1, 4, 8192, [18116, 18104, 7214, 3891, 3630, 2752, 1474, 985], 3.409424161155766),
+    (2, 2, 8192, [8097, 4604, 3487, 2637, 2327, 699, 573, 561], 1.4871184715252301),
+    (2, 2, 4096, [8192, 5286, 2688, 758, 675, 661, 383, 96], 1.304997739191157),
+    (4, 2, 8192, [9409, 3240, 3109, 2776, 1055, 343], 1.152251251044188),
+    (4, 2, 8192, [10128, 3499, 2121, 1807, 1364, 425, 191, 160], 1.2070263998596173),
+]
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "num_lanes", "limit", "lengths", "optimum_s"),
+    FROZEN,
+    ids=lambda value: f"{len(value)} samples" if isinstance(value, list) else None,
+)
+def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):
+    parameters = frozen_parameters()
+    topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size)
+    options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
+    model = UnpaddedCostModel(frozen_model(parameters), frozen_hardware(parameters), topology, options)
+    exact = exact_plan(samples_of(lengths), model, allow_empty=False, padded=False)
+    assert exact.status == "optimal"
+    assert exact.makespan_s == pytest.approx(optimum_s, rel=2e-4)
+    assert lower_bound(samples_of(lengths), model, "exhaustive").proven_s <= exact.makespan_s
+    assert all(bucket.samples for bucket in exact.plan.buckets)
+
+
+def test_empty_places_can_only_help():
+    model = tiny_cost_model(Topology(num_lanes=2, pp_size=2), max_tokens_per_rank=64)
+    samples = samples_of([73, 51, 44])
+    makespans = [
+        exact_plan(samples, model, min_microbatches=3, max_microbatches=3, allow_empty=allow_empty).makespan_s
+        for allow_empty in (True, False)
+    ]
+    assert makespans[0] < makespans[1]
+
+
+def test_a_known_plan_is_only_improved():
+    model = tiny_cost_model(Topology(num_lanes=2), max_tokens_per_rank=64)
+    samples = samples_of([100, 60, 9])
+    best = exact_plan(samples, model)
+    again = exact_plan(samples, model, known_s=best.makespan_s)
+    assert again.plan is None
+    assert again.status == "optimal"
+    assert again.makespan_s == best.makespan_s
+    worse = exact_plan(samples, model, known_s=best.makespan_s * 1.5)
+    assert worse.makespan_s == best.makespan_s
+
+
+def test_a_search_that_is_cut_short_says_so_and_bounds():
+    model = tiny_cost_model(Topology(num_lanes=4, pp_size=2), max_tokens_per_rank=64)
+    samples = samples_of([200, 60, 50, 40, 30, 20, 9, 8])
+    cut = exact_plan(samples, model, min_microbatches=3, max_microbatches=3, max_nodes=1)
+    assert cut.status == "limit"
+    assert 0 < cut.bound_s < cut.makespan_s
+
+
+def test_the_bound_of_one_number_of_microbatches_is_below_its_optimum():
+    checked = 0
+    for seed in range(100, 130):
+        samples, model, counts = tiny_case(seed, 300)
+        seqlens = np.array(sorted((sample.seqlen for sample in samples), reverse=True))
+        for count in counts:
+            best = best_plan(samples, model, range(count, count + 1))
+            bound_s = bound_at(seqlens, model.table, model.topology, model.options.max_tokens_per_rank, count)
+            if best is not None:
+                assert bound_s <= best.makespan_s
+                checked += 1
+    assert checked >= 20
+
+
+def test_rounded_rank_tokens_are_refused():
+    model = tiny_cost_model(Topology(num_lanes=2, tp_size=2, sequence_parallel=True))
+    with pytest.raises(InvalidInputError, match="multiple of 2, the exact search needs 1"):
+        exact_plan(samples_of([3]), model)
+
+
+def test_without_pulp_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pulp", None)
+    with pytest.raises(UnsupportedFeatureError, match="pip install"):
+        exact_plan(samples_of([3]), tiny_cost_model(Topology(num_lanes=1)))

@@ -1,0 +1,232 @@
+"""Lengths out of pipes, token ids, parquet files; and what a damaged file is told about itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamic_cp.cli.parameters import KINDS
+from dynamic_cp.errors import DataError, UnsupportedFeatureError
+from dynamic_cp.lengths.read import READERS, read_length_array, read_lengths
+from dynamic_cp.lengths.streams import FIRST_BYTE_S
+from dynamic_cp.lengths.workloads import draw_lengths
+from tests.unit.lengths.test_lengths import LENGTHS, index_bytes
+
+ROWS = "\n".join(map(str, LENGTHS))
+ARRAY = io.BytesIO()
+np.save(ARRAY, np.array(LENGTHS))
+CONTENTS = {
+    "text": ROWS.encode(),
+    "one line": " ".join(map(str, LENGTHS)).encode(),
+    "csv": f"seqlen\n{ROWS}\n".encode(),
+    "wide csv": ("name,seqlen\n" + "\n".join(f"a,{n}" for n in LENGTHS)).encode(),
+    "jsonl": "\n".join(json.dumps({"num_tokens": n}) for n in LENGTHS).encode(),
+    "ids": "\n".join(json.dumps({"input_ids": [0] * n}) for n in LENGTHS).encode(),
+    "npy": ARRAY.getvalue(),
+}
+COMMAND = [sys.executable, "-m", "dynamic_cp.cli", "lengths", "--json", "-"]
+
+
+def test_the_help_names_the_kinds_that_are_read() -> None:
+    assert tuple(KINDS.split(", ")) == tuple(READERS)
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_a_pipe_is_read_by_what_it_holds(content: bytes, tmp_path: Path) -> None:
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    writer = threading.Thread(target=fifo.write_bytes, args=(content,))
+    writer.start()
+    assert list(read_lengths(fifo)) == LENGTHS
+    writer.join()
+    read, write = os.pipe()
+    os.write(write, content)
+    os.close(write)
+    assert list(read_lengths(f"/dev/fd/{read}")) == LENGTHS
+    os.close(read)
+
+
+def test_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    started_s = time.monotonic()
+    with pytest.raises(DataError, match=r"nobody writes to .*pipe\.txt"):
+        read_lengths(tmp_path / "pipe.txt")
+    assert FIRST_BYTE_S <= time.monotonic() - started_s < FIRST_BYTE_S + 5
+
+
+def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+
+    def write() -> None:
+        with fifo.open("wb", buffering=0) as file:
+            for word in ("5 ", "6"):
+                time.sleep(0.4)
+                file.write(word.encode())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_lengths(fifo) == (5, 6)
+    writer.join()
+
+
+def test_stdin() -> None:
+    plan = [*COMMAND[:3], "plan", "--lanes", "4", "--hardware", "cpu", "--max-tokens-per-rank", "900", "--json", "-"]
+    for name in ("-", "/dev/stdin"):
+        for words in ([*COMMAND, name], [*plan, "--lengths", name, "--global-batch-size", "20"]):
+            done = subprocess.run(words, input=ROWS.encode(), capture_output=True, timeout=60, check=False)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)
+    done = subprocess.run([*COMMAND, "-"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert b"error: stdin holds 0 lengths, at least 1 is needed" in done.stderr
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 0<&-', "sh", *COMMAND, "-"], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done.stderr
+    assert b"error: cannot read stdin: it is closed" in done.stderr
+
+
+def test_several_batches_come_out_of_one_pipe() -> None:
+    words = [*COMMAND[:3], "simulate", "--lengths", "-", "--global-batch-size", "8", "--batches", "3", "--lanes", "4"]
+    words += ["--hardware", "cpu", "--max-tokens-per-rank", "900", "--policy", "balanced", "--json", "-"]
+    piped = subprocess.run(words, input=ROWS.encode(), capture_output=True, timeout=60, check=False)
+    assert piped.returncode == 0, piped.stderr
+    assert len(json.loads(piped.stdout)["policies"]["balanced"]["batches"]) == 3
+
+
+def test_lengths_are_drawn_from_an_array_as_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(ROWS)
+    arguments: dict[str, Any] = {"num_samples": 30, "seed": 3, "max_seqlen": 200, "min_seqlen": 1, "overlong": "drop"}
+    drawn = draw_lengths(np.array(LENGTHS), **arguments)
+    assert drawn.tolist() == draw_lengths(tmp_path / "a.txt", **arguments).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "a.csv",
+            "name,seqlen\nh\xe9,3\n".encode("latin-1"),
+            r"byte 0xe9 in line 2 is not UTF-8: save it as UTF-8 \(icon",
+        ),
+        ("a.txt", b"3\n4\n\xff", "byte 0xff in line 3 is not UTF-8"),
+        ("a.jsonl", b'{"seqlen": 3}\n{"\xe9": 1}\n', "byte 0xe9 in line 2 is not UTF-8"),
+        ("a.csv", "seqlen\n3\n".encode("utf-16"), "it is UTF-16: save it as UTF-8"),
+        ("a.txt", b"\x7fELF\x02\x01\x00\x00", "it is binary, a text of lengths is needed"),
+        ("a.npy", b"", "it is empty: save whole tokens with numpy.save"),
+        ("a.npy", b"PK\x03\x04nonsense", r"it is an archive \(\.npz\): save one array with numpy.save"),
+        ("a.npy", b"3 4 5\n", "it does not begin as an array of NumPy: save whole tokens with numpy.save"),
+        ("a.npy", ARRAY.getvalue()[:9], "it is cut off after 9 bytes: copy or save it again"),
+        (
+            "a.npy",
+            ARRAY.getvalue()[:-1],
+            "it is cut off after 207 bytes, its header promises 208: copy or save it again",
+        ),
+        ("a.npy", ARRAY.getvalue()[:10] + b"x" * 198, "its header is damaged .*: copy or save it again"),
+        ("a.parquet", b"PAR1", "is not a .parquet file of lengths"),
+        ("a.jsonl", b'{"input_ids": 5}', r"line 1, key 'input_ids', is 5, a list of token ids is needed"),
+        ("a.jsonl", b'{"input_ids": []}', r"line 1, key 'input_ids', is 0, a length is at least 1"),
+        ("a.jsonl", b'{"input_ids": [5], "attention_mask": [1, 1]}', "1 token ids and 2 numbers of attention_mask"),
+        ("a.jsonl", b'{"text": "x"}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
+        ("a.jsonl", b'{"messages": []}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
+    ],
+)
+def test_damaged_files_are_told_what_is_wrong(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says) as at:
+        read_lengths(tmp_path / name)
+    assert "\n" not in str(at.value)
+
+
+def test_arrays_of_objects(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([3, None], dtype=object))
+    with pytest.raises(
+        DataError, match=r"it holds Python objects, integers are needed: save whole tokens with \.astype"
+    ):
+        read_lengths(tmp_path / "a.npy")
+
+
+def test_an_index_needs_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(index_bytes([[3], [4]]),))
+    writer.start()
+    with pytest.raises(DataError, match=r"an index of a Megatron data set cannot be read from a pipe: give its path"):
+        read_lengths(tmp_path / "pipe")
+    writer.join()
+
+
+def test_endless_devices_are_not_read_to_the_end() -> None:
+    with pytest.raises(DataError, match=r"/dev/zero is a device, and no end of it is in sight: give a file"):
+        read_lengths("/dev/zero")
+
+
+def test_masked_token_ids_do_not_count(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "length": 5},
+        {"input_ids": [5], "labels": [5]},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_lengths(tmp_path / "a.jsonl") == (3, 1)
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Any:
+    arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
+    import pyarrow.parquet
+
+    def write(**columns: Any) -> Path:
+        pyarrow.parquet.write_table(arrow.table(columns), tmp_path / "a.parquet", row_group_size=3)
+        return tmp_path / "a.parquet"
+
+    return write
+
+
+def test_parquet(parquet: Any) -> None:
+    ids = [[7] * length for length in LENGTHS]
+    assert list(read_lengths(parquet(input_ids=ids, text=["x"] * 10))) == LENGTHS
+    assert list(read_lengths(parquet(num_tokens=LENGTHS, name=["x"] * 10))) == LENGTHS
+    masks = [[1] * (length - 1) + [0] for length in LENGTHS if length > 1]
+    found = read_length_array(parquet(input_ids=[one for one in ids if len(one) > 1], attention_mask=masks))
+    assert found.tolist() == [length - 1 for length in LENGTHS if length > 1]
+    assert found.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"text": ["a", "b"]}, r"none of its 1 columns \('text'\) is named .*lengths --tokenizer DIR"),
+        ({"seqlen": [3, None]}, "entry 2 is None, an integer is needed"),
+        ({"seqlen": [3, 0]}, "entry 2 is 0, a length is at least 1"),
+        ({"seqlen": [3.0, 4.0]}, "column seqlen holds double, integers are needed"),
+        ({"input_ids": [[1], None]}, "entry 2 is None, a list of token ids is needed"),
+        ({"input_ids": [3, 4]}, "column input_ids holds int64, lists of token ids are needed"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "2 token ids and 1 numbers of attention_mask"),
+        ({"seqlen": [3], "length": [3]}, "has the columns seqlen and length: keep the one in tokens"),
+        ({"seqlen": []}, "holds 0 lengths"),
+    ],
+)
+def test_parquet_without_lengths(parquet: Any, columns: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        read_lengths(parquet(**columns))
+
+
+def test_parquet_names_the_package_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"needs pyarrow, which is not installed: pip install .*\[parquet\]"
+    ):
+        read_lengths(tmp_path / "a.parquet")

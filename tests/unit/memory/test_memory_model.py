@@ -1,0 +1,234 @@
+"""Memory by hand on a tiny model, in closed form on schedules, plausible on a real one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.memory.activations import activation_bytes
+from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, PlanOptions, Topology
+from tests.unit.support import TINY_HARDWARE, samples_of
+
+# 4 layers of 192 + 256 weights and two norms of 8, two tables of 80, a last norm: 2024 in all.
+MODEL = ModelShape(
+    num_layers=4,
+    hidden_size=8,
+    ffn_hidden_size=16,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=2,
+    vocab_size=10,
+)
+OPTIONS = PlanOptions(max_tokens_per_rank=100)
+HARDWARE = replace(TINY_HARDWARE, hbm_bytes=1e6, hbm_reserved_bytes=1e5, communicator_bytes_per_group=1000)
+
+
+def memory(topology, model=MODEL, hardware=HARDWARE, distributed_optimizer=True, **options):
+    return MemoryModel(
+        model, hardware, topology, replace(OPTIONS, **options), distributed_optimizer=distributed_optimizer
+    )
+
+
+def test_weights_and_state_by_hand():
+    assert MODEL.num_parameters == 2024
+    model = memory(Topology(num_lanes=4))
+    assert model.num_weights(0) == 2024
+    (stage,) = model.peak_at(0)
+    assert stage.weights_bytes == 2 * 2024
+    assert stage.gradients_bytes == 4 * 2024
+    assert stage.optimizer_bytes == 12 * 2024 / 4
+    # CP groups of 2 and 4, and the one of all lanes.
+    assert stage.communicators_bytes == 3000
+    assert stage.total_bytes == 2024 * 9 + 3000
+    (whole,) = memory(Topology(num_lanes=4), distributed_optimizer=False).peak_at(0)
+    assert whole.optimizer_bytes == 12 * 2024
+    (fp32,) = memory(Topology(num_lanes=4), bytes_per_element=4).peak_at(0)
+    assert fp32[:3] == (4 * 2024, 4 * 2024, 8 * 2024 / 4)
+    assert memory(Topology(num_lanes=4), max_cp_size=2).peak_at(0)[0].communicators_bytes == 2000
+
+
+def test_weights_of_stages_by_hand():
+    split = memory(Topology(num_lanes=4, tp_size=2, pp_size=2))
+    # Two layers of 448 / 2 + 16 weights; the embedding's half on the first stage, the head's and a norm on the last.
+    assert [split.num_weights(stage) for stage in (0, 1)] == [2 * 240 + 40, 2 * 240 + 40 + 8]
+    tied = replace(MODEL, share_embeddings_and_output_weights=True)
+    assert memory(Topology(num_lanes=1), model=tied).num_weights(0) == tied.num_parameters == 1944
+    # With more stages the last one has a copy of the shared table.
+    staged = memory(Topology(num_lanes=1, pp_size=2), model=tied)
+    assert staged.num_weights(0) + staged.num_weights(1) == 2024
+
+
+def test_activations_of_a_token_by_hand():
+    """Four tensors of 16 bytes, queries and outputs of 16, keys and values of 16, two inner tensors of 32, 4 fp32."""
+    none = activation_bytes(MODEL, Topology(num_lanes=1), OPTIONS)
+    assert none.per_layer == 4 * 16 + 2 * 16 + 16 + 2 * 32 + 16 == 192
+    assert none.working == 64 + 32
+    assert none.head == 2 * 16 + 10 * (2 + 4 + 2)
+    assert none.hops == 0
+    assert none.ring_per_bucket_token == 16
+    assert none.a2a_queries == 32
+    selective = activation_bytes(MODEL, Topology(num_lanes=1), replace(OPTIONS, recompute="selective"))
+    assert selective.per_layer == 192 - 16
+    full = activation_bytes(MODEL, Topology(num_lanes=1), replace(OPTIONS, recompute="full"))
+    assert full.per_layer == 16
+    assert full.working == 192 + 64 + 32
+    gated = activation_bytes(replace(MODEL, gated_linear_unit=True), Topology(num_lanes=1), OPTIONS)
+    assert gated.per_layer == 192 + 32
+    # Four TP ranks share two KV heads: each keeps a whole one.
+    assert activation_bytes(MODEL, Topology(num_lanes=1, tp_size=4), OPTIONS).ring_per_bucket_token == 8
+    assert activation_bytes(MODEL, Topology(num_lanes=1, pp_size=2), OPTIONS).hops == 64
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_a_classic_transformer_keeps_what_the_paper_counts(tp_size):
+    """34 h / t with sequence parallelism and 10 h + 24 h / t without, less 2 h for dropout masks we do not have."""
+    hidden = 4096
+    model = replace(
+        MODEL,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=32,
+        num_query_groups=32,
+        kv_channels=128,
+    )
+    selective = replace(OPTIONS, recompute="selective")
+    plain = activation_bytes(model, Topology(num_lanes=1, tp_size=tp_size), selective)
+    assert plain.per_layer == 8 * hidden + 24 * hidden / tp_size
+    parallel = activation_bytes(model, Topology(num_lanes=1, tp_size=tp_size, sequence_parallel=True), selective)
+    assert parallel.per_layer == 32 * hidden / tp_size
+
+
+def test_one_forward_one_backward_keeps_as_many_micro_batches_as_stages_follow():
+    stages = memory(Topology(num_lanes=2, pp_size=4)).peak_at(10)
+    # One layer a stage.
+    assert [stage.activations_bytes for stage in stages] == [192 * 10 * n for n in (4, 3, 2, 1)]
+    assert [stage.logits_bytes for stage in stages] == [0, 0, 0, 112 * 10]
+    assert [stage.working_bytes for stage in stages] == [10 * (96 + 64)] * 4
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size"), [(2, 2), (4, 2), (4, 4)])
+def test_interleaving_keeps_what_the_paper_says(pp_size, vp_size):
+    """Korthikanti et al., section 4.2.3: the first stage holds L * (1 + (p - 1) / (p * v)) layers' activations."""
+    model = replace(MODEL, num_layers=32)
+    stages = memory(Topology(num_lanes=2, pp_size=pp_size, vp_size=vp_size), model=model).peak_at(10)
+    assert stages[0].activations_bytes == pytest.approx(192 * 10 * 32 * (1 + (pp_size - 1) / (pp_size * vp_size)))
+
+
+def plan_of_lengths(topology, *rows):
+    """rows: [(cp_size, lengths), ...] per micro-batch, from lane 0 on."""
+    micro_batches, next_id = [], 0
+    for row in rows:
+        buckets, lane = [], 0
+        for cp_size, lengths in row:
+            samples = tuple(replace(s, sample_id=s.sample_id + next_id) for s in samples_of(lengths))
+            next_id += len(samples)
+            buckets.append(Bucket(first_lane=lane, cp_size=cp_size, samples=samples))
+            lane += cp_size
+        micro_batches.append(MicroBatch(buckets=tuple(buckets)))
+    return Plan(topology=topology, max_tokens_per_rank=10**6, micro_batches=tuple(micro_batches))
+
+
+def test_a_plan_counts_the_micro_batches_that_it_has():
+    """Lane 0 holds 50, 10, 1 tokens, lane 1 10, 10, 30. Two micro-batches are in flight on stage 0, one on stage 1."""
+    topology = Topology(num_lanes=2, pp_size=2)
+    plan = plan_of_lengths(topology, [(1, [50]), (1, [10])], [(2, [20])], [(1, [1]), (1, [30])])
+    first, last = memory(topology).peak(plan)
+    assert first.activations_bytes == 2 * 192 * (50 + 10)
+    assert first.working_bytes == 50 * (96 + 64)
+    assert last.activations_bytes == 2 * 192 * 50
+    assert last.logits_bytes == 112 * 50
+    # The bucket of 20 tokens keeps all their keys and values on both lanes.
+    assert first.exchange_bytes == last.exchange_bytes == 16 * 20
+
+
+def test_the_ring_keeps_the_keys_and_values_of_the_whole_bucket():
+    model = memory(Topology(num_lanes=8))
+    assert [model.peak_at(10, cp)[0].exchange_bytes for cp in (1, 2, 8)] == [0, 16 * 20, 16 * 80]
+    other = memory(Topology(num_lanes=8), cp_comm_types=("a2a",))
+    assert [other.peak_at(10, cp)[0].exchange_bytes for cp in (1, 2)] == [0, 48 * 10]
+    both = memory(Topology(num_lanes=8), cp_comm_types=("a2a", "p2p"))
+    assert both.peak_at(10, 2)[0].exchange_bytes == 48 * 10
+
+
+def test_a_hierarchy_keeps_the_keys_and_values_of_its_ring():
+    """4 query heads, 2 KV heads of 8 bytes both: inner size 2 keeps 8 / 2 times 16 bytes a token, inner size 4 repeats
+    KV heads once, 2 times 32 bytes; either also 32 bytes of queries and outputs."""
+    model = memory(Topology(num_lanes=8), cp_comm_types=("a2a+p2p",))
+    assert [model.peak_at(10, cp)[0].exchange_bytes for cp in (2, 4, 8)] == [0, 10 * (32 + 2 * 16), 10 * (32 + 4 * 16)]
+    bucket = Bucket(first_lane=0, cp_size=8, samples=samples_of([80]), cp_comm_type="a2a+p2p", inner_cp_size=4)
+    plan = Plan(topology=Topology(num_lanes=8), max_tokens_per_rank=100, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    assert model.peak(plan)[0].exchange_bytes == 10 * (32 + 2 * 32)
+    # Groups of 2, 4 and 8, all lanes, and outer rings: of 2 in 4 lanes; of 4 and of 2 in 8 lanes.
+    assert model.peak_at(0)[0].communicators_bytes == 1000 * (3 + 1 + 3)
+    assert memory(Topology(num_lanes=8)).peak_at(0)[0].communicators_bytes == 1000 * (3 + 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("vp_size", [1, 2])
+def test_more_tokens_need_more_and_the_first_stages_most(recompute, vp_size):
+    model = memory(Topology(num_lanes=4, pp_size=2, vp_size=vp_size), recompute=recompute)
+    totals = [[stage.total_bytes for stage in model.peak_at(tokens)] for tokens in (0, 2, 50, 4000)]
+    for fewer, more in itertools.pairwise(totals):
+        assert all(one < other for one, other in zip(fewer, more, strict=True))
+    first, last = model.peak_at(1000)
+    assert first.activations_bytes > last.activations_bytes > 0
+
+
+def test_the_automatic_limit_is_the_largest_that_fits():
+    topology = Topology(num_lanes=8, tp_size=2, pp_size=2, sequence_parallel=True)
+    model = memory(topology)
+    limit = model.max_tokens_per_rank()
+    assert limit % 4 == 0
+    assert limit > 100
+    model.check_limit_fits(limit, 8)
+    with pytest.raises(
+        MemoryLimitError, match=rf"{limit + 4} tokens per rank at CP size 8 needs .* GB on pipeline stage"
+    ):
+        model.check_limit_fits(limit + 4, 8)
+    # Smaller groups keep fewer keys and values: a short longest sample leaves room for more tokens.
+    assert model.max_tokens_per_rank(max_seqlen=10) > limit
+    long = model.max_tokens_per_rank(max_seqlen=3 * limit)
+    assert limit <= long
+    assert long * 4 >= 3 * limit
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers():
+    topology = Topology(num_lanes=2)
+    plan = plan_of_lengths(topology, [(1, [900]), (1, [10])])
+    model = memory(topology)
+    with pytest.raises(MemoryLimitError) as caught:
+        model.check_plan_fits(plan)
+    needed = 2024 * (2 + 4 + 6) + 2000 + 900 * (4 * 192 + 96 + 112)
+    assert caught.value.needed_bytes == needed
+    assert caught.value.available_bytes == SAFETY_FRACTION * 9e5
+    assert caught.value.stage == 0
+    assert "most goes to activations" in str(caught.value)
+    assert "--max-seqlen-per-dp-cp-rank" in str(caught.value)
+    model.check_plan_fits(plan_of_lengths(topology, [(1, [400]), (1, [10])]))
+    with pytest.raises(MemoryLimitError, match="a sample of 10000 tokens needs 5000 tokens per rank at CP size 2"):
+        model.max_tokens_per_rank(max_seqlen=10000)
+    with pytest.raises(MemoryLimitError, match=r"2 tokens per rank .* most goes to optimizer"):
+        memory(topology, hardware=replace(HARDWARE, hbm_bytes=1.2e5)).max_tokens_per_rank()
+    with pytest.raises(InvalidInputError, match="'tiny' gives no hbm_bytes"):
+        memory(topology, hardware=TINY_HARDWARE).max_tokens_per_rank()
+
+
+def test_a_13b_model_on_80_gb_is_plausible():
+    """On 8 stages with full recomputation 16k tokens a rank fit with room; on one rank not even the state does."""
+    model, hardware = load_model("llama-2-13b"), load_hardware("h100")
+    options = PlanOptions(max_tokens_per_rank=16384, recompute="full")
+    staged = MemoryModel(model, hardware, Topology(num_lanes=32, pp_size=8), options)
+    staged.check_limit_fits(16384, 8)
+    assert 20e9 < staged.peak_at(16384, 8)[0].total_bytes < 40e9
+    assert 32768 < staged.max_tokens_per_rank(max_seqlen=131072) < 131072
+    with pytest.raises(MemoryLimitError, match="most goes to gradients"):
+        MemoryModel(model, hardware, Topology(num_lanes=64), options).check_limit_fits(2)
+    # NVIDIA trains 13B with TP 8 on one node of A100-80GB with selective recomputation and 2048-token sequences.
+    node = Topology(num_lanes=1, tp_size=8, sequence_parallel=True)
+    a100 = MemoryModel(model, load_hardware("a100-80gb"), node, replace(options, recompute="selective"))
+    assert 10_000 < a100.max_tokens_per_rank() < 60_000

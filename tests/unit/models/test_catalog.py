@@ -1,0 +1,216 @@
+"""Bundled files load and state their sources; malformed ones are named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.models import catalog
+from dynamic_cp.types import Hardware
+from tests.unit.support import CASES
+
+DATA = CASES.parents[1] / "dynamic_cp" / "data"
+
+
+def test_every_number_of_every_hardware_has_a_source():
+    assert set(catalog.hardware_names()) == {"a100-40gb", "a100-80gb", "cpu", "h100", "h200"}
+    coefficients = {field.name for field in fields(Hardware)} - {"name", "source"}
+    for name in catalog.hardware_names():
+        hardware = catalog.load_hardware(name)
+        assert hardware.name == name
+        numbers = json.loads((DATA / "hardware" / f"{name}.json").read_text()).keys() - {"name"}
+        assert set(hardware.source) == numbers == coefficients, "a file states also those that have a default"
+        assert hardware.linear_flops_per_s <= hardware.peak_flops_per_s
+
+
+def test_models():
+    llama = catalog.load_model("llama-3-8b")
+    # 32 layers, embedding and head make the 8.03e9 parameters of the model card, but for the norms.
+    assert llama.num_layers * llama.linear_weights_per_layer + 2 * llama.vocab_size * llama.hidden_size == 8_029_995_008
+    llama = catalog.load_model("llama-2-13b")
+    assert llama.linear_weights_per_layer == 317_194_240
+    assert llama.num_parameters == 13_015_864_320  # the model card's 13.0e9
+    assert all(catalog.load_model(name).source for name in catalog.model_names())
+
+
+# Published numbers of parameters; biases of Qwen2.5 and the head norms of Qwen3 are not in ours.
+@pytest.mark.parametrize(
+    ("name", "parameters", "tolerance"),
+    [
+        ("llama-2-7b", 6_738_415_616, 0),
+        ("llama-2-13b", 13_015_864_320, 0),
+        ("llama-2-70b", 68_976_648_192, 0),
+        ("llama-3-8b", 8_030_261_248, 0),
+        ("llama-3-70b", 70_553_706_496, 0),
+        ("qwen2.5-7b", 7_615_616_512, 2e-5),
+        ("qwen2.5-32b", 32_763_876_352, 2e-5),
+        ("qwen3-8b", 8_190_735_360, 2e-5),
+    ],
+)
+def test_parameters_of_the_bundled_models(name, parameters, tolerance):
+    model = catalog.load_model(name)
+    assert model.num_parameters == pytest.approx(parameters, rel=tolerance, abs=0)
+    assert model.causal_attention
+
+
+def test_the_video_model_attends_without_a_mask():
+    model = catalog.load_model("wan2.1-t2v-14b")
+    assert not model.causal_attention
+    # 40 layers of 351 million weights (14.0e9); the projections of the 512 text tokens are not counted: 2 of 14 h^2.
+    assert model.linear_weights_per_layer == 4 * 5120**2 + 2 * 5120**2 + 2 * 5120 * 13824
+    assert len(catalog.model_names()) == 9
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+}
+
+
+def config_file(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in (LLAMA_CONFIG | changes).items() if value != "gone"}))
+    return path
+
+
+def test_a_hugging_face_config(tmp_path):
+    model = catalog.load_model(config_file(tmp_path))
+    assert replace(model, source="") == replace(catalog.load_model("llama-3-8b"), source="")
+    assert "model_type llama" in model.source
+    assert catalog.load_model(config_file(tmp_path, num_key_value_heads="gone")).num_query_groups == 32
+    assert catalog.load_model(config_file(tmp_path, head_dim=96)).kv_channels == 96
+    assert catalog.load_model(config_file(tmp_path, tie_word_embeddings=True)).share_embeddings_and_output_weights
+    qwen = config_file(tmp_path, model_type="qwen2", sliding_window=131072, use_sliding_window=False)
+    assert catalog.load_model(qwen).kv_channels == 128
+    assert catalog.load_model(config_file(tmp_path, model_type="mistral", sliding_window=None)).num_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gone"}, "model_type is None"),
+        ({"hidden_size": "gone"}, "lacks hidden_size"),
+        ({"num_hidden_layers": "gone"}, "lacks num_hidden_layers"),
+        ({"intermediate_size": "gone"}, "lacks intermediate_size"),
+        ({"vocab_size": "gone"}, "lacks vocab_size"),
+        ({"model_type": "mistral", "num_key_value_heads": "gone"}, "lacks num_key_value_heads"),
+        ({"model_type": "qwen3"}, "lacks head_dim"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"num_attention_heads": 30}, "hidden_size 4096 is not a multiple of num_attention_heads 30: give head_dim"),
+        ({"num_attention_heads": 0}, "give head_dim"),
+        ({"vocab_size": 1.5}, "vocab_size is 1.5, it must be a whole number"),
+        ({"vocab_size": True}, "vocab_size is True, it must be a whole number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"num_key_value_heads": 5}, "is not a multiple of num_query_groups 5"),
+        ({"num_local_experts": 8}, r"experts \(num_local_experts 8\), which cannot be priced yet"),
+        ({"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank 512\)"),
+        ({"num_nextn_predict_layers": 1}, r"prediction of several tokens \(num_nextn_predict_layers 1\)"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+    ],
+)
+def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
+    with pytest.raises(DynamicCPError, match=says):
+        catalog.load_model(config_file(tmp_path, **changes))
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(
+        InvalidInputError,
+        match=r"'h1000' is none .* .did you mean 'h100' or 'h200'..: use a100-40gb, a100-80gb, cpu, h100, h200",
+    ):
+        catalog.load_hardware("h1000")
+    with pytest.raises(InvalidInputError, match="llama-2-13b, llama-2-70b, llama-2-7b, llama-3-70b, llama-3-8b"):
+        catalog.load_model("gpt")
+
+
+def test_a_path_loads(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text((DATA / "hardware" / "cpu.json").read_text().replace('"name": "cpu"', '"name": "mine"'))
+    assert catalog.load_hardware(path).name == "mine"
+    assert catalog.load_hardware(str(path)) == catalog.load_hardware(path)
+
+
+def broken(kind, change):
+    name = {"hardware": "cpu", "models": "llama-3-8b"}[kind]
+    data = json.loads((DATA / kind / f"{name}.json").read_text())
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("hardware", "", "is not JSON"),
+        ("hardware", "[1]", "holds a list, an object is needed"),
+        ("hardware", broken("hardware", lambda d: d.pop("peak_flops_per_s")), "lacks peak_flops_per_s"),
+        ("hardware", broken("hardware", lambda d: d.update(colour="red")), "unknown entries colour"),
+        ("hardware", broken("hardware", lambda d: d.update(name=3)), "name is 3"),
+        ("hardware", broken("hardware", lambda d: d.update(peak_flops_per_s=1e9)), "must be {.value.: number"),
+        ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value="1")), "'1', it must be a number"),
+        ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value=True)), "it must be a number"),
+        ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value=-1)), "number >= 0"),
+        ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value=0)), "must be > 0"),
+        ("hardware", broken("hardware", lambda d: d["linear_extra_tokens"].update(value=float("nan"))), "number >= 0"),
+        ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(source=" ")), "has no source"),
+        ("models", "{", "is not JSON"),
+        ("models", broken("models", lambda d: d.pop("num_layers")), "lacks num_layers"),
+        ("models", broken("models", lambda d: d.update(num_layers=32.0)), "num_layers is 32.0"),
+        (
+            "models",
+            broken("models", lambda d: d.update(num_layers=True)),
+            "is true, a whole number is needed",
+        ),
+        ("models", broken("models", lambda d: d.update(num_layers=0)), "num_layers is 0"),
+        ("models", broken("models", lambda d: d.update(experts=8)), "unknown entries experts"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path, kind, text, says):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    load = catalog.load_hardware if kind == "hardware" else catalog.load_model
+    with pytest.raises(DynamicCPError, match=says):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.pop("norm_epsilon"), "architecture lacks norm_epsilon: known are normalization"),
+        (lambda d: d.update(colour="red"), "architecture has unknown colour"),
+        (lambda d: d.update(rotary_base=1.5), "rotary_base is 1.5, it must be of type int"),
+        (lambda d: d.update(rotary_base=True), "rotary_base is True, it must be of type int"),
+        (lambda d: d.update(norm_epsilon="1e-5"), "norm_epsilon is '1e-5', it must be of type float"),
+        (lambda d: d.update(add_qkv_bias=1), "add_qkv_bias is 1, it must be of type bool"),
+        (lambda d: d.update(normalization="rms"), "normalization is 'rms', it must be one of RMSNorm, LayerNorm"),
+    ],
+)
+def test_a_malformed_architecture_is_named(tmp_path, change, says):
+    path = tmp_path / "broken.json"
+    path.write_text(broken("models", lambda d: change(d["architecture"])))
+    assert catalog.load_model(path).num_layers == 32
+    with pytest.raises(InvalidInputError, match=says):
+        catalog.load_architecture(path)
+    assert catalog.load_architecture("wan2.1-t2v-14b") is None
+
+
+def test_an_unreadable_file(tmp_path):
+    with pytest.raises(InvalidInputError, match="cannot read"):
+        catalog.load_hardware(tmp_path / "missing.json")
+    with pytest.raises(InvalidInputError, match="cannot read"):
+        catalog.load_model(f"{tmp_path}/")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidInputError, match="is not JSON"):
+        catalog.load_model(tmp_path / "binary.json")

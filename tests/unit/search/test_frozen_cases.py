@@ -1,0 +1,82 @@
+"""Our cost model and simulator reproduce the frozen prices and plans of benchmarks/planner_cases."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample
+from tests.unit.support import (
+    CASES,
+    UnpaddedCostModel,
+    frozen_hardware,
+    frozen_model,
+    frozen_parameters,
+    frozen_topology,
+)
+
+PLANS = sorted((CASES / "plans").glob("*.json"))
+PARAMETERS = frozen_parameters()
+MODEL, HARDWARE = frozen_model(PARAMETERS), frozen_hardware(PARAMETERS)
+
+
+def test_bucket_prices():
+    with (CASES / "bucket_prices.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kinds = set()
+    for row in rows:
+        cp, pp, vp, tp = (int(row[name]) for name in ("cp", "pp", "vpp", "tp"))
+        topology = frozen_topology(num_lanes=cp, tp_size=tp, pp_size=pp, vp_size=vp if pp > 1 else 1)
+        assert topology.lanes_per_node == int(row["lanes_per_node"])
+        model = CostModel(MODEL, HARDWARE, topology, PlanOptions(max_tokens_per_rank=10**6, recompute="full"))
+        cost = model.cost(cp, 0, int(row["T"]), int(row["Q"]))
+        assert cost.forward_s == pytest.approx(float(row["forward_s"]), rel=1e-9)
+        assert cost.backward_s == pytest.approx(float(row["backward_s"]), rel=1e-9)
+        assert cost.p2p_s == pytest.approx(float(row["p2p_s"]), rel=1e-9)
+        kinds.add((cp > 1, tp > 1, pp > 1, topology.spans_nodes(0, cp)))
+    assert len(rows) == 200
+    assert len(kinds) >= 8, "the rows should cover rings in and across nodes, with and without TP and PP"
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_makespan_of_frozen_plan(path):
+    case = json.loads(path.read_text())
+    lengths = case["lengths"] if "lengths" in case else np.load(CASES / case["lengths_file"]).tolist()
+    topology = frozen_topology(num_lanes=case["lanes"], tp_size=case["tp"], pp_size=case["pp"], vp_size=case["vpp"])
+    plan = Plan(
+        topology=topology,
+        max_tokens_per_rank=case["max_tokens_per_rank"],
+        micro_batches=tuple(
+            MicroBatch(
+                buckets=tuple(
+                    Bucket(
+                        first_lane=lane,
+                        cp_size=cp,
+                        samples=tuple(Sample(sample_id=index, seqlen=lengths[index]) for index in indices),
+                    )
+                    for lane, cp, indices in row
+                )
+            )
+            for row in case["microbatches"]
+        ),
+    )
+    options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full")
+    model = UnpaddedCostModel(MODEL, HARDWARE, topology, options)
+    timeline = simulate(plan, model)
+    assert timeline.makespan_s == pytest.approx(case["makespan_s"], rel=1e-6)
+    assert timeline.lane_busy_s == pytest.approx(case["lane_busy_s"], rel=1e-6)
+    assert makespan_ns(plan, model) == timeline.makespan_ns
+    end_of_lane = dict.fromkeys(range(case["lanes"]), 0.0)
+    for span in timeline.spans:
+        if span.stage == 0:
+            end_of_lane |= {lane: max(end_of_lane[lane], span.end_s) for lane in span.bucket.lanes}
+    assert list(end_of_lane.values()) == pytest.approx(case["lane_end_stage0_s"], rel=1e-6)
+
+
+def test_all_frozen_plans_are_there():
+    assert len(PLANS) == 8

@@ -1,0 +1,67 @@
+"""The planner runs where neither torch nor megatron is installed, and without numba gives the same prices, slower."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from dynamic_cp.pricing.table import duration_ns
+from dynamic_cp.types import Topology
+from tests.unit.support import CASES, tiny_cost_model
+
+REFUSE = """
+import importlib, pkgutil, sys
+
+blocked = sys.argv[1].split(",")
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ImportError(f"{name} must not be imported")
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+IMPORT_ALL = """
+import dynamic_cp
+names = [module.name for module in pkgutil.walk_packages(dynamic_cp.__path__, "dynamic_cp.")]
+for name in names:
+    importlib.import_module(name)
+print(len(names), *sorted(name for name in sys.modules if name.partition(".")[0] in blocked))
+"""
+
+PRICE = """
+from dynamic_cp.pricing.table import duration_ns
+from dynamic_cp.types import Topology
+from tests.unit.support import tiny_cost_model
+model = tiny_cost_model(Topology(num_lanes=4))
+found_ns = duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
+print("numba" in sys.modules, found_ns, *map(float.hex, model.cost(4, 0, 64, 500)))
+"""
+
+
+def run(program, blocked):
+    result = subprocess.run(
+        [sys.executable, "-c", REFUSE + program, blocked],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=CASES.parents[1],
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+def test_no_module_of_dynamic_cp_needs_torch_megatron_numba_or_pulp():
+    count, *imported = run(IMPORT_ALL, "torch,megatron,numba,pulp")
+    assert imported == []
+    assert int(count) >= 14
+
+
+def test_prices_without_numba_are_the_same_to_the_bit():
+    has_numba, found_ns, *cost = run(PRICE, "numba")
+    assert has_numba == "False"
+    model = tiny_cost_model(Topology(num_lanes=4))
+    assert int(found_ns) == duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
+    assert cost == [float(seconds).hex() for seconds in model.cost(4, 0, 64, 500)]

@@ -1,0 +1,97 @@
+"""Values refuse what contradicts itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import CP_COMM_TYPES, Bucket, PlanOptions
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cp_comm_types": ()}, "at least 1 exchange is needed"),
+        ({"cp_comm_types": "p2p"}, "a tuple with at least 1 exchange"),
+        ({"cp_comm_types": ("p2p", "ring")}, "'ring' is unknown"),
+        ({"cp_comm_types": ("p2p", "a2a", "p2p")}, "'p2p' is there twice"),
+        ({"search": "slow"}, "search 'slow' is unknown: use one of fast, thorough"),
+        ({"recompute": "some"}, "recompute 'some' is unknown"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
+        ({"min_cp_size": 3}, "min_cp_size 3 is not a power of two"),
+        ({"max_cp_size": 0}, "max_cp_size 0 is not a power of two"),
+    ],
+)
+def test_options_are_checked(changes, says):
+    with pytest.raises(InvalidInputError, match=says):
+        PlanOptions(**{"max_tokens_per_rank": 8, **changes})
+
+
+def test_all_exchanges_may_be_given_in_any_order():
+    assert PlanOptions(max_tokens_per_rank=8).cp_comm_types == ("p2p",)
+    assert PlanOptions(max_tokens_per_rank=8, cp_comm_types=CP_COMM_TYPES[::-1]).cp_comm_types == CP_COMM_TYPES[::-1]
+    assert PlanOptions(max_tokens_per_rank=8, search="thorough").search == "thorough"
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["linear_extra_tokens", "head_flops_per_s", "hbm_bytes"])
+def test_coefficients_are_numbers(name, value):
+    with pytest.raises(InvalidInputError, match=f"hardware 'tiny': {name} is {value}, it must be a number >= 0"):
+        replace(TINY_HARDWARE, **{name: value})
+
+
+def test_rates_are_positive():
+    with pytest.raises(InvalidInputError, match="linear_flops_per_s is 0, it must be > 0"):
+        replace(TINY_HARDWARE, linear_flops_per_s=0)
+
+
+def test_model_numbers_are_checked():
+    with pytest.raises(InvalidInputError, match="other_weights_per_layer is -1"):
+        replace(TINY_MODEL, other_weights_per_layer=-1)
+    with pytest.raises(InvalidInputError, match="not a multiple of num_query_groups 3"):
+        replace(TINY_MODEL, num_query_groups=3)
+
+
+def test_weights_by_hand():
+    """TINY_MODEL: 128 * (2*128 + 2*64) + 2*128*512 weights a layer, 4 layers, 257 words."""
+    layer = 128 * 384 + 2 * 128 * 512
+    assert TINY_MODEL.linear_weights_per_layer == layer
+    assert replace(TINY_MODEL, other_weights_per_layer=7).linear_weights_per_layer == layer + 7
+    assert TINY_MODEL.vocabulary_weights == 2 * 257 * 128
+    assert TINY_MODEL.num_parameters == 4 * (layer + 256) + 128 + 2 * 257 * 128
+    tied = replace(TINY_MODEL, share_embeddings_and_output_weights=True)
+    assert tied.num_parameters == TINY_MODEL.num_parameters - 257 * 128
+    assert TINY_MODEL.layer.attention_flops_per_token2 == 2 * 128
+    assert replace(TINY_MODEL, causal_attention=False).layer.attention_flops_per_token2 == 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("exchange", "cp_size", "inner", "found"),
+    [("p2p", 8, 1, 1), ("all_gather", 8, 1, 1), ("a2a", 8, 1, 8), ("a2a", 8, 8, 8), ("a2a", 1, 1, 1)]
+    + [("a2a+p2p", 8, inner, inner) for inner in (2, 4)],
+)
+def test_an_exchange_implies_its_inner_size(exchange, cp_size, inner, found):
+    bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
+    assert bucket.inner_cp_size == found
+
+
+@pytest.mark.parametrize(
+    ("exchange", "cp_size", "inner", "says"),
+    [
+        ("p2p", 8, 2, "inner_cp_size 2 of the bucket at lane 16 is not 1, which p2p with cp_size 8 implies"),
+        ("all_gather", 8, 8, "inner_cp_size 8 .* is not 1, which all_gather"),
+        ("a2a", 8, 4, "inner_cp_size 4 .* is not 8, which a2a"),
+        ("a2a+p2p", 8, 1, "inner_cp_size 1 .* power of two between 1 and 8: use 2, 4"),
+        ("a2a+p2p", 8, 8, "inner_cp_size 8 .* power of two between 1 and 8"),
+        ("a2a+p2p", 8, 3, "inner_cp_size 3 .* power of two between 1 and 8"),
+        ("a2a+p2p", 8, 2.0, "inner_cp_size 2.0 .* power of two"),
+        ("a2a+p2p", 2, 2, "use p2p or a2a"),
+        ("a2a+p2p", 1, 1, "use p2p or a2a"),
+    ],
+)
+def test_an_inner_size_that_the_exchange_does_not_have_is_refused(exchange, cp_size, inner, says):
+    with pytest.raises(InvalidInputError, match=says):
+        Bucket(first_lane=16, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
