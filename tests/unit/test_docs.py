@@ -186,7 +186,7 @@ def launcher_of(example: Path) -> list[str]:
         return []
     if example.stem == "own_iterator":
         return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", found[1]]
-    return [str(Path(__file__).with_name("forked_example.py")), found[1]]
+    return [str(ROOT / "tests" / "forked_example.py"), found[1]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Run an example on ranks that are forked from one process, which has imported torch for all of them.
 
-python tests/unit/forked_example.py NUM_RANKS EXAMPLE
+python tests/forked_example.py NUM_RANKS EXAMPLE
 
 They meet as under torchrun: through RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 """
