@@ -52,7 +52,7 @@ def test_other_numbers_of_lanes_are_said(caplog: pytest.LogCaptureFixture, lanes
         with caplog.at_level(logging.WARNING):
             choose_lane({"rng_state": [state]}, lane, 4)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the checkpoint has the random states of {lanes} lanes, this run has 4: dropout goes on differently"
+        f"the checkpoint has the random states of {lanes} lanes, this run has 4: dropout differs from now on"
     ]
     assert state["torch_rng_state"] == "torch_rng_state of 0"
 

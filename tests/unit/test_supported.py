@@ -8,8 +8,9 @@ from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.types import CP_COMM_TYPES
 from megatron.dynamic_cp.attention import thd
-from megatron.dynamic_cp.flags.arguments import ALLOWED, EXCHANGES, check_supported
+from megatron.dynamic_cp.flags.arguments import ALLOWED, check_supported
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
 from tests.distributed import parity, reference
@@ -114,5 +115,5 @@ def test_allowed_fields_exist():
 
 
 def test_the_exchanges_are_those_of_the_attention_and_have_a_price():
-    assert set(thd.EXECUTORS) == set(EXCHANGES)
-    assert set(EXCHANGES) == set(MECHANISMS)
+    assert set(thd.EXECUTORS) == set(CP_COMM_TYPES)
+    assert set(CP_COMM_TYPES) == set(MECHANISMS)
