@@ -21,7 +21,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
 
 COSTS = Path(__file__).parent / "costs.json"
-SLOW_S = 0.3
+SLOW_S = 0.1
 """Seconds of computing from which on a test is slow."""
 _KEPT_FROM_S = 0.1
 
