@@ -11,7 +11,7 @@ from megatron.trainer.data import mock
 from tests.trainer.forked_planner import fork_planners
 from tests.trainer.training_ranks import losses, train
 
-SAVED, LAST = 3, 5
+SAVED, LAST = 2, 4
 """Iterations that runs go on from, and that they end with. What was not restored shows in the loss of the first one
 after SAVED, or of the second if it is the optimizer's or the scheduler's."""
 TO_LAST = f"--train-iters {LAST} --lr-decay-iters 8"

@@ -23,11 +23,11 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from tests.distributed.harness import RankError, run_ranks
 from tests.trainer.checkpoints import verified
-from tests.trainer.commandline import command_line
-from tests.trainer.test_training import DYNAMIC, OVERLAPPED
+from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.test_training import ON_TWO, OVERLAPPED
 from tests.trainer.training_ranks import Ended, _command_on_one_rank, losses, train
 
-WORDS = DYNAMIC.replace("48", "64") + " --lr-decay-iters 8"
+WORDS = f"{SMALL} {ON_TWO} --lr-decay-iters 8"
 
 
 def _held_writers(patched: pytest.MonkeyPatch, gate: Path) -> None:
@@ -62,7 +62,7 @@ def _saved_when(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[list[str], list[str]]]:
-    """Return iteration -> what was there when it ended; writers start after iterations 4 and 7; 4 waits for them."""
+    """Return iteration -> what was there when it ended; writers start after iterations 3 and 5; 3 waits for them."""
     os.environ["RANK"] = str(dist.get_rank())
     seen = {}
     gate = folder.with_name(f"gate{dist.get_rank()}")
@@ -70,13 +70,13 @@ def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[
 
     def on_step(iteration, _record):
         seen[iteration] = _saved_when(folder)
-        if iteration == 3:
+        if iteration == 2:
             before.update(psutil.Process().children())
-        if iteration in (4, 7):
+        if iteration in (3, 5):
             writers = set(psutil.Process().children()) - before
             assert writers
             gate.touch()
-        if iteration == 4:
+        if iteration == 3:
             deadline = time.monotonic() + 60
             while any(_is_alive(writer.pid) for writer in writers):  # does not reap them, the trainer does
                 assert time.monotonic() < deadline
@@ -109,25 +109,25 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optimizer", ["", OVERLAPPED])
 def test_files_are_those_of_a_save_that_waits_and_training_goes_on(tmp_path, capfd, optimizer):
-    expected = losses(train(2, WORDS, optimizer, f"--save-interval 3 --save {tmp_path}/waited"))
-    words = command_line(WORDS, optimizer, f"--train-iters 7 --save-interval 3 --async-save --save {tmp_path}/async")
+    expected = losses(train(2, WORDS, optimizer, f"--train-iters 6 --save-interval 2 --save {tmp_path}/waited"))
+    words = command_line(WORDS, optimizer, f"--train-iters 5 --save-interval 2 --async-save --save {tmp_path}/async")
     capfd.readouterr()
     seen = run_ranks(2, _train_with_slow_writers, words, tmp_path / "async")[0]
-    first, second = "iter_0000003", "iter_0000006"
-    assert seen[3] == ([], [])
-    assert seen[4] == ([], [f"{first}.partial"])  # trained on meanwhile
-    assert seen[5] == ([first], [])  # named as soon as it could be, before the next save
-    assert seen[7] == ([first], [f"{second}.partial"])
+    first, second = "iter_0000002", "iter_0000004"
+    assert seen[2] == ([], [])
+    assert seen[3] == ([], [f"{first}.partial"])  # trained on meanwhile
+    assert seen[4] == ([first], [])  # named as soon as it could be, before the next save
+    assert seen[5] == ([first], [f"{second}.partial"])
     # The last checkpoint is waited for, and so is the one before it.
-    assert _saved_when(tmp_path / "async") == ([first, second, "iter_0000007"], [])
-    assert (tmp_path / "async" / checkpoint_files.TRACKER).read_text() == "7\n"
+    assert _saved_when(tmp_path / "async") == ([first, second, "iter_0000005"], [])
+    assert (tmp_path / "async" / checkpoint_files.TRACKER).read_text() == "5\n"
     assert capfd.readouterr().out.count("beside the training") == 2
     for name in (first, second):
         written = _contents(tmp_path / "async" / name)
         assert len(written) >= 5
         assert written == _contents(tmp_path / "waited" / name)
-    resumed = train(2, WORDS, optimizer, "--load", str(tmp_path / "async"))
-    assert losses(resumed) == expected[7:]
+    resumed = train(2, WORDS, optimizer, "--train-iters 6 --load", str(tmp_path / "async"))
+    assert losses(resumed) == expected[5:]
 
 
 def _train_and_die(words: list[str], folder: Path) -> None:
@@ -154,8 +154,8 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_is_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path, uninterrupted):
-    words = f"{WORDS} --num-workers 0 --save-interval 2 --async-save --save {tmp_path}/run"
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
+    words = f"{WORDS} --save-interval 2 --async-save --save {tmp_path}/run"
     with pytest.raises(RankError, match="rank 1: died") as raised:
         run_ranks(2, _train_and_die, command_line(words), tmp_path)
     assert "rank 0: nothing" not in str(raised.value), "a writer kept the connections of its dead rank open"

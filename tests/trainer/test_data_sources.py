@@ -58,33 +58,47 @@ def indexed(folder, seed=0):
     return prefix
 
 
+def stream_of(*entries, **changes):
+    values = {"seq_length": SEQ_LENGTH, "split": "1,0,0", "data_path": tuple(map(str, entries))} | changes
+    return build_splits(DataConfig(**values)).train
+
+
 WRITERS = {"text": text_folder, "jsonl": json_lines, "indexed": indexed}
 
 
-@pytest.mark.parametrize("kind", [*WRITERS, "blend"])
-def test_losses_do_not_depend_on_the_ranks(tmp_path, kind):
+# Every kind and every policy, not every pair: a policy cuts lengths before anybody asks where they come from.
+@pytest.mark.parametrize(
+    ("kind", "overlong"), [("text", "split"), ("jsonl", "truncate"), ("indexed", "drop"), ("blend", "split")]
+)
+def test_losses_do_not_depend_on_the_ranks(tmp_path, kind, overlong):
     if kind == "blend":
         entries = ["0.3", text_folder(tmp_path / "a"), "0.7", json_lines(tmp_path / "b", seed=1)]
     else:
         entries = [WRITERS[kind](tmp_path / kind)]
-    trained_tokens, curves = {}, {}
+    num_samples, num_tokens = POLICIES[overlong]
+    # Two iterations are one epoch.
+    words = [SMALL, f"--seq-length {SEQ_LENGTH} --overlong {overlong} --global-batch-size {num_samples // 2}"]
+    words.append(f"--data-path {' '.join(map(str, entries))}")
+    alone = train(1, *words)
+    shared = train(2, *words, "--dynamic-cp --max-seqlen-per-dp-cp-rank 32")
+    assert len(alone) == 2
+    assert losses(shared) == pytest.approx(losses(alone), rel=TOLERANCE, abs=0.0)
+    # A sample of more than 32 tokens needs both ranks.
+    assert any(2 in record.cp_histogram for record in shared.values())
+    assert [shared[i].num_tokens for i in shared] == [alone[i].num_tokens for i in alone]
+    if kind != "blend":
+        assert sum(record.num_tokens for record in alone.values()) == num_tokens
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_an_epoch_has_the_tokens_that_the_policy_leaves(tmp_path, kind):
+    path = WRITERS[kind](tmp_path / kind)
     for overlong, (num_samples, num_tokens) in POLICIES.items():
-        # Two iterations are one epoch.
-        words = [SMALL, f"--seq-length {SEQ_LENGTH} --overlong {overlong} --global-batch-size {num_samples // 2}"]
-        words.append(f"--data-path {' '.join(map(str, entries))}")
-        alone = train(1, *words)
-        shared = train(2, *words, "--dynamic-cp --max-seqlen-per-dp-cp-rank 32")
-        assert len(alone) == 2
-        assert losses(shared) == pytest.approx(losses(alone), rel=TOLERANCE, abs=0.0)
-        # A sample of more than 32 tokens needs both ranks.
-        assert any(2 in record.cp_histogram for record in shared.values())
-        assert [shared[i].num_tokens for i in shared] == [alone[i].num_tokens for i in alone]
-        trained_tokens[overlong] = sum(record.num_tokens for record in alone.values())
-        if kind != "blend":
-            assert trained_tokens[overlong] == num_tokens
-        curves[overlong] = losses(alone)
-    assert trained_tokens["split"] > trained_tokens["truncate"] > trained_tokens["drop"] > 0
-    assert len(set(map(tuple, curves.values()))) == len(POLICIES)
+        stream = stream_of(path, overlong=overlong)
+        epoch = stream.global_batch(0, num_samples)
+        assert sum(sample.seqlen for sample in epoch) == num_tokens
+        read = [stream.read(sample.sample_id).tokens.tobytes() for sample in epoch]
+        assert len(set(read)) == num_samples, "each of them once"
 
 
 def test_a_document_trains_alike_from_every_kind_of_file(tmp_path):
@@ -95,8 +109,7 @@ def test_a_document_trains_alike_from_every_kind_of_file(tmp_path):
 
 
 def fingerprint(*entries, **changes):
-    values = {"seq_length": SEQ_LENGTH, "split": "1,0,0", "data_path": tuple(map(str, entries))} | changes
-    return build_splits(DataConfig(**values)).train.fingerprint()
+    return stream_of(*entries, **changes).fingerprint()
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -38,18 +38,20 @@ from megatron.trainer.setup.run_data import data_config
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_static_cp import StaticGroupAttention
 from tests.trainer.commandline import command_line
-from tests.trainer.test_training import DYNAMIC, SHARDED
+from tests.trainer.test_training import DYNAMIC, ON, ON_TWO, SHARDED
 from tests.trainer.training_ranks import losses, run_command, train
 
 CPU = torch.device("cpu")
-CP_SIZE, DP_SIZE = 2, 2
+NUM_LAYERS, CP_SIZE = 2, 2
+NUM_RANKS = {"": 2, SHARDED: 4}
+"""Of the stock run: the batch is shared in groups of CP_SIZE, among one of them or two."""
 VOCAB_ROWS = 264  # bytes and the end of a document, in multiples of 8
 TRACKER = "latest_checkpointed_iteration.txt"
 # Sums of gradients come in another order; measured 1e-7.
 TOLERANCE = 1e-5
 # Names and values as Megatron-LM's argument parser has them, not ours.
 MEGATRON_LM_ARGUMENTS = {
-    "num_layers": 4,
+    "num_layers": NUM_LAYERS,
     "hidden_size": 64,
     "ffn_hidden_size": 96,
     "num_attention_heads": 4,
@@ -66,8 +68,6 @@ MEGATRON_LM_ARGUMENTS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": CP_SIZE,
-    "data_parallel_size": DP_SIZE,
-    "world_size": CP_SIZE * DP_SIZE,
     "bf16": False,
     "fp16": False,
 }
@@ -94,7 +94,7 @@ class Stock:
             position_embedding_type="rope",
         )
         self.wrapped = model.wrap_chunks(
-            settings, config, [self.chunk], model.ddp_bucket_size(CP_SIZE * DP_SIZE, 1), CPU
+            settings, config, [self.chunk], model.ddp_bucket_size(dist.get_world_size(), 1), CPU
         )
         self.optimizer = model.build_optimizer(settings.optimizer, config, self.wrapped)
         self.scheduler = model.build_scheduler(settings.optimizer, self.optimizer)
@@ -105,7 +105,7 @@ class Stock:
     def step(self) -> float:
         """Train on the next global batch, one sample per micro-batch; return its loss."""
         samples = self.stream.global_batch(self.consumed_samples, self.settings.training.global_batch_size)
-        mine = list(samples)[parallel_state.get_data_parallel_rank() :: DP_SIZE]
+        mine = list(samples)[parallel_state.get_data_parallel_rank() :: dist.get_world_size() // CP_SIZE]
         self.wrapped[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         logged = get_forward_backward_func()(
@@ -147,6 +147,8 @@ class Stock:
         group = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         args = argparse.Namespace(
             **MEGATRON_LM_ARGUMENTS,
+            world_size=dist.get_world_size(),
+            data_parallel_size=dist.get_world_size() // CP_SIZE,
             use_distributed_optimizer=self.settings.planning.distributed_optimizer,
             consumed_train_samples=self.consumed_samples,
         )
@@ -214,7 +216,7 @@ def _stock_run(words: list[str], until: int, *, load: str | None = None, save: d
 
 
 def _words(*more: str) -> list[str]:
-    return command_line("--mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", *more)
+    return command_line(f"--num-layers {NUM_LAYERS} --mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", *more)
 
 
 @pytest.fixture(scope="module", params=["", SHARDED])
@@ -222,7 +224,7 @@ def stock(request, tmp_path_factory):
     """(words, losses of 6 iterations, folder of a checkpoint at 2) of the uninterrupted stock run."""
     folder = str(tmp_path_factory.mktemp("stock"))
     words = _words(request.param)
-    (found, *others) = run_ranks(4, _stock_run_saving, words, folder)
+    (found, *others) = run_ranks(NUM_RANKS[request.param], _stock_run_saving, words, folder)
     assert all(other == found for other in others)
     assert len(found) == 6
     return request.param, found, folder
@@ -238,30 +240,30 @@ def _stock_run_resumed(words: list[str], folder: str) -> list[float]:
 
 def test_there_and_back(stock, tmp_path, capfd):
     words, expected, folder = stock
-    ours = train(4, DYNAMIC, words, f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}")
+    ours = train(NUM_RANKS[words], ON[NUM_RANKS[words]], words, f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}")
     assert sorted(ours) == [3, 4]
     assert losses(ours) == pytest.approx(expected[2:4], rel=TOLERANCE)
     assert ours[3].learning_rate > 0
     said = capfd.readouterr().out
     assert said.count("is Megatron-LM's") == 1
     assert "training goes on with sample 24 of this run's own order" in said
-    back = run_ranks(4, _stock_run_resumed, _words(words), str(tmp_path))[0]
+    back = run_ranks(NUM_RANKS[words], _stock_run_resumed, _words(words), str(tmp_path))[0]
     assert back == pytest.approx(expected[4:], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("stock", [""], indirect=True)
 def test_weights_alone_and_what_is_refused(stock):
     _, expected, folder = stock
-    tuned = train(2, DYNAMIC.replace("48", "64"), f"--train-iters 1 --lr-decay-iters 8 --finetune --load {folder}")
+    tuned = train(2, ON_TWO, f"--train-iters 1 --lr-decay-iters 8 --finetune --load {folder}")
     assert list(tuned) == [1]
     assert losses(tuned)[0] != expected[0]
     refused = f"{DYNAMIC.replace('48', '128')} --load {folder}"
-    (ended,) = run_command(1, refused, "--num-layers 2")
+    (ended,) = run_command(1, refused, "--num-layers 1")
     assert ended.code == 2
-    assert "num_layers = 4, this run has 2" in ended.stderr
+    assert "num_layers = 2, this run has 1" in ended.stderr
 
 
-OURS = {"num_layers": 4, "num_query_groups": 2, "vocab_size": VOCAB_ROWS, "gated_linear_unit": True}
+OURS = {"num_layers": NUM_LAYERS, "num_query_groups": 2, "vocab_size": VOCAB_ROWS, "gated_linear_unit": True}
 OURS |= {"position_embedding_type": "rope", "rotary_base": 10000, "max_position_embeddings": 128}
 OURS |= {"disable_bias_linear": True, "num_attention_heads": 4}
 

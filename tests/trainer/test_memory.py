@@ -98,7 +98,7 @@ def hardware_file(folder, hbm_bytes):
     return str(path)
 
 
-TRAINING = "--mock-data --train-iters 2 --lr-decay-iters 8 --make-vocab-size-divisible-by 264"
+TRAINING = "--num-layers 4 --mock-data --train-iters 2 --lr-decay-iters 8 --make-vocab-size-divisible-by 264"
 
 
 def test_all_ranks_train_at_the_limit_that_memory_gives(tmp_path):

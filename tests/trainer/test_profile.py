@@ -18,8 +18,8 @@ from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC
 from tests.trainer.training_ranks import losses, run_command, train
 
-NUM_LAYERS = 4
-RING = f"{DYNAMIC} --cp-comm-type p2p"
+NUM_LAYERS = 2
+RING = f"{DYNAMIC} --cp-comm-type p2p --num-workers 1"
 PROFILE = "--train-iters 4 --lr-decay-iters 8 --profile --use-pytorch-profiler"
 
 
@@ -87,7 +87,7 @@ def test_without_the_flag_nothing_is_written_and_a_run_that_ends_early_is(tmp_pa
     words = f"--train-iters 2 --lr-decay-iters 8 --profile-dir {tmp_path}/traces --profile-step-start 1"
     train(1, "--dynamic-cp --mock-data", words)
     assert not (tmp_path / "traces").exists()
-    train(1, "--dynamic-cp --mock-data --num-workers 0", words, "--profile --use-pytorch-profiler")
+    train(1, "--dynamic-cp --mock-data", words, "--profile --use-pytorch-profiler")
     (path,) = (tmp_path / "traces").iterdir()
     assert path == trace_path(f"{tmp_path}/traces", 0, 2, 2)
     assert f"wrote the profile {path}" in capfd.readouterr().out

@@ -13,10 +13,10 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import start_calibration
 from tests.trainer.commandline import command_line
-from tests.trainer.test_training import DYNAMIC, OVERLAPPED
+from tests.trainer.test_training import DYNAMIC, ON_TWO, OVERLAPPED
 from tests.trainer.training_ranks import losses, train
 
-WORDS = f"{DYNAMIC} --hidden-dropout 0.1 {OVERLAPPED} --train-iters 4 --lr-decay-iters 4 --lr-warmup-iters 1"
+WORDS = f"{ON_TWO} --hidden-dropout 0.1 {OVERLAPPED} --train-iters 4 --lr-decay-iters 4 --lr-warmup-iters 1"
 AUTO = "--dynamic-cp-calibrate auto"
 
 
@@ -52,7 +52,7 @@ def first_run(home, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(start_calibration, "BUDGET_S", 0.3)
         patched.setenv("XDG_CACHE_HOME", str(home))
-        return train(4, WORDS, AUTO, f"--save {folder} --save-interval 2"), folder
+        return train(2, WORDS, AUTO, f"--save {folder} --save-interval 2"), folder
 
 
 def test_a_calibrated_run_is_the_one_with_the_file_that_it_keeps(first_run, home):
@@ -61,7 +61,7 @@ def test_a_calibrated_run_is_the_one_with_the_file_that_it_keeps(first_run, home
     hardware = load_hardware(kept(home))
     assert hardware.name.startswith("cpu calibrated ")
     assert "calibrated at the start of a run" in hardware.source["linear_flops_per_s"]
-    named = train(4, WORDS, f"--dynamic-cp-hardware {kept(home)}")
+    named = train(2, WORDS, f"--dynamic-cp-hardware {kept(home)}")
     assert losses(named) == losses(records)
     assert predictions(named) == predictions(records)
     assert all(0 <= record.share_of_others < 1 for record in records.values()), "CPU ranks of one machine"
@@ -70,13 +70,13 @@ def test_a_calibrated_run_is_the_one_with_the_file_that_it_keeps(first_run, home
 def test_the_next_run_takes_what_was_kept_and_off_takes_the_bundled_file(first_run, home, capfd):
     records, _ = first_run
     before = kept(home).read_bytes()
-    again = train(4, WORDS, AUTO, "--train-iters 2")
+    again = train(2, WORDS, AUTO, "--train-iters 2")
     said = capfd.readouterr().out
     assert said.count("cost model: ") == 1
     assert f"from {kept(home)}" in said
     assert predictions(again) == predictions(records)[:2]
     assert losses(again) == losses(records)[:2]
-    off = train(4, WORDS, "--train-iters 1")
+    off = train(2, WORDS, "--train-iters 1")
     assert predictions(off) != predictions(records)[:1]
     assert "cost model: " not in capfd.readouterr().out
     assert kept(home).read_bytes() == before
@@ -91,7 +91,7 @@ def test_a_resumed_run_plans_with_the_checkpoints_whatever_the_cache_holds(first
     data["attention_flops_per_s"]["value"] *= 50
     path.write_text(json.dumps(data))
     try:
-        resumed = train(4, WORDS, AUTO, f"--load {tmp_path / 'saved'}")
+        resumed = train(2, WORDS, AUTO, f"--load {tmp_path / 'saved'}")
     finally:
         path.write_bytes(before)
     assert "of the checkpoint" in capfd.readouterr().out
@@ -103,7 +103,7 @@ def test_a_resumed_run_plans_with_the_checkpoints_whatever_the_cache_holds(first
 def test_a_damaged_file_is_measured_anew_in_one_line(first_run, home, capfd):
     path, before = kept(home), kept(home).read_bytes()
     path.write_bytes(before[: len(before) // 2])
-    train(4, WORDS, AUTO, "--train-iters 1")
+    train(2, WORDS, AUTO, "--train-iters 1")
     said = capfd.readouterr().out
     assert said.count("it is measured anew") == 1
     assert said.count("calibrated by") == 1
@@ -114,9 +114,9 @@ def test_a_damaged_file_is_measured_anew_in_one_line(first_run, home, capfd):
 def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capfd):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2"
+    layout = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2"
     records = train(
-        4, f"{DYNAMIC} --max-seqlen-per-dp-cp-rank 128 {layout}", "--train-iters 3 --dynamic-cp-calibrate anew"
+        4, f"{DYNAMIC} --max-seqlen-per-dp-cp-rank 128 {layout}", "--train-iters 1 --lr-warmup-iters 0 --dynamic-cp-calibrate anew"
     )
     assert records[1].predicted_s > 0
     said = capfd.readouterr().out

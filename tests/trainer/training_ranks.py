@@ -15,7 +15,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from megatron.trainer.reporting.log import StepRecord
 from tests.distributed.harness import run_ranks
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.forked_planner import warm_up
 
 
@@ -27,9 +27,9 @@ def _train_one_rank(words: list[str]) -> dict[int, StepRecord]:
 
 
 def train(world_size: int, *extra: str, timeout_s: float = 100.0) -> dict[int, StepRecord]:
-    """Return iteration -> record of a run on `world_size` forked ranks; all ranks must agree on every loss."""
+    """Return iteration -> record of a SMALL run on forked ranks; all ranks must agree on every loss."""
     warm_up()
-    by_rank = run_ranks(world_size, _train_one_rank, command_line(*extra), timeout_s=timeout_s)
+    by_rank = run_ranks(world_size, _train_one_rank, command_line(SMALL, *extra), timeout_s=timeout_s)
     for records in by_rank:
         assert {i: r.loss for i, r in records.items()} == {i: r.loss for i, r in by_rank[0].items()}
     return by_rank[0]
@@ -63,6 +63,6 @@ def _command_on_one_rank(words: list[str]) -> Ended:
 
 
 def run_command(world_size: int, *extra: str, timeout_s: float = 60.0) -> list[Ended]:
-    """Return how `pretrain_gpt.py` with these words ended, by rank."""
+    """Return how a SMALL `pretrain_gpt.py` with these words ended, by rank."""
     warm_up()
-    return run_ranks(world_size, _command_on_one_rank, command_line(*extra), timeout_s=timeout_s)
+    return run_ranks(world_size, _command_on_one_rank, command_line(SMALL, *extra), timeout_s=timeout_s)
