@@ -1,3 +1,16 @@
 """What all faulty jobs share."""
 
-from tests.trainer.conftest import few_documents  # noqa: F401 (a fixture of every test here)
+import subprocess
+
+import pytest
+
+from dynamic_cp.search import planner_process
+from tests.trainer.conftest import few_documents, forked_planners  # noqa: F401 (fixtures of every test here)
+
+
+@pytest.fixture(scope="module")
+def fresh_planners(forked_planners):  # noqa: F811
+    """Let a planner's process be what users have, an interpreter of its own: for tests of just that process."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planner_process, "subprocess", subprocess)
+        yield

@@ -206,9 +206,14 @@ def planner_of(rank: psutil.Process) -> psutil.Process | None:
     """Return the planner process of rank 0, None on other ranks."""
     for child in rank.children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "planner_process" in " ".join(child.cmdline()):
+            if _plans(child):
                 return child
     return None
+
+
+def _plans(child: psutil.Process) -> bool:
+    """Return whether it is the planner's process, whether started anew or forked (tests.trainer.forked_planner)."""
+    return "planner_process" in " ".join([child.name(), *child.cmdline()])
 
 
 def forked_children(rank: psutil.Process) -> list[psutil.Process]:
@@ -216,7 +221,7 @@ def forked_children(rank: psutil.Process) -> list[psutil.Process]:
     command, found = rank.cmdline(), []
     for child in rank.children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.cmdline() == command:
+            if child.cmdline() == command and not _plans(child):
                 found.append(child)
     return found
 

@@ -27,6 +27,7 @@ from tests.distributed.reference import SampleTokens
 from tests.distributed.test_planning import PROBLEM as THREE_LANES
 from tests.trainer.commandline import command_line
 
+pytestmark = pytest.mark.usefixtures("fresh_planners")
 BATCH = 64
 PROBLEM = replace(
     THREE_LANES,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dynamic_cp.search.planner_process import static_fallback
@@ -20,9 +21,10 @@ from tests.trainer.commandline import command_line
 
 WORDS = (
     "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 1 --lr-decay-iters 1000 --train-iters 6 "
-    "--dynamic-cp-lookahead 1"
+    "--dynamic-cp-lookahead 1 --num-workers 0"
 )
 LIMIT_S = 40.0
+pytestmark = pytest.mark.usefixtures("fresh_planners")
 FAULT_LIMIT_S = 20.0
 """Seconds from a fault to the end of the last rank."""
 PLAN_LIMIT = "--dynamic-cp-plan-timeout 8"
@@ -102,7 +104,7 @@ def test_a_planner_that_hangs_is_replaced_after_the_timeout(tmp_path, undisturbe
 
 def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
     """SIGSTOP to the real process in the middle of the run: the kernel, not our code, keeps it from answering."""
-    words = command_line(WORDS, "--train-iters 400 --exit-interval 50", PLAN_LIMIT, "--stopped-process-timeout 0")
+    words = command_line(WORDS, "--train-iters 400 --exit-interval 20", PLAN_LIMIT, "--stopped-process-timeout 0")
     with Job(tmp_path, words) as job:
         job.wait_for(0, r"iteration +3/")
         stopped = job.planner()
@@ -113,11 +115,11 @@ def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_pat
     assert [end.code for end in ended] == [0, 0], ended
     for end in ended:
         assert len(re.findall(r"step (?!0 )\d+ runs the static plan: no plan after 8 s", end.output)) == 1, end.output
-    assert sorted(figures(ended[0])) == list(range(1, 51)), "it went on, and was planned again by a new process"
+    assert sorted(figures(ended[0])) == list(range(1, 21)), "it went on, and was planned again by a new process"
 
 
 def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same(tmp_path, undisturbed):
-    words = command_line(WORDS, "--train-iters 400 --exit-interval 40")
+    words = command_line(WORDS, "--train-iters 400 --exit-interval 16")
     with Job(tmp_path, words) as job:
         job.wait_for(0, r"iteration +3/")
         job.planner().kill()
@@ -126,7 +128,7 @@ def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same
     assert "the planner process was killed by signal 9; a new one takes its place" in ended[0].output
     assert "static plan" not in ended[0].output
     got = figures(ended[0])
-    assert len(got) == 40
+    assert len(got) == 16
     assert {iteration: got[iteration] for iteration in undisturbed} == undisturbed
 
 
@@ -247,3 +249,16 @@ def test_a_static_plan_that_is_impossible_is_an_error_of_all_ranks_at_the_start(
     assert [end.code for end in ended] == [2, 2], ended
     assert all("no group holds 128 tokens" in end.output for end in ended), ended
     assert max(end.seconds for end in ended) < FAULT_LIMIT_S
+
+
+def test_a_hung_planner_and_workers_do_not_outlive_a_killed_rank(tmp_path):
+    sabotage = partial(faulty, fault="hang", iterations=(3,), folder=str(tmp_path))
+    with Job(tmp_path, command_line(WORDS, "--num-workers 1"), sabotage=sabotage) as job:
+        job.wait_for(0, r"iteration +2/")
+        orphans = [job.planner(), *job.workers(0), *job.workers(1)]
+        assert len(orphans) == 3
+        job.kill(0)
+        job.kill(1)
+        _, alive = psutil.wait_procs(orphans, timeout=2.0)
+        assert [process for process in alive if process.is_running() and process.status() != "zombie"] == []
+        job.wait(LIMIT_S)

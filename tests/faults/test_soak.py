@@ -24,6 +24,7 @@ def test_what_is_held_at_the_end_is_what_was_held_before(fds, wrong):
     assert watch.wrong == wrong
 
 
+@pytest.mark.usefixtures("fresh_planners")
 def test_a_run_with_random_kills_trains_what_an_undisturbed_one_trains(capsys):
     # Memory says nothing after so few steps.
     words = ["--steps", "40", "--kills", "5", "--ranks", "2", "--save-interval", "5", "--max-slope-mb", "1000"]
