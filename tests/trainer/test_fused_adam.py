@@ -20,7 +20,7 @@ from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import _train_one_rank
 
-WORDS = "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 128 --lr-warmup-iters 0 --num-layers 2"
+WORDS = "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 128 --lr-warmup-iters 0 --num-layers 1 --num-workers 0"
 SHARDED = "--use-distributed-optimizer"
 ITERATIONS, SAVED = 4, 2
 

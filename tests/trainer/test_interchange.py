@@ -216,7 +216,9 @@ def _stock_run(words: list[str], until: int, *, load: str | None = None, save: d
 
 
 def _words(*more: str) -> list[str]:
-    return command_line(f"--num-layers {NUM_LAYERS} --mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", *more)
+    return command_line(
+        f"--num-layers {NUM_LAYERS} --mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", *more
+    )
 
 
 @pytest.fixture(scope="module", params=["", SHARDED])
@@ -240,7 +242,12 @@ def _stock_run_resumed(words: list[str], folder: str) -> list[float]:
 
 def test_there_and_back(stock, tmp_path, capfd):
     words, expected, folder = stock
-    ours = train(NUM_RANKS[words], ON[NUM_RANKS[words]], words, f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}")
+    ours = train(
+        NUM_RANKS[words],
+        ON[NUM_RANKS[words]],
+        words,
+        f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}",
+    )
     assert sorted(ours) == [3, 4]
     assert losses(ours) == pytest.approx(expected[2:4], rel=TOLERANCE)
     assert ours[3].learning_rate > 0

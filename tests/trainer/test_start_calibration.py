@@ -13,7 +13,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import start_calibration
 from tests.trainer.commandline import command_line
-from tests.trainer.test_training import DYNAMIC, ON_TWO, OVERLAPPED
+from tests.trainer.test_training import DYNAMIC, ON_TWO, OVERLAPPED, PP2_VPP2
 from tests.trainer.training_ranks import losses, train
 
 WORDS = f"{ON_TWO} --hidden-dropout 0.1 {OVERLAPPED} --train-iters 4 --lr-decay-iters 4 --lr-warmup-iters 1"
@@ -114,9 +114,11 @@ def test_a_damaged_file_is_measured_anew_in_one_line(first_run, home, capfd):
 def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capfd):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    layout = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2"
+    layout = f"{PP2_VPP2} --tensor-model-parallel-size 2"
     records = train(
-        4, f"{DYNAMIC} --max-seqlen-per-dp-cp-rank 128 {layout}", "--train-iters 1 --lr-warmup-iters 0 --dynamic-cp-calibrate anew"
+        4,
+        f"{DYNAMIC} {layout}",
+        "--train-iters 1 --lr-warmup-iters 0 --dynamic-cp-calibrate anew",
     )
     assert records[1].predicted_s > 0
     said = capfd.readouterr().out
