@@ -82,6 +82,56 @@ FAULTS = {
         "return tuple(GlobalBatch(self.sample_ids, self.seqlens[::-1]))",
         "tests/trainer/test_training.py -k test_the_same_seed",
     ),
+    "a resumed run forgets the cost model's corrections": Fault(
+        'coefficients=run.get("coefficients"),',
+        "coefficients=None,",
+        "tests/trainer/test_dump.py -k coefficients_it_had",
+    ),
+    "a replay takes another layout's plans": Fault(
+        "if plan.topology != self._topology:",
+        "if False:",
+        "tests/trainer/test_dump.py -k does_not_fit",
+    ),
+    "a save beside the training is waited for": Fault(
+        "trainable, in_background = self._trainable, self._in_background and not wait",
+        "trainable, in_background = self._trainable, False",
+        "tests/trainer/test_async_save.py -k files_are_those",
+    ),
+    "a flipped bit is read": Fault(
+        "            if found != records[path][ALGORITHM]:\n                raise _damaged(path)\n",
+        "            pass\n",
+        "tests/trainer/test_errors.py -k damaged",
+    ),
+    "a checkpoint of Megatron-LM begins the data anew": Fault(
+        '"consumed_samples": getattr(args, "consumed_train_samples", 0),',
+        '"consumed_samples": 0,',
+        "tests/trainer/test_interchange.py -k there_and_back",
+    ),
+    "a document is cut too short": Fault(
+        "num_predicted = np.minimum(num_predicted, seq_length)",
+        "num_predicted = np.minimum(num_predicted, seq_length - 1)",
+        "tests/trainer/test_data_sources.py -k ranks or epoch",
+    ),
+    "what a checkpoint knows is measured again": Fault(
+        "None if anew else _as_json(_from_checkpoint(load_saved(), job) or _from_cache(path)), _from_json",
+        "None if anew else _as_json(_from_cache(path)), _from_json",
+        "tests/trainer/test_start_calibration.py -k test_a_resumed_run",
+    ),
+    "a planner that dies twice is asked again": Fault(
+        "            if self._deaths[given_out.key] > 1:\n",
+        "            if self._deaths[given_out.key] > 9:\n",
+        "tests/faults/test_planner_faults.py -k kills_the_planner_twice",
+    ),
+    "a signalled rank waits on for a dead rank 0": Fault(
+        "if waited_s > limit_s or rank_zero_is_silent():",
+        "if waited_s > limit_s:",
+        "tests/faults/test_rank_faults.py -k dead_rank_0_ends_the_wait",
+    ),
+    "SIGUSR1 ends a rank at once": Fault(
+        "EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)",
+        "EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)",
+        "tests/cluster/test_requeue.py",
+    ),
 }
 
 
