@@ -82,11 +82,6 @@ FAULTS = {
         "return tuple(GlobalBatch(self.sample_ids, self.seqlens[::-1]))",
         "tests/trainer/test_training.py -k test_the_same_seed",
     ),
-    "a resumed run forgets the cost model's corrections": Fault(
-        'coefficients=run.get("coefficients"),',
-        "coefficients=None,",
-        "tests/trainer/test_dump.py -k coefficients_it_had",
-    ),
     "a replay takes another layout's plans": Fault(
         "if plan.topology != self._topology:",
         "if False:",

@@ -6,6 +6,13 @@ import pytest
 
 from dynamic_cp.search import planner_process
 from tests.trainer.conftest import few_documents, forked_planners  # noqa: F401 (fixtures of every test here)
+from tests.trainer.forked_planner import warm_up
+
+
+@pytest.fixture(autouse=True, scope="package")
+def warm_planners(forked_planners):  # noqa: F811
+    """Let them have their compiled loops, too."""
+    warm_up()
 
 
 @pytest.fixture(scope="module")

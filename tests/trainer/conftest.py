@@ -8,7 +8,7 @@ import pytest
 
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import mock
-from tests.trainer.forked_planner import fork_planners, warm_up
+from tests.trainer.forked_planner import fork_planners
 from tests.trainer.training_ranks import losses, train
 
 SAVED, LAST = 2, 4
@@ -29,7 +29,6 @@ def few_documents():
 def forked_planners():
     """Let a planner's process have its imports and compiled loops from its rank."""
     with pytest.MonkeyPatch.context() as patched:
-        warm_up()
         fork_planners(patched)
         yield
 
