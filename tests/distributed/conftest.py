@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import BATCHES
+from tests.distributed.parity import BATCHES, Layout
 from tests.distributed.reference import reference_step
 
 torch.set_num_threads(1)
@@ -12,12 +12,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def reference_of():
-    """(variant, batch name) -> reference step."""
+    """(layout, batch name) -> reference step of the layout's model."""
     known = {}
 
-    def get(variant: str, batch: str):
-        if (variant, batch) not in known:
-            known[variant, batch] = run_ranks(1, reference_step, variant, BATCHES[batch])[0]
-        return known[variant, batch]
+    def get(layout: Layout, batch: str):
+        key = layout.variant, layout.num_layers, batch
+        if key not in known:
+            known[key] = run_ranks(1, reference_step, layout.variant, BATCHES[batch], layout.num_layers)[0]
+        return known[key]
 
     return get

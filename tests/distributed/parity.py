@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.distributed import distributed_c10d
 
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
@@ -25,7 +26,7 @@ from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference
-from tests.distributed.harness import initialize_model_parallel
+from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.sent_bytes import sent_by
 
 TOLERANCE = 5e-6
@@ -64,6 +65,11 @@ class Layout:
     inner_sizes: tuple[int, ...] = (2, 4)
     transformer_impl: TransformerImpl = "local"
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Several of a stage where there are stages; a third layer without them would show what the second does."""
+        return self.config.get("num_layers", 4 if self.pp > 1 else 2)
 
     @property
     def topology(self) -> Topology:
@@ -161,7 +167,7 @@ def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
     """Return what the planner says that a rank of `lane` sends for attention in the step, on any stage."""
     config = reference.transformer_config(reference.VARIANTS[layout.variant])
     model = ModelShape(
-        num_layers=config.num_layers,
+        num_layers=layout.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -175,7 +181,7 @@ def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
         bucket = micro_batch.bucket_of_lane(lane)
         tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
         sent = sent_by(bucket, tokens, model, layout.tp, 4)
-        total += config.num_layers / layout.pp * (forwards * sent.forward + sent.backward)
+        total += layout.num_layers / layout.pp * (forwards * sent.forward + sent.backward)
     return total
 
 
@@ -203,8 +209,8 @@ def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Pl
     return plan
 
 
-def build_chunks(layout: Layout, variant: reference.ModelVariant) -> tuple[Any, list[Any]]:
-    """Return (config, model chunks of this rank)."""
+def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: Any) -> tuple[Any, list[Any]]:
+    """Return (config, model chunks of this rank); `overrides` are the config's."""
     config = reference.transformer_config(
         variant,
         tensor_model_parallel_size=layout.tp,
@@ -216,7 +222,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant) -> tuple[Any, 
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        **layout.config,
+        **{"num_layers": layout.num_layers, **layout.config, **overrides},
     )
     chunks = []
     for index in range(layout.vpp):
@@ -258,6 +264,50 @@ def tensor_parallel_part(parameter: Any, full: torch.Tensor, gated: bool) -> tor
     return full.chunk(size, dim=parameter.partition_dim)[rank]
 
 
+class Case(NamedTuple):
+    """A step, and the single-process reference that it must equal."""
+
+    layout: Layout
+    samples: tuple[Sample, ...]
+    plan: Plan
+    expected: dict[str, Any]
+
+
+def compare_with_reference(cases: Mapping[str, Case]) -> dict[str, list[Comparison]]:
+    """Return what each rank found in each case; cases of equal world size share the start of their ranks."""
+    found: dict[str, list[Comparison]] = {}
+    by_world_size: dict[int, dict[str, Case]] = defaultdict(dict)
+    for name, case in cases.items():
+        by_world_size[case.layout.topology.world_size][name] = case
+    for world_size, alike in by_world_size.items():
+        ranks = run_ranks(world_size, run_steps, alike, timeout_s=60 + 10 * len(alike))
+        found |= {name: [rank[name] for rank in ranks] for name in alike}
+    return found
+
+
+def run_steps(cases: Mapping[str, Case]) -> dict[str, Comparison]:
+    """Run one step of each case on this rank, and compare."""
+    found = {}
+    for name, case in cases.items():
+        if dist.get_rank() == 0:
+            print(name, flush=True)  # where all wait for ever, the last one told is the culprit
+        try:
+            found[name] = run_step(*case, None)
+        except Exception as error:
+            raise RuntimeError(f"in {name}") from error
+        start_again(after=name)
+    return found
+
+
+def start_again(after: str) -> None:
+    """Close all groups, of which a process cannot have any number, and join the same ranks in a new job."""
+    store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # nobody is still busy with them
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"after {after}", store), rank=rank, world_size=world_size)
+
+
 def run_step(
     layout: Layout,
     samples: tuple[Sample, ...],
@@ -274,7 +324,8 @@ def run_step(
     groups = DynamicCPGroups.build(
         layout.topology, timeout_s=60, exchanges=exchanges, inner_sizes=sorted({i for _, i in exchanges_of(plan)})
     )
-    config, chunks = build_chunks(layout, variant)
+    unset = {"init_method": torch.nn.init.zeros_, "output_layer_init_method": torch.nn.init.zeros_}
+    config, chunks = build_chunks(layout, variant, **unset)  # `expected` has the weights
 
     def counterpart(chunk: Any, name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         gated = config.gated_linear_unit and "linear_fc1" in name
@@ -363,19 +414,23 @@ def compare_losses(
     assert len(recorded) == plan.num_microbatches
     for micro_batch, (batch, losses) in zip(plan.micro_batches, recorded, strict=True):
         bucket = micro_batch.bucket_of_lane(groups.lane)
-        params, mask = batch["packed_seq_params"], batch["loss_mask"].reshape(-1)
-        local_seqlens = [seqlen // bucket.cp_size for seqlen in params.padded_seqlens]
-        owners = np.repeat(np.arange(len(local_seqlens)), local_seqlens)
-        for index in torch.nonzero(mask).flatten().tolist():
-            owner, position = owners[index], int(params.positions[index])
-            if owner >= len(bucket.samples) or position >= bucket.samples[owner].seqlen:
-                seen[PADDING, position] += 1
-                continue
-            sample_id = bucket.samples[owner].sample_id
-            seen[sample_id, position] += 1
-            wanted = expected[sample_id][position]
-            error = ((losses[index] - wanted).abs() / wanted.abs()).item()
-            worst = max(worst, error if error == error else float("inf"))  # max() would lose a NaN
+        params = batch["packed_seq_params"]
+        mask, positions = batch["loss_mask"].reshape(-1).numpy() != 0, params.positions.numpy()
+        owners = [(sample.sample_id, sample.seqlen) for sample in bucket.samples]
+        owners += [(PADDING, 0)] * (len(params.padded_seqlens) - len(owners))
+        start = 0
+        for (sample_id, seqlen), padded_seqlen in zip(owners, params.padded_seqlens, strict=True):
+            rows = np.arange(start, start + padded_seqlen // bucket.cp_size)
+            start += len(rows)
+            rows = rows[mask[rows]]
+            is_real = positions[rows] < seqlen
+            seen.update((PADDING, position) for position in positions[rows[~is_real]].tolist())
+            real = rows[is_real]
+            seen.update((sample_id, position) for position in positions[real].tolist())
+            if len(real):
+                wanted = expected[sample_id].numpy()[positions[real]]
+                error = float((np.abs(losses.numpy()[real] - wanted) / np.abs(wanted)).max())
+                worst = max(worst, error if error == error else float("inf"))  # max() would lose a NaN
     return seen, worst
 
 
@@ -395,3 +450,17 @@ def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan:
     planned = [planned_bytes(plan, layout, rank // layout.tp % layout.lanes) for rank in range(len(comparisons))]
     assert max(planned) > 0
     assert [c.bytes_sent for c in comparisons] == planned
+
+
+def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool = False) -> None:
+    """Run all cases; what is wrong with any of them is told together."""
+    wrong = []
+    for name, comparisons in compare_with_reference(cases).items():
+        case = cases[name]
+        try:
+            assert_equal_to_reference(comparisons, case.layout, case.expected)
+            if bytes_too:
+                assert_bytes_as_planned(comparisons, case.layout, case.plan)
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+    assert not wrong, "\n".join(wrong)

@@ -97,11 +97,11 @@ def read_sample(sample: Sample) -> SampleTokens:
     return SampleTokens(stream[:-1].numpy(), stream[1:].numpy(), torch.ones(sample.seqlen).numpy())
 
 
-def reference_step(variant_name: str, samples: tuple[Sample, ...]) -> dict[str, Any]:
+def reference_step(variant_name: str, samples: tuple[Sample, ...], num_layers: int) -> dict[str, Any]:
     """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank."""
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
-    config = transformer_config(variant)
+    config = transformer_config(variant, num_layers=num_layers)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     model = gpt_model(config, variant, spec)
     with torch.no_grad():

@@ -97,7 +97,7 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
+    expected = reference_of(layout, "long_tail")
     steps = run_ranks(layout.topology.world_size, run_bf16_step, layout, samples, mixed_plan(samples, layout), expected)
     assert {g for step in steps for g in step.gradients} == set(expected["gradients"])
     fp32_loss = sum(losses.sum().item() for losses in expected["losses"].values()) / expected["num_tokens"]

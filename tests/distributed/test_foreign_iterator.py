@@ -220,7 +220,7 @@ def gradients_of_step(layout: Layout, samples: Sequence[Sample], initial: dict[s
 @pytest.mark.parametrize("name", ["dp4", "pp2", "pp2_vpp2"])
 def test_gradients_equal_single_process(name: str, reference_of: Any) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
-    expected = reference_of("llama", "long_tail")
+    expected = reference_of(layout, "long_tail")
     ranks = run_ranks(4, gradients_of_step, layout, samples, expected["initial"])
     assert set().union(*(rank["cp_sizes"] for rank in ranks)) >= {1, 2}
     compared = set()

@@ -37,11 +37,11 @@ def run_fused_step(*args: Any) -> tuple[Comparison, int]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_step_equals_single_process(name: str, reference_of: Any) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
+    expected = reference_of(layout, "long_tail")
     plan = mixed_plan(samples, layout)
     results = run_ranks(layout.topology.world_size, run_fused_step, layout, samples, plan, expected)
     assert_equal_to_reference([comparison for comparison, _ in results], layout, expected)
-    of_a_stage = 4 * 4 // layout.pp  # four matrices in each of four layers
+    of_a_stage = 4 * layout.num_layers // layout.pp  # four matrices in each layer
     last = of_a_stage + 1
     stages = [of_a_stage, last] if layout.pp == 2 else [last, last]
     assert [number for _, number in results] == [number * plan.num_microbatches for number in stages]
@@ -55,4 +55,4 @@ def warm_fused_chunks(layout: Layout) -> int:
 
 def test_a_pack_through_the_chunks_leaves_no_trace() -> None:
     layout = Layout(1, tp=2, sp=True, distributed_optimizer=True, config=FUSED)
-    assert run_ranks(2, warm_fused_chunks, layout, timeout_s=60) == [17, 17]
+    assert run_ranks(2, warm_fused_chunks, layout, timeout_s=60) == [4 * layout.num_layers + 1] * 2

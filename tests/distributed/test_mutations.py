@@ -184,7 +184,7 @@ SYMPTOMS = {
 @pytest.mark.parametrize("sabotage", SYMPTOMS, ids=lambda fault: fault.__name__)
 def test_fault_is_noticed(sabotage, reference_of) -> None:
     layout, samples = OTHER_LAYOUTS.get(sabotage, Layout(4)), BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
+    expected = reference_of(layout, "long_tail")
     # Every rank finishes its step: the comparison finds the fault, not a crash.
     comparisons = run_ranks(4, run_step, layout, samples, mixed_plan(samples, layout), expected, sabotage)
     with pytest.raises(AssertionError, match=SYMPTOMS[sabotage]):

@@ -10,7 +10,9 @@ from megatron.dynamic_cp.attention import thd
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
     BATCHES,
+    Case,
     Layout,
+    assert_all_equal_to_reference,
     assert_bytes_as_planned,
     assert_equal_to_reference,
     exchanges_of,
@@ -89,26 +91,25 @@ HEAD_EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_equals_single_process(name: str, reference_of) -> None:
-    layout = LAYOUTS[name]
+def test_layouts_equal_single_process(reference_of) -> None:
     samples = BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
-    plan = mixed_plan(samples, layout)
-    if layout.lanes >= 4:
-        assert {1, 2, 4} <= set(plan.cp_histogram), "the plan does not mix CP sizes"
-    comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
-    assert_equal_to_reference(comparisons, layout, expected)
+    plans = {name: mixed_plan(samples, layout) for name, layout in LAYOUTS.items()}
+    for name, plan in plans.items():
+        assert LAYOUTS[name].lanes < 4 or {1, 2, 4} <= set(plan.cp_histogram), f"{name} does not mix CP sizes"
+    cases = {
+        name: Case(layout, samples, plans[name], reference_of(layout, "long_tail")) for name, layout in LAYOUTS.items()
+    }
+    assert_all_equal_to_reference(cases)
 
 
-@pytest.mark.parametrize("batch", ["few", "tiny"])
-@pytest.mark.parametrize("name", ["dp8_ring", "dp4_all_gather", "tp2_sp", "pp2"])
-def test_batch_shapes_equal_single_process(name: str, batch: str, reference_of) -> None:
-    layout, samples = LAYOUTS[name], BATCHES[batch]
-    expected = reference_of(layout.variant, batch)
-    plan = mixed_plan(samples, layout, seed=1)
-    comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
-    assert_equal_to_reference(comparisons, layout, expected)
+def test_batch_shapes_equal_single_process(reference_of) -> None:
+    cases = {}
+    for name in ("dp8_ring", "dp4_all_gather", "tp2_sp", "pp2"):
+        for batch in ("few", "tiny"):
+            layout, samples = LAYOUTS[name], BATCHES[batch]
+            plan = mixed_plan(samples, layout, seed=1)
+            cases[f"{name}, {batch}"] = Case(layout, samples, plan, reference_of(layout, batch))
+    assert_all_equal_to_reference(cases)
 
 
 def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
@@ -120,21 +121,20 @@ def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", HEAD_EXCHANGES)
-def test_head_exchange_equals_single_process(name: str, reference_of) -> None:
-    layout, samples = HEAD_EXCHANGES[name], BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
-    plan = plan_of_exchanges(samples, layout)
-    comparisons = run_ranks(layout.topology.world_size, run_step, layout, samples, plan, expected, None)
-    assert_equal_to_reference(comparisons, layout, expected)
-    assert_bytes_as_planned(comparisons, layout, plan)
+def test_head_exchanges_equal_single_process(reference_of) -> None:
+    samples = BATCHES["long_tail"]
+    cases = {
+        name: Case(layout, samples, plan_of_exchanges(samples, layout), reference_of(layout, "long_tail"))
+        for name, layout in HEAD_EXCHANGES.items()
+    }
+    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 @pytest.mark.parametrize("batch", [pytest.param("long_tail", marks=pytest.mark.in_check), "tiny"])
 def test_mixed_exchanges_on_four_lanes_equal_single_process(batch: str, reference_of) -> None:
     """The step with every exchange that `make check` runs."""
     layout, samples = Layout(4, exchange="mixed"), BATCHES[batch]
-    expected = reference_of(layout.variant, batch)
+    expected = reference_of(layout, batch)
     plan = plan_of_exchanges(samples, layout)
     comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)
@@ -145,7 +145,7 @@ def test_mixed_exchanges_on_four_lanes_equal_single_process(batch: str, referenc
 def test_four_lanes_equal_single_process(reference_of) -> None:
     """The one layout that `make check` runs."""
     layout, samples = LAYOUTS["dp4_ring"], BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
+    expected = reference_of(layout, "long_tail")
     plan = static_plan(samples, layout, cp_size=4)
     comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)

@@ -53,7 +53,7 @@ def megatron_static_cp_step(samples: tuple[Sample, ...], initial: dict[str, torc
     parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     variant = reference.LLAMA
-    config = reference.transformer_config(variant, context_parallel_size=CP_SIZE)
+    config = reference.transformer_config(variant, num_layers=Layout(CP_SIZE).num_layers, context_parallel_size=CP_SIZE)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     spec.submodules.self_attention.submodules.core_attention = StaticGroupAttention
     chunk = reference.gpt_model(config, variant, spec)
@@ -105,7 +105,7 @@ def megatron_static_cp_step(samples: tuple[Sample, ...], initial: dict[str, torc
 def test_static_policy_equals_static_context_parallelism() -> None:
     samples = samples_of(1201, 1100, 1000)
     layout = Layout(CP_SIZE)
-    single = run_ranks(1, reference.reference_step, "llama", samples)[0]
+    single = run_ranks(1, reference.reference_step, "llama", samples, layout.num_layers)[0]
     ranks = run_ranks(CP_SIZE, megatron_static_cp_step, samples, single["initial"])
     by_token = {token: value for rank in ranks for token, value in rank["losses"].items()}
     losses = {s.sample_id: torch.tensor([by_token[s.sample_id, i] for i in range(s.seqlen)]) for s in samples}

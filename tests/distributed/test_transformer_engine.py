@@ -119,7 +119,7 @@ CASES = {
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
     samples = BATCHES["long_tail"]
-    expected = reference_of(layout.variant, "long_tail")
+    expected = reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, "a2a" if "shared alone" in asked else None)
     results = run_ranks(layout.topology.world_size, run_on_version, version, layout, samples, plan, expected)
     comparisons = [comparison for comparison, _, _ in results]
