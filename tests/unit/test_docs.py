@@ -176,35 +176,50 @@ def check_not_run(words: list[str]) -> None:
         assert words[0] in ("python3", ".venv/bin/pip", "pip", "."), words
 
 
-def launcher_of(example: Path) -> list[str]:
-    """Return the words that start an example on as many ranks as its docstring says; none for one without torchrun.
-
-    One starts under torchrun itself; the ranks of the others are forked, so that torch is imported once for all.
-    """
+def num_ranks_of(example: Path) -> int:
+    """Return on how many ranks torchrun starts an example, as its docstring says; one without torchrun is one."""
     found = re.search(r"^torchrun --nproc-per-node (\d+)", example.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
-        return []
-    if example.stem == "own_iterator":
-        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", found[1]]
-    return [str(ROOT / "tests" / "forked_example.py"), found[1]]
+    return int(found[1]) if found else 1
+
+
+UNDER_TORCHRUN = ROOT / "examples" / "own_iterator.py"
+"""It starts as its reader starts it; the ranks of the others are forked, so that torch is imported once for all."""
+
+
+@pytest.fixture(scope="module")
+def examples_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the examples ran."""
+    folder = tmp_path_factory.mktemp("examples")
+    words = [f"{num_ranks_of(example)}:{example}" for example in EXAMPLES if example != UNDER_TORCHRUN]
+    command = [sys.executable, str(ROOT / "tests" / "forked_example.py"), str(folder), *words]
+    subprocess.run(command, check=True, timeout=280, cwd=folder)
+    return folder
 
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, id=path.stem) for path in EXAMPLES],
+    [pytest.param(path, id=path.stem) for path in EXAMPLES if path != UNDER_TORCHRUN],
 )
-def test_examples_run(example: Path, tmp_path: Path) -> None:
-    command = [sys.executable, *launcher_of(example), str(example)]
+def test_examples_run(example: Path, examples_ran: Path) -> None:
+    status, out, err = (
+        (examples_ran / f"{example.stem}.{ending}").read_text(encoding="utf-8") for ending in ("status", "out", "err")
+    )
+    assert status == "0", err
+    assert len(out.splitlines()) >= 4
+    written = [path.name for path in (examples_ran / example.stem).iterdir()]
+    assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
+
+
+def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks_of(UNDER_TORCHRUN))]
+    command = [sys.executable, *words, str(UNDER_TORCHRUN)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 4
-    if example.stem == "own_iterator":
-        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-        assert len(losses) == 10
-        assert losses[-1] < 0.8 * losses[0]
-        assert re.search(r"CP sizes .*\b1\b.*\b2\b", done.stdout)
-    written = [path.name for path in tmp_path.iterdir()]
-    assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.8 * losses[0]
+    assert re.search(r"CP sizes .*\b1\b.*\b2\b", done.stdout)
+    assert not list(tmp_path.iterdir())
 
 
 def test_excerpt_is_of_the_example() -> None:
