@@ -74,12 +74,12 @@ def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:
     return draw_case(np.random.default_rng(seed), most_lanes, most_samples)
 
 
-SOME = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def test_every_promise_of_a_plan_on_every_kind_of_case():
     covered: Counter[str] = Counter()
-    for seed in range(600):
+    for seed in range(300, 600):
         case = drawn(seed)
         try:
             covered += check_case(case, seed)
@@ -141,7 +141,7 @@ def test_the_same_plan_again_after_other_plans(seed):
     assert case.plan() == before
 
 
-@pytest.mark.parametrize("seed", range(3000, 3040))
+@pytest.mark.parametrize("seed", range(3000, 3020))
 def test_thorough_plans_keep_every_promise_and_are_not_much_slower(seed):
     case = drawn(seed, 12, 25)
     thorough = replace(case, options=replace(case.options, search="thorough"))
@@ -213,7 +213,7 @@ def in_a_process(seeds: list[int], **environment: str) -> list[str]:
 
 
 def test_every_process_makes_the_same_plans():
-    seeds = list(range(60))
+    seeds = list(range(30))
     first = in_a_process(seeds, PYTHONHASHSEED="1")
     backwards = in_a_process(seeds[::-1], PYTHONHASHSEED="2")
     groups = [first[at : at + len(POLICIES)] for at in range(0, len(first), len(POLICIES))]
@@ -224,5 +224,5 @@ def test_every_process_makes_the_same_plans():
 def test_plans_are_the_same_without_numba():
     """Without it an index beyond an array is an error, too, which compiled code would not notice."""
     rng = random.Random(1)
-    seeds = [rng.randrange(10**6) for _ in range(10)]
+    seeds = [rng.randrange(10**6) for _ in range(6)]
     assert in_a_process(seeds, NUMBA_DISABLE_JIT="1") == in_a_process(seeds)
