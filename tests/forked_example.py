@@ -23,6 +23,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LIMIT_S = 240
+"""For each example."""
+
+
 def import_what(example: Path) -> None:
     """Import the modules that the example imports at its top."""
     for statement in ast.parse(example.read_text(encoding="utf-8")).body:
@@ -62,14 +66,20 @@ def run_example(num_ranks: int, example: Path, folder: Path) -> int:
     ]
     for rank in ranks:
         rank.start()
+    until_s = time.monotonic() + LIMIT_S
     while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
+        if time.monotonic() > until_s:
+            break
         time.sleep(0.02)
     failed = [f"{rank.name} ended with {rank.exitcode}" for rank in ranks if rank.exitcode]
+    failed = failed or [f"{rank.name} has not ended after {LIMIT_S} s" for rank in ranks if rank.is_alive()]
     for rank in ranks if failed else ():  # the first that fails ends the others
         with contextlib.suppress(ProcessLookupError):
             rank.kill()
     for rank in ranks:
         rank.join()
+    with folder.with_suffix(".err").open("a") as file:
+        file.write("\n".join(failed))
     return 1 if failed else 0
 
 

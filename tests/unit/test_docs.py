@@ -192,7 +192,7 @@ def examples_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     words = [f"{num_ranks_of(example)}:{example}" for example in EXAMPLES if example != UNDER_TORCHRUN]
     command = [sys.executable, str(ROOT / "tests" / "forked_example.py"), str(folder), *words]
-    subprocess.run(command, check=True, timeout=280, cwd=folder)
+    subprocess.run(command, check=True, timeout=900, cwd=folder)
     return folder
 
 
