@@ -7,6 +7,7 @@ imported at its first use: describing alone needs no compiled code.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dynamic_cp import _python  # noqa: F401
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import (
     Bucket,

@@ -67,7 +67,7 @@ def training_packages() -> tuple[Check, ...]:
     lacks = "needed for training only"
     return (
         _package("torch", lacks=lacks, extra="train", needed=False),
-        _package("megatron-core", lacks=lacks, extra="train", needed=False, exactly="0.16.1"),
+        _package("megatron-core", lacks=lacks, extra="train", needed=False),
         _package("transformer-engine", lacks="optional, on GPUs only", extra="te", needed=False),
     )
 
@@ -109,7 +109,6 @@ def _package(
     *,
     at_least: tuple[int, ...] = (),
     below: tuple[int, ...] | None = None,
-    exactly: str | None = None,
     lacks: str = "",
     extra: str = "",
     needed: bool = True,
@@ -126,8 +125,6 @@ def _package(
         wanted = f"at least {'.'.join(map(str, at_least))}"
     elif below is not None and numbers >= below:
         wanted = f"below {'.'.join(map(str, below))}"
-    elif exactly is not None and version.partition("+")[0] != exactly:
-        wanted = f"exactly {exactly}"
     if wanted:
         return Check(name=name, state="broken", detail=f"{version}, {wanted} is needed", remedy=remedy)
     return Check(name=name, state="ok", detail=version)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.doctor import Check, version_of
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.repairs import releases
 
 _STORE_TIMEOUT_S = 10
 
@@ -61,6 +63,11 @@ def _backends() -> Check:
 
 def _megatron_core() -> Check:
     name = "megatron.core works"
+    try:
+        releases.check_installed()
+    except UnsupportedFeatureError as error:
+        problem, _, remedy = str(error).partition(": ")
+        return Check(name=name, state="broken", detail=problem, remedy=remedy)
     try:
         # The module with the longest list of needs: it imports what training imports.
         with warnings.catch_warnings():

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Sequence
 
+from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.ending.exits import exit_code_of, leave
 from megatron.trainer.flags.arguments import parse_args
 
@@ -25,6 +26,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         for message in NOT_FOR_USERS:
             warnings.filterwarnings("ignore", message=f"(?s).*({message})")
+        releases.check_installed()
         gc.disable()  # what imports make is never garbage: looking for it takes a fifth of their time
         from megatron.trainer.ending.failures import explained
         from megatron.trainer.loop.training import pretrain

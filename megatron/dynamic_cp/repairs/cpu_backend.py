@@ -20,16 +20,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.repairs import releases
 
 _CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "BFloat16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shim:
-    """One replacement. `owner.attribute` is set to `replacement`; `owner` None = a rule of the function mode."""
+    """One replacement. `owner.attribute` is set to `replacement`; `owner` None = a rule of the function mode.
+
+    `since`: only with a megatron-core that differs in this; None: with every one.
+    """
 
     name: str
     reason: str
+    since: releases.Difference | None = None
     owner: Any = None
     attribute: str = ""
     replacement: Callable[..., Any] | None = None
@@ -68,6 +73,14 @@ SHIMS: tuple[Shim, ...] = (
         reason="pipeline P2P synchronizes the device after its shape exchange",
         owner=torch.cuda,
         attribute="synchronize",
+        replacement=lambda device=None: None,
+    ),
+    Shim(
+        name="current_stream",
+        reason="before gradients are reduced, the stream waits for CUDA graphs, of which there are none",
+        since=releases.GRADIENTS_WAIT_FOR_GRAPHS,
+        owner=torch.cuda,
+        attribute="current_stream",
         replacement=lambda device=None: None,
     ),
     Shim(
@@ -153,7 +166,7 @@ def enable(without: Iterable[str] = ()) -> None:
         )
     left_out = frozenset(without)
     for shim in SHIMS:
-        if shim.owner is not None and shim.name not in left_out:
+        if shim.owner is not None and shim.name not in left_out and (shim.since is None or shim.since.here):
             setattr(shim.owner, shim.attribute, shim.replacement)
     logging.getLogger(megatron_random.__name__).addFilter(_not_the_rng_warning)
     _enabled_mode = _CudaToCpu(frozenset(s.name for s in SHIMS if s.owner is None) - left_out)

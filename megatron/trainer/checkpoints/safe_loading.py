@@ -7,14 +7,16 @@ Unpickling calls what the file names, and a checkpoint of torch_dist is unpickle
     objects           random states, in *.distcp    the same
     tensors           in *.distcp                   torch itself does so
 
-megatron-core has `common.pt` read so unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, the other two never. Checksums of
-a manifest are no help: whoever writes the file writes its checksum.
+From megatron-core 0.19 on the values beside the tensors are one of the objects. megatron-core reads them so unless
+TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, the other two never. Checksums of a manifest are no help: whoever writes the
+file writes its checksum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import pickle
 import re
 from collections.abc import Iterator
@@ -23,18 +25,21 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, serialization
 from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata, ReadItem
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
+from megatron.dynamic_cp.repairs import releases
 
 COMMON = "common.pt"
+_COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
 METADATA = ".metadata"
 _FORMAT = "torch_dist"
 ADMITTED = {
@@ -64,14 +69,14 @@ def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
     reader = _Reader(folder)
 
     def read() -> dict[str, Any]:
-        with _naming_damage(folder / COMMON):
-            common = read_common(folder)
         with _naming_damage(folder / METADATA):
             reader.read_metadata()
-        return common
+        with _naming_damage(reader.place_of_common):
+            return read_common(folder)
 
     common = run_on_all_ranks(read)
-    return dist_checkpointing.load(sharded_state, str(folder), _ShardedPart(reader), _CommonPart(common))
+    with _in_place(*_reader_of_common(), lambda *_: common):
+        return dist_checkpointing.load(sharded_state, str(folder), _ShardedPart(reader))
 
 
 def read_common(folder: Path) -> Any:
@@ -85,7 +90,10 @@ def read_common(folder: Path) -> Any:
     if config is None or config.sharded_backend != _FORMAT:
         found = "no metadata.json" if config is None else f"format {config.sharded_backend!r}"
         raise CheckpointError(f"{folder} has {found}, {_FORMAT!r} is needed: convert it with Megatron-LM's tools")
-    return _read_data(folder / COMMON, str(folder / COMMON))
+    if (folder / COMMON).exists() or not (folder / METADATA).exists():
+        return _read_data(folder / COMMON, str(folder / COMMON))
+    (common,) = _Reader(folder).read_object(_COMMON_OBJECT)
+    return common
 
 
 class _Reader(FileSystemReader):
@@ -103,6 +111,22 @@ class _Reader(FileSystemReader):
             self._metadata = found
         return self._metadata
 
+    @property
+    def place_of_common(self) -> Path:
+        """The file that the values beside the tensors are in, after `read_metadata`."""
+        folder, found = Path(self.path), self.read_metadata().storage_data.get(MetadataIndex(_COMMON_OBJECT))
+        return folder / (COMMON if found is None or (folder / COMMON).exists() else found.relative_path)
+
+    def read_object(self, name: str) -> Any:
+        """Return an object among the tensors, read on this rank alone."""
+        place = self.read_metadata().storage_data.get(MetadataIndex(name))
+        if place is None:
+            raise CheckpointError(f"{self.path} has neither {COMMON} nor {name} among its tensors: resume from another")
+        path = Path(self.path) / place.relative_path
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            return _read_data(io.BytesIO(file.read(place.length)), f"{path} ({name})")
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         planner.load_bytes = functools.partial(self._load_object, planner)  # type: ignore[method-assign]
         return super().read_data(plan, planner)
@@ -111,7 +135,11 @@ class _Reader(FileSystemReader):
         """As `DefaultLoadPlanner.load_bytes` does, which unpickles everything."""
         path = Path(self.path) / self.storage_data[item.storage_index].relative_path
         name = item.dest_index.fqn
-        set_element(planner.original_state_dict, planner.mappings[name], _read_data(value, f"{path} ({name})"))
+        read = _read_data(value, f"{path} ({name})")
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[name], read)
+        else:
+            planner.state_dict[name] = read
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -136,24 +164,30 @@ class _ShardedPart(TorchDistLoadShardedStrategy):
         super().__init__()
         self._reader = reader
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        made = torch_strategies._get_filesystem_reader
-        torch_strategies._get_filesystem_reader = lambda folder, cache_metadata=False: self._reader
-        try:
-            return super().load(sharded_state_dict, checkpoint_dir)
-        finally:
-            torch_strategies._get_filesystem_reader = made
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *how: Any) -> Any:
+        with _in_place(torch_strategies, "_get_filesystem_reader", lambda *_args, **_kwargs: self._reader):
+            return super().load(sharded_state_dict, checkpoint_dir, *how)
 
 
-class _CommonPart(TorchCommonLoadStrategy):
-    """What `read_common` has returned."""
+def _reader_of_common() -> tuple[Any, str]:
+    """Return the owner and the name of the function by which `dist_checkpointing.load` reads the common values."""
+    if releases.COMMON_AS_OBJECT.here:
+        return serialization, "load_common_state_dict"
+    if releases.COMMON_BY_FUNCTION.here:
+        return serialization, "load_common"
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    def __init__(self, common: Any) -> None:
-        super().__init__()
-        self._common = common
+    return TorchCommonLoadStrategy, "load_common"
 
-    def load_common(self, checkpoint_dir: Any) -> Any:
-        return self._common
+
+@contextlib.contextmanager
+def _in_place(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    replaced = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, replaced)
 
 
 def _read_data(file: Any, name: str) -> Any:

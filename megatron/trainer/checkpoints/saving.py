@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_rank_zero
 from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.checkpoints import checkpoint_files, interchange, optimizer_state
 from megatron.trainer.checkpoints.content_hash import FileRecord
 from megatron.trainer.checkpoints.disk import reporting
@@ -156,6 +157,7 @@ class Saver:
             TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
             async_sharded_save=True,
             content_metadata=dict(interchange.CONTENT_METADATA),
+            **({"async_strategy": "mcore"} if releases.ASYNC_STRATEGIES.here else {}),
         )
 
     def _reporting(self, iteration: int) -> Any:

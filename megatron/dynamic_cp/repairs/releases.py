@@ -1,0 +1,138 @@
+"""The releases of megatron-core that this runs on, and what differs between them.
+
+`DIFFERENCES` is the whole list: each entry says since when, what, and why that matters here. Code asks an entry whether
+it is `here` and nothing else for a version. docs/releases.md shows both tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import re
+import sys
+from dataclasses import dataclass
+
+from dynamic_cp.errors import UnsupportedFeatureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A release of megatron-core on PyPI that the tests ran with.
+
+    Attributes:
+        min_python: what its wheel needs, (major, minor).
+    """
+
+    version: str
+    min_python: tuple[int, int]
+
+    @property
+    def python(self) -> str:
+        """`min_python` as text."""
+        return ".".join(map(str, self.min_python))
+
+
+RELEASES = (
+    Release(version="0.16.1", min_python=(3, 10)),
+    Release(version="0.17.1", min_python=(3, 12)),
+    Release(version="0.18.2", min_python=(3, 12)),
+    Release(version="0.19.2", min_python=(3, 12)),
+)
+"""Oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Something that megatron-core does otherwise since one of its releases.
+
+    Attributes:
+        since: the first version of RELEASES that does.
+        what: it is; why: it matters here.
+    """
+
+    since: str
+    what: str
+    why: str
+
+    @property
+    def here(self) -> bool:
+        """Whether the megatron-core of this process does it."""
+        return _imported() >= _numbers(self.since)
+
+
+ASYNC_STRATEGIES = Difference(
+    since="0.17.1",
+    what="dist_checkpointing.save and the strategy that loads take async_strategy, by default nvidia-resiliency-ext",
+    why="files are written by a process of ours that takes megatron-core's own requests",
+)
+COMMON_BY_FUNCTION = Difference(
+    since="0.17.1",
+    what="dist_checkpointing.load reads the values beside the tensors by a function, and takes no strategy for it",
+    why="a checkpoint is read as data, so what was read safely has to get there another way",
+)
+COMMON_AS_OBJECT = Difference(
+    since="0.19.2",
+    what="the values beside the tensors are an object among them, and there is no common.pt",
+    why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
+)
+GRADIENTS_WAIT_FOR_GRAPHS = Difference(
+    since="0.19.2",
+    what="reducing gradients asks for the current CUDA stream, which may have to wait for CUDA graphs",
+    why="CPU ranks have neither: a shim more",
+)
+
+DIFFERENCES = (ASYNC_STRATEGIES, COMMON_BY_FUNCTION, COMMON_AS_OBJECT, GRADIENTS_WAIT_FOR_GRAPHS)
+
+
+def check_installed() -> None:
+    """Check the installed megatron-core, before it is imported.
+
+    Raises:
+        UnsupportedFeatureError: it is none of RELEASES, or missing; says what to install.
+    """
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedFeatureError(
+            f"megatron-core is not installed: pip install 'megatron-dynamic-cp[train]', which brings {newest().version}"
+        ) from None
+    check(version)
+
+
+def check(version: str) -> None:
+    """Check a version of megatron-core.
+
+    Raises:
+        UnsupportedFeatureError: it is none of RELEASES; names those that run on this Python.
+    """
+    if version in (release.version for release in RELEASES):
+        return
+    listed = ", ".join(f"{release.version} (Python >= {release.python})" for release in RELEASES)
+    raise UnsupportedFeatureError(
+        f"megatron-core {version} is not supported; supported are {listed}: on this Python {platform.python_version()} "
+        f"pip install megatron-core=={newest().version}",
+        found=version,
+    )
+
+
+def newest() -> Release:
+    """Return the newest release that runs on this Python."""
+    return [release for release in RELEASES if sys.version_info[:2] >= release.min_python][-1]
+
+
+def table_rows() -> list[str]:
+    """Return the rows of the table of differences in docs/releases.md."""
+    return [f"| {entry.since} | {entry.what} | {entry.why} |" for entry in DIFFERENCES]
+
+
+@functools.cache
+def _imported() -> tuple[int, ...]:
+    """Return the version of the megatron-core that is imported: a checkout's need not be the installed one."""
+    import megatron.core as core
+
+    return _numbers(core.__version__)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
