@@ -1,5 +1,6 @@
 # `make train` and `make test` work from a fresh clone; everything runs inside .venv.
-PYTHON ?= python3
+# The newest Python from 3.10 on of the PATH: with it comes the newest megatron-core that runs there (setup.py).
+PYTHON ?= $(shell sh tools/find_python.sh)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -8,7 +9,7 @@ TORCH  ?= torch==2.13.0
 # Tests on two processes, the costly files first (tests/conftest.py). Empty: one after the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check quick costs lint kernels bench bench-planner docs clean
+.PHONY: train test check quick costs newest parity lint kernels bench bench-planner docs clean
 
 # Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
 $(READY): setup.py
@@ -16,6 +17,7 @@ $(READY): setup.py
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
 	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
+	@$(BIN)/python tools/say_versions.py
 	touch $@
 
 # Trains a GPT on the source files of the running Python's standard library, on 4 CPU ranks; a second run resumes.
@@ -42,6 +44,14 @@ check:
 quick: kernels
 	$(BIN)/python -m pytest -m "not slow" -q $(PARALLEL)
 
+# The quick tests and those of parity on Python 3.12 and what megatron-core is newest there; in an environment of its own.
+newest:
+	python=$$(sh tools/find_python.sh 3.12); test -z "$$python" && echo "no Python 3.12: not tested with it" || \
+		$(MAKE) --no-print-directory VENV=.venv-3.12 PYTHON="$$python" quick parity
+
+parity: kernels
+	$(BIN)/python -m pytest -q $(PARALLEL) tests/distributed/test_parity.py
+
 # The whole suite, and what each test costs into tests/costs.json.
 costs: kernels
 	$(BIN)/python -m pytest --measure-costs -q $(PARALLEL)
@@ -61,4 +71,4 @@ docs: $(READY)
 	@echo "open runs/site/index.html (its search needs a server: python -m http.server -d runs/site)"
 
 clean:
-	rm -rf dynamic_cp/__pycache__/kernels-* $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf dynamic_cp/__pycache__/kernels-* $(VENV) .venv-3.12 build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

@@ -319,7 +319,8 @@ class _Norm(_Base):
     def __init__(
         self,
         *,
-        hidden_size: int,
+        normalized_shape: int | None = None,
+        hidden_size: int | None = None,
         eps: float,
         sequence_parallel: bool,
         zero_centered_gamma: bool,
@@ -328,10 +329,14 @@ class _Norm(_Base):
     ) -> None:
         super().__init__()
         assert not zero_centered_gamma
+        # megatron-core 0.16 uses the older name.
+        assert (normalized_shape is None) != (hidden_size is None)
+        size = normalized_shape or hidden_size
+        assert size is not None
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=params_dtype))
+        self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=params_dtype))
         if self.kind == "LayerNorm":
-            self.bias = _parameter(hidden_size, device=device, dtype=params_dtype)
+            self.bias = _parameter(size, device=device, dtype=params_dtype)
         for parameter in self.parameters():
             parameter.sequence_parallel = sequence_parallel
 
@@ -363,7 +368,8 @@ def install(version: str = VERSION) -> None:
     assert "megatron.dynamic_cp.attention.te.attention" not in sys.modules, "already bound to another one"
     recipe = _module("transformer_engine.common.recipe", DelayedScaling=type("DelayedScaling", (), {}))
     common = _module("transformer_engine.common", recipe=recipe)
-    fp8 = _module("transformer_engine.pytorch.fp8", FP8GlobalStateManager=MagicMock(), fp8_autocast=MagicMock())
+    of_fp8 = ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init")
+    fp8 = _module("transformer_engine.pytorch.fp8", **{name: MagicMock() for name in of_fp8})
     tracker = type("CudaRNGStatesTracker", (), {})
     distributed = _module("transformer_engine.pytorch.distributed", CudaRNGStatesTracker=tracker)
     router = _module("transformer_engine.pytorch.router")
