@@ -17,7 +17,7 @@ $(READY): setup.py
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
 	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
-	@$(BIN)/python tools/say_versions.py
+	@$(BIN)/python -W ignore -m tools.say_versions
 	touch $@
 
 # Trains a GPT on the source files of the running Python's standard library, on 4 CPU ranks; a second run resumes.

@@ -1,6 +1,8 @@
-"""Prints which Python, megatron-core and torch an environment has; `make` runs it where it has made one."""
+"""Prints which Python, megatron-core and torch are imported; `make` does where it has made an environment."""
 
 import platform
-from importlib.metadata import version
 
-print(f"Python {platform.python_version()}: " + ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch")))
+import megatron.core as core
+import torch
+
+print(f"Python {platform.python_version()}, megatron-core {core.__version__}, torch {torch.__version__}")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import warnings
 from collections.abc import Sequence
 
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.ending.exits import exit_code_of, leave
 from megatron.trainer.flags.arguments import parse_args
-
-# Warnings of megatron-core and torch, on every rank, about packages and settings that nothing here uses.
-NOT_FOR_USERS = ("Apex", "Transformer Engine", "cuda_graph_scope", "is deprecated", "deprecating ShardedTensor")
+from megatron.trainer.reporting import quiet
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +21,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         # megatron-core needs one queue per device so that transfers start before the kernels they overlap with; it
         # asks for that only at a static CP size above 1.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        for message in NOT_FOR_USERS:
-            warnings.filterwarnings("ignore", message=f"(?s).*({message})")
+        quiet.ignore_warnings()
         releases.check_installed()
         gc.disable()  # what imports make is never garbage: looking for it takes a fifth of their time
         from megatron.trainer.ending.failures import explained

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,10 @@ class Stock:
         whole = {name: torch.nn.functional.pad(column, (0, pad))[None] for name, column in columns.items()}
         whole["position_ids"] = torch.arange(seqlen)[None]
         ends = torch.tensor([0, seqlen], dtype=torch.int32)
-        return get_batch_on_this_cp_rank(whole), PackedSeqParams("thd", ends, ends, ends, ends, seqlen, seqlen)
+        from_0_18 = "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters
+        group = parallel_state.get_context_parallel_group()
+        shard = get_batch_on_this_cp_rank(whole, **{"is_hybrid_cp": False} if from_0_18 else {}, cp_group=group)
+        return shard, PackedSeqParams("thd", ends, ends, ends, ends, seqlen, seqlen)
 
     def _metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}

@@ -17,6 +17,7 @@ from megatron.dynamic_cp.agreement import lost_peers
 from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint
 from megatron.trainer.flags.launcher import check_rendezvous, environment_number
 from megatron.trainer.flags.settings import Settings
+from megatron.trainer.reporting import quiet
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
@@ -166,6 +167,8 @@ def set_up_logging() -> None:
         format="%(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
         force=True,
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(quiet.is_for_users)
     # megatron-core announces every setting at INFO.
     for name in ("megatron.core", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,25 @@
+"""What megatron-core and torch say on every rank of packages and settings that nothing here uses; users never see it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+
+MESSAGES = (
+    *("Apex", "Transformer Engine", "cuda_graph_scope", "is deprecated", "deprecating ShardedTensor"),
+    *("GPTModel IS DEPRECATED", "MimoModelConfig is experimental"),
+)
+_MESSAGE = re.compile("|".join(MESSAGES))
+
+
+def ignore_warnings() -> None:
+    """Ignore these warnings from now on."""
+    warnings.filterwarnings("ignore", message=f"(?s).*({_MESSAGE.pattern})")
+
+
+def is_for_users(record: logging.LogRecord) -> bool:
+    """Return whether a record says something else; ours always do."""
+    return record.name.startswith(("megatron.trainer", "megatron.dynamic_cp")) or not _MESSAGE.search(
+        record.getMessage()
+    )

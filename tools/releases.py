@@ -1,0 +1,174 @@
+"""Tests this on every release of megatron-core, on every Python at hand: what to run each night, an hour or two.
+
+    python -m tools.releases [--python 3.12 ...] [--release 0.19.2 ...] [--only tests|checkpoints] [-- WORDS OF PYTEST]
+
+`make` makes .venv-3.12 and its kind, each with the newest release that runs there; older ones are installed beside it,
+below runs/releases, and put first on the path. Two things are tried: the tests of steps, runs and faults on each pair
+of Python and release, and checkpoints, saved with one release and resumed with another: losses are those of the run
+that was not interrupted, on the same plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.dynamic_cp.repairs.releases import RELEASES, Release
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "runs" / "releases"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+TESTS = ("tests/distributed", "tests/trainer", "tests/faults")
+SAVED, LAST = 4, 8
+LIMIT_S = 3600
+TOLERANCE = 1e-6
+TRAINING = (
+    "--nproc-per-node 2 pretrain_gpt.py --dynamic-cp --distributed-backend gloo --dynamic-cp-calibrate off --mock-data "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --make-vocab-size-divisible-by 8 "
+    "--seq-length 128 --max-seqlen-per-dp-cp-rank 64 --global-batch-size 12 --lr 1e-3 --lr-decay-iters 8 --seed 7 "
+    f"--train-iters {LAST}"
+)
+
+
+class Environment(NamedTuple):
+    """A Python with a release of megatron-core."""
+
+    python: str
+    release: Release
+    command: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, megatron-core {self.release.version}"
+
+    def run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a module, from the repository's root."""
+        known = os.environ
+        variables = {**known, "PYTHONPATH": f"{ROOT}:{self.path}", "OMP_NUM_THREADS": "1", "MEGATRON_LM": ""}
+        return subprocess.run(
+            [self.command, "-m", *words],
+            cwd=ROOT,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+
+def environments(pythons: Sequence[str], versions: Sequence[str], venv: str) -> Iterator[Environment]:
+    """Yield each pair that is asked for and can be, after installing it.
+
+    Args:
+        venv: folder of a Python's environment, with {} for the Python; `make` makes what is not there.
+    """
+    for python in pythons:
+        folder = ROOT / venv.format(python)
+        if not (folder / "bin" / "python").exists():
+            found = subprocess.run(["sh", "tools/find_python.sh", python], cwd=ROOT, capture_output=True, text=True)
+            if not found.stdout.strip():
+                print(f"Python {python}: not found", flush=True)
+                continue
+            made = [f"VENV={folder}", f"PYTHON={found.stdout.strip()}", str(folder / ".ready")]
+            subprocess.run(["make", "--silent", *made], cwd=ROOT, check=True)
+        command = str(folder / "bin" / "python")
+        minor = tuple(map(int, python.split(".")))
+        runs = [release for release in RELEASES if minor >= release.min_python]
+        for release in runs:
+            if release.version not in versions:
+                continue
+            beside = "" if release == runs[-1] else str(_installed_beside(command, python, release))
+            environment = Environment(python, release, command, beside)
+            imported = environment.run(["tools.say_versions"]).stdout
+            if not re.search(rf"megatron-core {re.escape(release.version)}[,+]", imported):  # + and a commit
+                raise RuntimeError(f"{environment} is wanted, but it imports {imported}")
+            yield environment
+
+
+def _installed_beside(command: str, python: str, release: Release) -> Path:
+    folder = WORK / f"{python}-{release.version}"
+    if not folder.exists():
+        words = ["install", "--quiet", "--no-deps", "--target", str(folder), f"megatron-core=={release.version}"]
+        subprocess.run([command, "-m", "pip", *words], check=True)
+    return folder
+
+
+def run_tests(environment: Environment, words: Sequence[str]) -> bool:
+    """Run pytest, print its last line and what failed; return whether nothing did."""
+    done = environment.run(["pytest", "-q", "-n", "2", "--dist", "loadfile", *(words or TESTS)])
+    lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
+    print(f"{environment}: {lines[-1]}", flush=True)
+    print("".join(f"  {line}\n" for line in lines if line.startswith(("FAILED", "ERROR"))), end="", flush=True)
+    return done.returncode == 0
+
+
+def losses(environment: Environment, *words: str) -> dict[int, float]:
+    """Return iteration -> loss of a run.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = environment.run(["torch.distributed.run", "--standalone", *TRAINING.split(), *words])
+    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", done.stdout)
+    if done.returncode or not found:
+        raise RuntimeError(f"{environment}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+    return {int(iteration): float(loss) for iteration, loss in found}
+
+
+def exchange_checkpoints(known: Sequence[Environment]) -> bool:
+    """Save with each, resume with each, print the largest relative difference of a loss; return whether all are small."""
+    whole: dict[Environment, Mapping[int, float]] = {}
+    folders: dict[Environment, Path] = {}
+    for environment in known:
+        folder = folders[environment] = WORK / "saved" / f"{environment.python}-{environment.release.version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        whole[environment] = losses(environment, "--save", str(folder), "--save-interval", str(SAVED))
+        (folder / "latest_checkpointed_iteration.txt").write_text(f"{SAVED}\n")
+    expected = whole[known[0]]
+    good = True
+    for saver in known:
+        print(f"uninterrupted with {saver}: {_difference(whole[saver], expected):.1e}", flush=True)
+        good &= _difference(whole[saver], expected) <= TOLERANCE
+        for loader in known:
+            resumed = losses(loader, "--load", str(folders[saver]))
+            assert min(resumed) == SAVED + 1, resumed
+            difference = _difference(resumed, expected)
+            print(f"saved with {saver}, resumed with {loader}: {difference:.1e}", flush=True)
+            good &= difference <= TOLERANCE
+    return good
+
+
+def _difference(some: Mapping[int, float], others: Mapping[int, float]) -> float:
+    return max(abs(loss - others[iteration]) / others[iteration] for iteration, loss in some.items())
+
+
+def main() -> int:
+    """Return 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS, metavar="3.x")
+    versions = [release.version for release in RELEASES]
+    parser.add_argument("--release", nargs="+", choices=versions, default=versions)
+    parser.add_argument("--only", choices=("tests", "checkpoints"))
+    parser.add_argument("--venv", default=".venv-{}", help="folder of a Python's environment, default: %(default)s")
+    parser.add_argument("words", nargs="*", metavar="WORD", help=f"of pytest, default: {' '.join(TESTS)}")
+    asked = parser.parse_args()
+    known = list(environments(asked.python, asked.release, asked.venv))
+    good = bool(known)
+    if asked.only != "tests":
+        good &= exchange_checkpoints(known)
+    if asked.only != "checkpoints":
+        for environment in known:
+            good &= run_tests(environment, asked.words)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
