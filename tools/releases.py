@@ -124,7 +124,7 @@ def losses(environment: Environment, *words: str) -> dict[int, float]:
 
 
 def exchange_checkpoints(known: Sequence[Environment]) -> bool:
-    """Save with each, resume with each, print the largest relative difference of a loss; return whether all are small."""
+    """Save with each, resume with each, print the largest relative difference of losses; return if all are small."""
     whole: dict[Environment, Mapping[int, float]] = {}
     folders: dict[Environment, Path] = {}
     for environment in known:

@@ -1,4 +1,4 @@
-"""What megatron-core and torch say on every rank of packages and settings that nothing here uses; users never see it."""
+"""What megatron-core and torch say on every rank of packages and settings that nothing here uses: hidden from users."""
 
 from __future__ import annotations
 
