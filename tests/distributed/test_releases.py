@@ -15,6 +15,7 @@ import megatron.core as core
 import pytest
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.distributed import param_and_grad_buffer
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -42,6 +43,7 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
     releases.ASYNC_STRATEGIES: lambda: "async_strategy" in inspect.signature(dist_checkpointing.save).parameters,
     releases.COMMON_BY_FUNCTION: lambda: hasattr(serialization, "load_common"),
     releases.COMMON_AS_OBJECT: lambda: '"common_state"' in inspect.getsource(serialization.save),
+    releases.READ_ALONE: lambda: "no_dist=True" in inspect.getsource(TorchDistLoadShardedStrategy.load),
     releases.GRADIENTS_WAIT_FOR_GRAPHS: lambda: (
         "_cudagraph_wgrad_ready_event" in inspect.getsource(param_and_grad_buffer)
     ),
@@ -97,9 +99,8 @@ def test_training_refuses_it_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "megatron_core-0.15.3.dist-info").mkdir()
     (tmp_path / "megatron_core-0.15.3.dist-info" / "METADATA").write_text("Name: megatron-core\nVersion: 0.15.3\n")
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
-    words = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --global-batch-size 1 --train-iters 1"
-    )
+    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --global-batch-size 1 "
+    words += "--train-iters 1 --lr 1 --mock-data --distributed-backend gloo"
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *words.split()],
         cwd=ROOT,

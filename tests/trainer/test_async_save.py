@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint import FileSystemReader
 
-from megatron.trainer.checkpoints import checkpoint_files, manifest
+from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
@@ -95,8 +95,14 @@ def _contents(folder: Path) -> dict[str, Any]:
     `.metadata` lists the tensors; its bytes depend on which of its strings are the same object. The common values hold
     the arguments: where a run saves, how, and how long it is.
     """
-    contents: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".metadata"}
-    common = torch.load(folder / "common.pt", weights_only=False)
+    contents: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".distcp"}
+    del contents[".metadata"]
+    metadata = FileSystemReader(folder).read_metadata()
+    for index, place in metadata.storage_data.items():
+        content = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+        contents[f"{place.relative_path}: {index.fqn} {index.offset}"] = content
+    common = safe_loading.read_common(folder)
+    contents.pop("__0_0.distcp: common_state/shard_0_1 None", None)
     arguments = vars(common.pop("args"))
     for name in ("save", "async_save", "train_iters", "train_samples"):
         del arguments[name]

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.checkpoints import manifest
 from megatron.trainer.ending import exits
 from tests.trainer.training_ranks import run_command, train
@@ -104,6 +105,10 @@ def _flip(whole: bytes) -> bytes:
 )
 def test_a_damaged_checkpoint(saved, monkeypatch, damaged, damage):
     path = saved / "iter_0000002" / damaged
+    if not path.exists():
+        assert damaged == "common.pt"
+        assert releases.COMMON_AS_OBJECT.here
+        pytest.skip("this megatron-core writes no common.pt: its values are in __0_0.distcp")
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
     try:

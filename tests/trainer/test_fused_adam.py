@@ -30,8 +30,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: Any,
+        eps: float,
+        adam_w_mode: bool,
+        capturable: bool = False,
+    ) -> None:
         assert adam_w_mode
+        assert not capturable
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

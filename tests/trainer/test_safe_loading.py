@@ -37,6 +37,9 @@ from tests.trainer.training_ranks import run_command, train
 NEVER_RUN = "so it is refused"
 
 
+COMMON_OBJECT = "common_state/shard_0_1"
+
+
 def state_of(rank: int, filled: bool = False) -> dict[str, Any]:
     """Return what a rank saves or asks for: its half of a weight, and an object of its own."""
     weight = torch.arange(4.0) + 10 * rank if filled else torch.zeros(4)
@@ -81,8 +84,8 @@ def _within_metadata(folder: Path, mark: Path) -> None:
 
 
 def _common(folder: Path, mark: Path, **how: Any) -> None:
-    common = torch.load(folder / "common.pt", weights_only=True)
-    torch.save({**common, "more": Payload(mark)}, folder / "common.pt", **how)
+    """From megatron-core 0.19 on there is no such file; one that is there is read."""
+    torch.save({**safe_loading.read_common(folder), "more": Payload(mark)}, folder / "common.pt", **how)
 
 
 def _plain_common(folder: Path, mark: Path) -> None:
@@ -97,7 +100,7 @@ def _in_place_of(key: str) -> Callable[[Path, Path], None]:
         torch.save(Payload(mark), content)
         (folder / "__9_9.distcp").write_bytes(content.getvalue())
         metadata = pickle.loads((folder / ".metadata").read_bytes())
-        (name, *_) = (name for name in metadata.state_dict_metadata if name.startswith(key))
+        (name, *_) = [name for name in metadata.state_dict_metadata if name.startswith(key)] or [COMMON_OBJECT]
         for index in [index for index in metadata.storage_data if index.fqn == name]:
             del metadata.storage_data[index]
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
@@ -105,6 +108,12 @@ def _in_place_of(key: str) -> Callable[[Path, Path], None]:
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
     return poison
+
+
+def _common_among_the_tensors(folder: Path, mark: Path) -> None:
+    """As megatron-core 0.19 saves them; every release reads both."""
+    (folder / "common.pt").unlink(missing_ok=True)
+    _in_place_of(COMMON_OBJECT)(folder, mark)
 
 
 CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
@@ -117,6 +126,10 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         f"common.pt holds posix.mkdir, .*{NEVER_RUN}",
     ),
     "a plain pickle as common.pt": (_plain_common, r"common.pt cannot be read \(UnpicklingError"),
+    "common values among the tensors": (
+        _common_among_the_tensors,
+        rf"__9_9.distcp \({COMMON_OBJECT}\) holds posix.mkdir, .*{NEVER_RUN}",
+    ),
     "random states": (_in_place_of("rng"), rf"__9_9.distcp \(rng/shard_\d_2\) holds posix.mkdir, .*{NEVER_RUN}"),
     "a weight": (_in_place_of("weight"), "cannot be read"),
 }

@@ -76,13 +76,18 @@ COMMON_AS_OBJECT = Difference(
     what="the values beside the tensors are an object among them, and there is no common.pt",
     why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
 )
+READ_ALONE = Difference(
+    since="0.18.2",
+    what="each rank reads its tensors alone; before, the reading of all ranks failed if that of one did",
+    why="ranks tell each other what they could not read, or the others would wait for one that has ended",
+)
 GRADIENTS_WAIT_FOR_GRAPHS = Difference(
     since="0.19.2",
     what="reducing gradients asks for the current CUDA stream, which may have to wait for CUDA graphs",
     why="CPU ranks have neither: a shim more",
 )
 
-DIFFERENCES = (ASYNC_STRATEGIES, COMMON_BY_FUNCTION, COMMON_AS_OBJECT, GRADIENTS_WAIT_FOR_GRAPHS)
+DIFFERENCES = (ASYNC_STRATEGIES, COMMON_BY_FUNCTION, COMMON_AS_OBJECT, READ_ALONE, GRADIENTS_WAIT_FOR_GRAPHS)
 
 
 def check_installed() -> None:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from traceback import StackSummary
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -31,12 +33,16 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata, ReadItem
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dynamic_cp.errors import CheckpointError
-from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
+from megatron.dynamic_cp.agreement.messages import all_gather_bytes
+from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.repairs import releases
+
+T = TypeVar("T")
 
 COMMON = "common.pt"
 _COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -165,8 +171,30 @@ class _ShardedPart(TorchDistLoadShardedStrategy):
         self._reader = reader
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *how: Any) -> Any:
-        with _in_place(torch_strategies, "_get_filesystem_reader", lambda *_args, **_kwargs: self._reader):
-            return super().load(sharded_state_dict, checkpoint_dir, *how)
+        def load() -> Any:
+            with _in_place(torch_strategies, "_get_filesystem_reader", lambda *_args, **_kwargs: self._reader):
+                return super(_ShardedPart, self).load(sharded_state_dict, checkpoint_dir, *how)
+
+        return _failing_together(load) if releases.READ_ALONE.here else load()
+
+
+def _failing_together(load: Callable[[], T]) -> T:
+    """Return what `load` returns on this rank. Collective.
+
+    Raises:
+        CheckpointException: of any rank, with the causes of all; on every rank.
+    """
+    cause = loaded = None
+    try:
+        loaded = load()
+    except CheckpointException as error:
+        ((own, _),) = error.failures.values()
+        cause = str(own)
+    causes = [json.loads(text) for text in all_gather_bytes(json.dumps(cause).encode(), collective_device())]
+    failures = {rank: (RuntimeError(text), StackSummary()) for rank, text in enumerate(causes) if text is not None}
+    if failures:
+        raise CheckpointException("load", failures)
+    return cast(T, loaded)
 
 
 def _reader_of_common() -> tuple[Any, str]:

@@ -9,6 +9,7 @@ import warnings
 MESSAGES = (
     *("Apex", "Transformer Engine", "cuda_graph_scope", "is deprecated", "deprecating ShardedTensor"),
     *("GPTModel IS DEPRECATED", "MimoModelConfig is experimental"),
+    *("argument order of load has been changed", "assuming the intent is to load in a single process"),
 )
 _MESSAGE = re.compile("|".join(MESSAGES))
 
