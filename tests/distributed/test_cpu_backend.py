@@ -28,7 +28,8 @@ from tests.distributed.harness import RankError, initialize_model_parallel, run_
 
 SEED = 7
 MODEL_PARALLEL_SEED = SEED + 2718  # as model_parallel_cuda_manual_seed derives it on TP rank 0
-NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver|Cannot re-initialize CUDA in forked subprocess"
+"""What torch says where it has no CUDA, no device, or is forked."""
 
 
 def draws_of_seed(seed: int) -> torch.Tensor:
@@ -115,6 +116,16 @@ def build_gradient_buffers() -> None:
     assert module.weight.main_grad.tolist() == [[1.0] * 4] * 4
 
 
+def reduce_gradients() -> None:
+    initialize_model_parallel()
+    module = torch.nn.Linear(4, 4)
+    config = reference.transformer_config(reference.LLAMA)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
+    model(torch.ones(1, 4)).sum().backward()
+    model.finish_grad_sync()
+    assert module.weight.main_grad.tolist() == [[1.0] * 4] * 4
+
+
 def send_a_shape_and_a_tensor() -> None:
     """P2P between stages with shapes unknown to the receiver."""
     initialize_model_parallel(pp=2)
@@ -183,6 +194,7 @@ ABLATIONS = {
     "tensor_cuda_method": (2, tie_embeddings_across_stages, NO_CUDA),
     "current_device": (1, build_gradient_buffers, NO_CUDA),
     "synchronize": (2, send_a_shape_and_a_tensor, NO_CUDA),
+    "current_stream": (1, reduce_gradients, NO_CUDA),
     "get_rng_state": (1, initialize_model_parallel, NO_CUDA),
     "manual_seed": (1, seed_a_region, "the region's sequence is not that of its seed"),
     "tracker_get_rng_state": (1, recompute_dropout, NO_CUDA),
@@ -196,6 +208,9 @@ def test_every_shim_has_its_ablation() -> None:
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_shim_is_needed(name: str) -> None:
+    (shim,) = (shim for shim in cpu_backend.SHIMS if shim.name == name)
+    if shim.since is not None and not shim.since.here:
+        pytest.skip(f"only from megatron-core {shim.since.since} on")
     world_size, operation, symptom = ABLATIONS[name]
     run_ranks(world_size, operation, timeout_s=60)
     with pytest.raises(RankError, match=symptom):

@@ -7,6 +7,7 @@ TransformerEngine under CP.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.parity import Layout, assert_equal_to_reference, run_step, samples_of
 
 CP_SIZE = 4
+
+
+def shard_of_this_rank(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a sequence in the static CP group, cut by megatron-core."""
+    from_0_18 = "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters
+    group = parallel_state.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(whole, **{"is_hybrid_cp": False} if from_0_18 else {}, cp_group=group)
 
 
 class StaticGroupAttention(TorchTHDAttention):
@@ -74,7 +82,7 @@ def megatron_static_cp_step(samples: tuple[Sample, ...], initial: dict[str, torc
             whole["position_ids"] = torch.arange(seqlen)[None]
             boundaries = torch.tensor([0, seqlen], dtype=torch.int32)
             params = PackedSeqParams("thd", boundaries, boundaries, boundaries, boundaries, seqlen, seqlen)
-            yield sample.sample_id, get_batch_on_this_cp_rank(whole), params
+            yield sample.sample_id, shard_of_this_rank(whole), params
 
     def forward_step(data_iterator: Any, gpt: Any) -> Any:
         sample_id, batch, params = next(data_iterator)

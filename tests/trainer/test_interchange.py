@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import queue
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.plans.padding import padded_seqlens
@@ -37,7 +35,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import initialize, model
 from megatron.trainer.setup.run_data import data_config
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_static_cp import StaticGroupAttention
+from tests.distributed.test_static_cp import StaticGroupAttention, shard_of_this_rank
 from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, ON, ON_TWO, SHARDED
 from tests.trainer.training_ranks import losses, run_command, train
@@ -134,10 +132,7 @@ class Stock:
         whole = {name: torch.nn.functional.pad(column, (0, pad))[None] for name, column in columns.items()}
         whole["position_ids"] = torch.arange(seqlen)[None]
         ends = torch.tensor([0, seqlen], dtype=torch.int32)
-        from_0_18 = "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters
-        group = parallel_state.get_context_parallel_group()
-        shard = get_batch_on_this_cp_rank(whole, **{"is_hybrid_cp": False} if from_0_18 else {}, cp_group=group)
-        return shard, PackedSeqParams("thd", ends, ends, ends, ends, seqlen, seqlen)
+        return shard_of_this_rank(whole), PackedSeqParams("thd", ends, ends, ends, ends, seqlen, seqlen)
 
     def _metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
