@@ -47,7 +47,11 @@ setup(
         "exact": EXACT,
         "report": REPORT,
         "train": TRAIN,
-        "te": ["transformer-engine[pytorch]>=2.11,<2.12"],
+        # megatron-core 0.16.1 declares 2.9 to 2.11; later ones any. 2.20 is the newest that was read for this.
+        "te": [
+            "transformer-engine[pytorch]>=2.11,<2.12; python_version<'3.12'",
+            "transformer-engine[pytorch]>=2.11,<2.21; python_version>='3.12'",
+        ],
         "megatron-lm": MEGATRON_LM,
         "test": TEST,
         "docs": DOCS,
