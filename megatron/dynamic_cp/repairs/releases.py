@@ -58,7 +58,11 @@ class Difference:
     @property
     def here(self) -> bool:
         """Whether the megatron-core of this process does it."""
-        return _imported() >= _numbers(self.since)
+        return self.is_in(_imported())
+
+    def is_in(self, version: str) -> bool:
+        """Return whether a megatron-core of that version does it."""
+        return _numbers(version) >= _numbers(self.since)
 
 
 ASYNC_STRATEGIES = Difference(
@@ -121,6 +125,12 @@ def check(version: str) -> None:
     )
 
 
+def closest(version: str) -> Release:
+    """Return the newest of RELEASES whose series is that of `version`, or an older one."""
+    series = _numbers(version)[:2]
+    return next(one for one in reversed(RELEASES) if _numbers(one.version)[:2] <= series or one is RELEASES[0])
+
+
 def newest() -> Release:
     """Return the newest release that runs on this Python."""
     return [release for release in RELEASES if sys.version_info[:2] >= release.min_python][-1]
@@ -132,11 +142,11 @@ def table_rows() -> list[str]:
 
 
 @functools.cache
-def _imported() -> tuple[int, ...]:
+def _imported() -> str:
     """Return the version of the megatron-core that is imported: a checkout's need not be the installed one."""
     import megatron.core as core
 
-    return _numbers(core.__version__)
+    return str(core.__version__)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
