@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -13,15 +14,10 @@ from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.repairs import triton_imports
 from megatron.lm_adaptor import flags
-from megatron.lm_adaptor.checkout import (
-    SUPPORTED_VERSIONS,
-    Checkout,
-    explain_missing_package,
-    import_without_triton,
-    put_first,
-)
-from megatron.lm_adaptor.replacements import REPLACEMENTS, SCRIPT, find
+from megatron.lm_adaptor.checkout import Checkout, explain_missing_package, put_first
+from megatron.lm_adaptor.replacements import SCRIPT, find, replaced_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,29 +34,38 @@ def activate(checkout: Checkout) -> None:
     if _active is not None:
         return
     put_first(checkout.root)
-    if checkout.version in SUPPORTED_VERSIONS:
+    triton_imports.install()
+    if not checkout.takes_schedulers:
         try:
-            _active = _Adaptor()
+            _active = _Adaptor(checkout.version)
         except ModuleNotFoundError as error:
             explain_missing_package(error)
             raise
         _active.install()
     else:
-        from megatron.lm_adaptor.scheduler import register, take_choice
+        from megatron.lm_adaptor.scheduler import check_device, register, take_choice
 
         sys.argv[1:], ours = take_choice(sys.argv[1:])
+        if ours.is_chosen:
+            check_device()
         register(hardware=ours.dynamic_cp_hardware, search=ours.dynamic_cp_search, as_theirs=ours.is_chosen)
 
 
 class _Adaptor:
-    """The replaced functions and what they share."""
+    """The replaced functions and what they share.
 
-    def __init__(self) -> None:
-        import_without_triton("megatron.core.transformer.custom_layers.batch_invariant_kernels")
-        self._original = {r.where: find(r) for r in REPLACEMENTS if r.module != SCRIPT}
+    Args:
+        version: of the checkout.
+    """
+
+    def __init__(self, version: str) -> None:
+        self._replaced = replaced_in(version)
+        self._original = {r.where: find(r) for r in self._replaced if r.module != SCRIPT}
         self._on_cpu = False
         self._is_logging = False
         self._elapsed_s = 0.0
+        self._forward_step: Any = None
+        self._process_non_loss_data: Any = None
         self._loaders: list[Any] = []
         self._asked: Any = None
         self._planned: Any = None
@@ -71,12 +76,11 @@ class _Adaptor:
 
     def install(self) -> None:
         """Put a function, or class, of ours in each place of the table."""
-        for replacement in REPLACEMENTS:
+        for replacement in self._replaced:
             if replacement.module == SCRIPT:
                 continue
             original = self._original[replacement.where]
-            name = replacement.symbol.lstrip("_")
-            ours = getattr(self, f"_{name}")
+            ours = getattr(self, f"_{replacement.name}")
             module = importlib.import_module(replacement.module)
             if isinstance(original, type):
                 setattr(module, replacement.symbol, ours(original))
@@ -105,17 +109,12 @@ class _Adaptor:
         return SFTTokenizer
 
     def _pretrain(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        theirs = given.arguments.get("extra_args_provider")
-
-        def extra_args_provider(parser: Any) -> Any:
-            return flags.add_flags(parser if theirs is None else theirs(parser))
-
-        given.arguments["extra_args_provider"] = extra_args_provider
-        self._forward_step = given.arguments["forward_step_func"]
-        self._process_non_loss_data = given.arguments.get("process_non_loss_data_func")
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        self._forward_step = given["forward_step_func"]
+        self._process_non_loss_data = given.get("process_non_loss_data_func")
+        self._prepare_script()
         try:
-            return original(*given.args, **given.kwargs)
+            return original(*args, **kwargs)
         finally:
             if self._session is not None:
                 self._session.close()
@@ -132,7 +131,16 @@ class _Adaptor:
         return flags.accept_auto(original(parser))
 
     def _parse_args(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        parsed = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs)
+        if given.arguments.get("ignore_unknown_args"):  # a first look at the flags of something else
+            return original(*args, **kwargs)
+        theirs = given.arguments.get("extra_args_provider")
+
+        def extra_args_provider(parser: Any) -> Any:
+            return flags.add_flags(parser if theirs is None else theirs(parser))
+
+        given.arguments["extra_args_provider"] = extra_args_provider
+        parsed = original(*given.args, **given.kwargs)
         import torch
 
         from megatron.trainer.setup.initialize import choose_backend
@@ -155,9 +163,14 @@ class _Adaptor:
                 for level, line in flags.overridden(self._asked, sys.argv[1:]):
                     logger.log(level, "dynamic CP: %s", line)
             flags.environment_is_ready(2, parsed.tensor_model_parallel_size)
-            self._check_script()
-            self._use_get_batch()
+            self._prepare_script()
         return parsed
+
+    def _prepare_script(self) -> None:
+        """Check and change the script, once both its flags and its functions are known."""
+        if self._is_on and self._forward_step is not None:
+            self._check_script()
+            self._replace_in_script()
 
     def _check_script(self) -> None:
         if self._process_non_loss_data is not None:
@@ -166,20 +179,25 @@ class _Adaptor:
                 "its own, and a global batch is planned by all ranks: leave it out"
             )
 
-    def _use_get_batch(self) -> None:
-        """Exchange get_batch in the script that defines the forward step."""
-        from megatron.lm_adaptor.session import get_batch
+    def _replace_in_script(self) -> None:
+        """Exchange get_batch, and what belongs to it, in the script that defines the forward step."""
+        from megatron.lm_adaptor import script
 
-        script = getattr(self._forward_step, "__globals__", {})
-        if "get_batch" not in script or "get_batch" not in self._forward_step.__code__.co_names:
-            raise UnsupportedFeatureError(
-                f"the forward step of the script ({self._forward_step}) does not call a get_batch of its own module, "
-                "which is replaced because it builds batches of one length: use pretrain_gpt.py's form"
-            )
-        script["get_batch"] = get_batch
+        namespace = getattr(self._forward_step, "__globals__", {})
+        for replacement in self._replaced:
+            if replacement.module != SCRIPT:
+                continue
+            if replacement.symbol not in namespace or replacement.symbol not in self._forward_step.__code__.co_names:
+                raise UnsupportedFeatureError(
+                    f"the forward step of the script ({self._forward_step}) does not call a {replacement.symbol} of "
+                    "its own module, which is replaced because it builds batches of one length: use pretrain_gpt.py's "
+                    "form"
+                )
+            namespace[replacement.symbol] = getattr(script, replacement.name)
 
     def _validate_args(self, original: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
-        validated = original(args, *more, **kwargs)
+        with flags.any_evaluation_batch(args) if self._is_on else contextlib.nullcontext():
+            validated = original(args, *more, **kwargs)
         if self._is_on:
             flags.refuse_loaded(args)
             # 0.16.1 needs it for pipeline stages only; without them no lengths are exchanged.
@@ -218,16 +236,16 @@ class _Adaptor:
             DynamicCPGPTModel.transformer_impl = self._session.runtime.layers.impl
         return result
 
-    def _set_jit_fusion_options(self, original: Any) -> None:
+    def _set_jit_fusion_options(self, original: Any, **kwargs: Any) -> None:
         if self._on_cpu:
             return
         args = self._get_args()
         if not self._is_on:
-            original()
+            original(**kwargs)
             return
         seq_length, args.seq_length = args.seq_length, self._session.runtime.options.max_tokens_per_rank
         try:
-            original()
+            original(**kwargs)
         finally:
             args.seq_length = seq_length
 
@@ -277,8 +295,8 @@ class _Adaptor:
             LaneIterator(name, items) for name, items in zip((TRAIN, VALIDATION, TEST), iterators, strict=True)
         )
 
-    def _get_forward_backward_func(self, original: Any) -> Any:
-        return self._session.run_step if self._is_on else original()
+    def _get_forward_backward_func(self, original: Any, **kwargs: Any) -> Any:
+        return self._session.run_step if self._is_on else original(**kwargs)
 
     def _load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with phase.during("loading the checkpoint"):
@@ -355,9 +373,9 @@ class _Adaptor:
             self._session.resume(state)
         return found
 
-    def _num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
+    def _num_floating_point_operations(self, original: Any, *args: Any, **kwargs: Any) -> float:
         if not self._is_on:
-            return original(args, batch_size)  # type: ignore[no-any-return]
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
         # The loop sums up steps, the log divides by the mean time of its interval.
         return self._session.flops.mean if self._is_logging else self._session.flops.latest
 
@@ -378,14 +396,14 @@ class _Adaptor:
 
         return with_one_device(original)
 
-    def _get_model(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = original(*args, **kwargs)
+    def _setup_model_and_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
         if self._on_cpu:
             from megatron.core.utils import get_model_config
 
-            for chunk in chunks:
+            for chunk in made[0]:
                 get_model_config(chunk).deallocate_pipeline_outputs = False
-        return chunks
+        return made
 
     def _compile_dependencies(self, original: Any) -> None:
         if not self._on_cpu:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
+import platform
 import sys
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.repairs import releases
 
-SUPPORTED_VERSIONS = ("0.16.1",)
-"""Versions whose training loop the adaptor replaces parts of."""
+SUPPORTED_VERSIONS = {
+    "0.16.1": "core_v0.16.1",
+    "0.17.1": "core_v0.17.1",
+    "0.18.2": "core_v0.18.2",
+    "0.19.1": "core_v0.19.0",  # says so of itself
+    "0.19.2": "core_v0.19.0",  # the last tag that was there
+}
+"""Versions whose training loop the adaptor replaces parts of -> the tag that was run."""
 
 NEEDED = {"six": "six", "regex": "regex", "yaml": "pyyaml"}
 """Modules that a checkout's training code imports -> packages that have them; the extra megatron-lm."""
+
+SCHEDULERS = ("scheduler_map", "DefaultDynamicCPScheduler")
+"""What a checkout's data_schedule defines where a scheduler can be added that gives each micro-batch CP sizes."""
 
 _SCHEDULES = Path("megatron", "core", "datasets", "data_schedule.py")
 _VERSION = Path("megatron", "core", "package_info.py")
@@ -30,12 +39,13 @@ class Checkout:
     Attributes:
         root: its top folder, which holds `megatron/training`.
         version: of its megatron-core.
-        has_scheduler_map: it packs sequences itself and looks schedulers up in a table that can be added to.
+        takes_schedulers: it packs sequences itself, with CP sizes of their own, by schedulers of a table that can be
+            added to.
     """
 
     root: Path
     version: str
-    has_scheduler_map: bool
+    takes_schedulers: bool
 
 
 def find_root(script: Path) -> Path:
@@ -67,13 +77,21 @@ def open_checkout(script: Path) -> Checkout:
     checkout = Checkout(
         root=root,
         version=_read_version(root / _VERSION),
-        has_scheduler_map=_assigns(root / _SCHEDULES, "scheduler_map"),
+        takes_schedulers=set(SCHEDULERS) <= _defined(root / _SCHEDULES),
     )
-    if checkout.version not in SUPPORTED_VERSIONS and not checkout.has_scheduler_map:
+    if checkout.version not in SUPPORTED_VERSIONS and not checkout.takes_schedulers:
         raise UnsupportedFeatureError(
             f"the Megatron-LM checkout {root} is version {checkout.version}; supported are "
-            f"{', '.join(SUPPORTED_VERSIONS)} and newer checkouts with scheduler_map in {_SCHEDULES}: "
-            f"check out core_v{SUPPORTED_VERSIONS[-1]}",
+            f"{', '.join(SUPPORTED_VERSIONS)} and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
+            f"check out {SUPPORTED_VERSIONS[releases.newest().version]}",
+            version=checkout.version,
+        )
+    needed = releases.closest(checkout.version)
+    if sys.version_info[:2] < needed.min_python:
+        raise UnsupportedFeatureError(
+            f"the Megatron-LM checkout {root} is version {checkout.version}, which needs Python {needed.python} or "
+            f"newer, this is {platform.python_version()}: install this project with its extras train and megatron-lm "
+            f"for Python {needed.python}, or check out {SUPPORTED_VERSIONS[releases.newest().version]}",
             version=checkout.version,
         )
     return checkout
@@ -121,48 +139,28 @@ def explain_missing_package(error: ModuleNotFoundError) -> None:
     ) from error
 
 
-def import_without_triton(module: str) -> None:
-    """Import a module of the checkout that cannot be imported without triton; torch for CPUs has none.
-
-    What needs triton to run (batch-invariant mode, MoE) is not for CPU ranks anyway. Where triton is installed this is
-    a plain import.
-    """
-    if importlib.util.find_spec("triton") is not None:
-        importlib.import_module(module)
-        return
-    # Whatever else looks for triton when it is imported must not find this one.
-    for first in ("torch._dynamo", module.rpartition(".")[0]):
-        importlib.import_module(first)
-    names = ("triton", "triton.language")
-    language, triton = (types.ModuleType(name) for name in names)
-    language.__dict__["constexpr"] = int  # an annotation
-    triton.__dict__.update(jit=lambda kernel=None, **_: kernel or (lambda later: later), language=language)
-    sys.modules.update(zip(names, (triton, language), strict=True))
-    try:
-        importlib.import_module(module)
-    finally:
-        for name in names:  # nobody else must take it for the real one
-            del sys.modules[name]
-
-
 def _read_version(package_info: Path) -> str:
     values = {name: value for name, value in _constants(package_info) if isinstance(value, int | str)}
     try:
         return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
     except KeyError as error:
         raise UnsupportedFeatureError(
-            f"{package_info} does not say {error.args[0]}: it is not the package_info.py of megatron-core 0.16.1"
+            f"{package_info} does not say {error.args[0]}: it is not the package_info.py of megatron-core"
         ) from None
 
 
-def _assigns(source: Path, name: str) -> bool:
-    return source.is_file() and any(found == name for found, _ in _constants(source, whole=True))
+def _defined(source: Path) -> set[str]:
+    if not source.is_file():
+        return set()
+    classes = {
+        node.name for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    }
+    return classes | {name for name, _ in _constants(source)}
 
 
-def _constants(source: Path, *, whole: bool = False) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the assignments at the top level, or of all of them; value None: not a constant."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if whole else tree.body:
+def _constants(source: Path) -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of the assignments at the top level; value None: not a constant."""
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):
             value = node.value.value if isinstance(node.value, ast.Constant) else None
         elif isinstance(node, ast.AnnAssign):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint
+from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint, releases
 from megatron.dynamic_cp.repairs.cpu_backend import Shim
 
 
@@ -117,7 +117,8 @@ def load_dataset_helpers() -> None:
     if installed is None:
         raise InvalidInputError(
             "the compiled helpers_cpp of megatron.core.datasets is neither in the checkout nor in an installed "
-            "megatron-core: pip install megatron-core==0.16.1, or run make in megatron/core/datasets"
+            f"megatron-core: pip install megatron-core=={releases.newest().version}, or run make in "
+            "megatron/core/datasets"
         )
     spec = importlib.util.spec_from_file_location(name, installed)
     assert spec is not None

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -54,8 +54,18 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported(flag="--result-rejected-tracker-filename", reason=_LOOP),
     Unsupported(flag="--save-wgrads-interval", reason=_LOOP),
     Unsupported(flag="--save-dgrads-interval", reason=_LOOP),
+    Unsupported(flag="--save-activations-interval", reason=_LOOP),
+    Unsupported(flag="--save-tokens-per-expert-interval", reason=_LOOP),
+    Unsupported(flag="--logits-save-dir", reason=_LOOP),
+    Unsupported(flag="--logits-load-dir", reason=_LOOP),
+    Unsupported(flag="--optimizer-cuda-graph", reason=_LOOP),
     Unsupported(flag="--vision-pretraining", reason=_LOOP),
     Unsupported(flag="--decrease-batch-size-if-needed", reason="a global batch of any size is possible"),
+    Unsupported(flag="--step-batch-size-schedule", reason="the global batch has one size for the whole run"),
+    Unsupported(flag="--eval-global-batch-size", reason="evaluation has the global batch size of training"),
+    Unsupported(flag="--eval-micro-batch-size", off=(1,), reason="a micro-batch is a pack of samples"),
+    Unsupported(flag="--dataloader-inter-document-masking", reason="--use-varlen-dataset makes documents samples"),
+    Unsupported(flag="--hybrid-layer-pattern", reason="state-space layers are sequential"),
     Unsupported(flag="--full-validation", reason=_DATA),
     Unsupported(flag="--multiple-validation-sets", reason=_DATA),
     Unsupported(flag="--phase-transition-iterations", reason=_DATA),
@@ -222,13 +232,24 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
         raise InvalidInputError(f"{_LIMIT} auto needs --dynamic-cp in a checkout: add it, or leave {_LIMIT} out")
 
 
+@contextlib.contextmanager
+def any_evaluation_batch(args: argparse.Namespace) -> Iterator[None]:
+    """Have Megatron-LM validate another global batch for evaluation than training's, which lanes need not divide."""
+    if not hasattr(args, "eval_global_batch_size"):
+        yield
+        return
+    args.eval_global_batch_size = args.world_size
+    yield
+    args.eval_global_batch_size = args.global_batch_size
+
+
 def refuse_loaded(args: argparse.Namespace) -> None:
     """Check validated arguments again: --use-checkpoint-args may have changed them.
 
     Raises:
         UnsupportedFeatureError: naming the flag.
     """
-    follows_from_others = {"--expert-tensor-parallel-size"}
+    follows_from_others = {"--expert-tensor-parallel-size", "--eval-global-batch-size"}
     for feature in REFUSED:
         value = getattr(args, destination(feature.flag), None)
         if feature.flag not in follows_from_others and not feature.is_off(value):

@@ -39,6 +39,8 @@ NO_EFFECT = frozenset(
     }
 )
 """Fields of TransformerConfig that Megatron-LM sets from its own defaults and that may have any value."""
+NUM_WEIGHT_SHARDS = frozenset({"tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"})
+"""More of them, where a release has `differences.WEIGHT_SHARDS`; sizes above the tensor-parallel ones are refused."""
 
 
 class DynamicCPGPTModel(GPTModel):
@@ -56,7 +58,7 @@ class DynamicCPGPTModel(GPTModel):
         if not self.enabled:
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
-        check_supported(config, also_allowed=NO_EFFECT)
+        check_supported(config, also_allowed=NO_EFFECT | NUM_WEIGHT_SHARDS)
         spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
         super().__init__(config, spec, *args, **kwargs)
         use_one_rotary_table(self)

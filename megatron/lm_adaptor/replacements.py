@@ -1,4 +1,4 @@
-"""The table of what is replaced in a core_v0.16.1 checkout, where, and why; docs/how-to/megatron-lm.md shows it.
+"""The table of what is replaced in a checkout, where, and why; docs/how-to/megatron-lm.md shows it.
 
 A replacement is made only when its symbol is there: a checkout that was changed is refused before anything is built,
 naming the symbol. Without --dynamic-cp every replaced function calls what it replaced.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.repairs.releases import Difference
+from megatron.lm_adaptor import differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +22,35 @@ class Replacement:
     Attributes:
         module, symbol: where; module "the script" is the one that is run.
         reason: why.
+        since, until: checkouts with the one difference and without the other have it; None: all.
+        ours: the function or class that takes its place; "": the one of the same name.
     """
 
     module: str
     symbol: str
     reason: str
+    since: Difference | None = None
+    until: Difference | None = None
+    ours: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the function or class that takes its place."""
+        return self.ours or self.symbol.lstrip("_")
+
+    def is_in(self, version: str) -> bool:
+        """Return whether a checkout of that version has it."""
+        return (self.since is None or self.since.is_in(version)) and not (
+            self.until is not None and self.until.is_in(version)
+        )
+
+    @property
+    def releases(self) -> str:
+        """Which checkouts have it, as text."""
+        bounds = [
+            f"{word} {one.since}" for word, one in (("from", self.since), ("before", self.until)) if one is not None
+        ]
+        return ", ".join(bounds) or "all"
 
     @property
     def where(self) -> str:
@@ -34,17 +60,37 @@ class Replacement:
 
 SCRIPT = "the script"
 _TRAINING = "megatron.training.training"
+_PARSE = (
+    "ours adds the flags, refuses what is not supported, keeps --context-parallel-size for the static plan and passes "
+    "on 1"
+)
+_VALIDATE = (
+    "the original resets variable_seq_lengths; ours sets it and the DDP bucket size, and checks CP sizes and limits"
+)
+_LAYERS = "ours builds layers whose attention and RoPE use the group of the micro-batch"
+_CHATS = (
+    "the original takes what apply_chat_template returns for tokens, but transformers 5 returns a dict unless told "
+    "otherwise"
+)
+_BATCH = "ours returns the plan's micro-batch with its PackedSeqParams, on every pipeline stage"
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module="megatron.training",
         symbol="pretrain",
-        reason="ours adds the flags, replaces the script's get_batch and ends the planner; scripts import this name",
+        reason="ours replaces the script's get_batch and ends the planner; scripts import this name",
     ),
     Replacement(
         module="megatron.training.initialize",
         symbol="parse_args",
-        reason="ours refuses what is not supported, keeps --context-parallel-size for the static plan and passes on 1",
+        reason=_PARSE,
+        until=differences.FLAGS_BEFORE_PRETRAIN,
+    ),
+    Replacement(
+        module="megatron.training.arguments",
+        symbol="parse_args",
+        reason=_PARSE,
+        since=differences.FLAGS_BEFORE_PRETRAIN,
     ),
     Replacement(
         module="megatron.training.arguments",
@@ -55,8 +101,14 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module="megatron.training.initialize",
         symbol="validate_args",
-        reason="the original resets variable_seq_lengths; ours sets it and the DDP bucket size, and checks CP "
-        "sizes and limits",
+        reason=_VALIDATE,
+        until=differences.FLAGS_BEFORE_PRETRAIN,
+    ),
+    Replacement(
+        module="megatron.training.arguments",
+        symbol="validate_args",
+        reason=_VALIDATE,
+        since=differences.FLAGS_BEFORE_PRETRAIN,
     ),
     Replacement(
         module="megatron.training.global_vars",
@@ -78,7 +130,13 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module="megatron.core.models.gpt",
         symbol="GPTModel",
-        reason="ours builds layers whose attention and RoPE use the group of the micro-batch",
+        reason=_LAYERS,
+    ),
+    Replacement(
+        module="megatron.training.models.gpt",
+        symbol="GPTModel",
+        reason=_LAYERS,
+        since=differences.MODEL_FROM_CONFIG,
     ),
     Replacement(
         module=_TRAINING,
@@ -101,8 +159,15 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module="megatron.training.tokenizer.tokenizer",
         symbol="SFTTokenizer",
-        reason="the original takes what apply_chat_template returns for tokens, but transformers 5 returns a "
-        "dict unless told otherwise",
+        reason=_CHATS,
+        until=differences.TOKENIZERS_OF_CORE,
+    ),
+    Replacement(
+        module="megatron.core.tokenizers.text.libraries",
+        symbol="SFTTokenizer",
+        reason=_CHATS,
+        since=differences.TOKENIZERS_OF_CORE,
+        until=differences.TOKENIZER_TAKES_DICTS,
     ),
     Replacement(
         module=_TRAINING,
@@ -165,7 +230,22 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module=SCRIPT,
         symbol="get_batch",
-        reason="ours returns the plan's micro-batch with its PackedSeqParams, on every pipeline stage",
+        reason=_BATCH,
+        until=differences.BATCH_OF_FIELDS,
+    ),
+    Replacement(
+        module=SCRIPT,
+        symbol="get_batch",
+        reason=_BATCH,
+        since=differences.BATCH_OF_FIELDS,
+        ours="get_batch_of_fields",
+    ),
+    Replacement(
+        module=SCRIPT,
+        symbol="PackedSeqParams",
+        reason="ours are those of the micro-batch; the original cannot say more than the ten fields",
+        since=differences.BATCH_OF_FIELDS,
+        ours="take_packed_seq_params",
     ),
     # These do what Megatron-LM does, except on CPU ranks.
     Replacement(
@@ -180,7 +260,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         module=_TRAINING,
-        symbol="get_model",
+        symbol="setup_model_and_optimizer",
         reason="the original lets schedules free an output once it is sent; interleaved schedules do so while "
         "gloo still reads it",
     ),
@@ -198,6 +278,11 @@ REPLACEMENTS: tuple[Replacement, ...] = (
 )
 
 
+def replaced_in(version: str) -> list[Replacement]:
+    """Return the rows that a checkout of that version has."""
+    return [replacement for replacement in REPLACEMENTS if replacement.is_in(version)]
+
+
 def find(replacement: Replacement) -> Any:
     """Return what a replacement takes the place of.
 
@@ -207,21 +292,21 @@ def find(replacement: Replacement) -> Any:
     assert replacement.module != SCRIPT
     try:
         module = importlib.import_module(replacement.module)
-        return getattr(module, replacement.symbol)
+        if hasattr(module, replacement.symbol):
+            return getattr(module, replacement.symbol)
+        missing = replacement.where
     except ModuleNotFoundError as error:
         if error.name is None or not replacement.module.startswith(error.name):
             raise  # a package that Megatron-LM itself needs
         missing = f"the module {replacement.module}"
-    except AttributeError:
-        missing = replacement.where
     raise UnsupportedFeatureError(
         f"this Megatron-LM checkout has no {missing}, which is replaced ({replacement.reason}): use "
-        "an unchanged core_v0.16.1",
+        "an unchanged checkout of a supported version",
         symbol=replacement.where,
     )
 
 
 def table_row(replacement: Replacement) -> str:
     """Return the row of the table in docs/how-to/megatron-lm.md."""
-    where = f"`{replacement.where}`" if replacement.module != SCRIPT else "`get_batch` of the script"
-    return f"| {where} | {replacement.reason} |"
+    where = f"`{replacement.where}`" if replacement.module != SCRIPT else f"`{replacement.symbol}` of the script"
+    return f"| {where} | {replacement.releases} | {replacement.reason} |"

@@ -15,10 +15,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import ModelShape, PlanOptions, Problem, Sample, Topology
+from megatron.dynamic_cp.repairs import releases, triton_imports
+from megatron.lm_adaptor.checkout import SCHEDULERS, SUPPORTED_VERSIONS
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_of
 
 logger = logging.getLogger(__name__)
@@ -133,17 +137,32 @@ def register(*, hardware: str = "h100", search: str = "fast", as_theirs: bool = 
     Raises:
         UnsupportedFeatureError: the checkout has no such table or base class.
     """
+    triton_imports.install()
     module = importlib.import_module(_MODULE)
-    for symbol in ("scheduler_map", "DefaultDynamicCPScheduler"):
+    for symbol in SCHEDULERS:
         if not hasattr(module, symbol):
             raise UnsupportedFeatureError(
-                f"{_MODULE} has no {symbol}: use core_v0.16.1, or a checkout of dev from August 2026 on", symbol=symbol
+                f"{_MODULE} has no {symbol}: use a checkout of dev from August 2026 on", symbol=symbol
             )
     chosen = scheduler_class(module.DefaultDynamicCPScheduler, hardware=hardware, search=search)
     module.scheduler_map[NAME] = chosen
     if as_theirs:
         module.scheduler_map[THEIRS] = chosen
     return chosen
+
+
+def check_device() -> None:
+    """Check that a run with the scheduler can train here.
+
+    Raises:
+        UnsupportedFeatureError: there is no device.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedFeatureError(
+            f"--sequence-packing-scheduler {NAME} needs CUDA devices, torch sees none: branch dev asserts one, and its "
+            f"attention of packed samples is TransformerEngine's; on CPU ranks train a release, check out "
+            f"{SUPPORTED_VERSIONS[releases.newest().version]}"
+        )
 
 
 def take_choice(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,16 +242,3 @@ def sum_over_lanes(logged: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, 
         sums[key] = torch.stack(values).sum(dim=0)
         dist.all_reduce(sums[key], group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return [sums]
-
-
-def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None = None) -> tuple[Any, ...]:
-    """Return the next micro-batch in the order of Megatron-LM's get_batch; takes its place in the script."""
-    batch = next(data_iterator)
-    return (
-        batch["tokens"],
-        batch["labels"],
-        batch["loss_mask"],
-        None,
-        batch["position_ids"],
-        batch["packed_seq_params"],
-    )

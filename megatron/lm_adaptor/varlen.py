@@ -26,6 +26,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.lm_adaptor.differences import tokenizer_module
 from megatron.trainer.data.build import build_stream
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.mock import MockDocuments
@@ -160,15 +161,17 @@ def data_tokenizer(args: argparse.Namespace) -> Any:
     Raises:
         InvalidInputError: megatron-core cannot build one of this type.
     """
-    if args.legacy_tokenizer:
+    legacy = getattr(args, "legacy_tokenizer", None)  # newer checkouts have no such flag
+    if legacy:
         return importlib.import_module("megatron.training.global_vars").get_tokenizer()
-    core = importlib.import_module("megatron.core.tokenizers.text.utils.build_tokenizer")
+    core = importlib.import_module(tokenizer_module())
     try:
         return core.build_tokenizer(args)
     except Exception as error:  # of any library: some look for files on the network
+        remedy = "choose another" if legacy is None else "give --legacy-tokenizer if the documents were made with it"
         raise InvalidInputError(
             f"Megatron-LM's data sets cannot have --tokenizer-type {args.tokenizer_type}: {type(error).__name__}: "
-            f"{error}; give --legacy-tokenizer if the documents were made with it",
+            f"{error}; {remedy}",
             tokenizer_type=args.tokenizer_type,
         ) from error
 

@@ -9,6 +9,7 @@ imported before.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -20,18 +21,18 @@ NUM_DRAWN = 300
 def parse(argv: list[str]) -> Any:
     """Return the arguments as Megatron-LM parses them, and the size of its vocabulary."""
     from megatron.training import arguments, global_vars
-    from megatron.training.tokenizer import build_tokenizer
 
     from megatron.lm_adaptor import flags
 
     sys.argv = ["pretrain_gpt.py", *argv]
-    args = arguments.parse_args(extra_args_provider=flags.add_flags)
+    # Newer checkouts have ours here, which would prepare a run.
+    args = inspect.unwrap(arguments.parse_args)(extra_args_provider=flags.add_flags)
     flags.refuse_without_effect(args)
     # Of validate_args, what data sets read.
     args.data_parallel_size = 1
     if args.data_path is not None and args.split is None:
         args.split = "969, 30, 1"
-    global_vars._GLOBAL_TOKENIZER = build_tokenizer(args)
+    global_vars._GLOBAL_TOKENIZER = global_vars.build_tokenizer(args)
     return args
 
 

@@ -10,11 +10,19 @@ import pytest
 
 @pytest.fixture(scope="session")
 def checkout() -> str:
-    """The folder of a Megatron-LM checkout of core_v0.16.1."""
+    """The folder of a Megatron-LM checkout of a supported release."""
     folder = os.environ.get("MEGATRON_LM")
     if folder is None:
-        pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout of core_v0.16.1")
+        pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout of a supported release")
     return folder
+
+
+@pytest.fixture(scope="session")
+def version(checkout: str) -> str:
+    """What the checkout says it is."""
+    from megatron.lm_adaptor.checkout import open_checkout
+
+    return open_checkout(Path(checkout) / "pretrain_gpt.py").version
 
 
 @pytest.fixture(scope="session")

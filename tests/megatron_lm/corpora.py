@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from megatron.lm_adaptor.differences import TOKENIZERS_OF_CORE
 from tests.unit.data.made_tokenizers import TEXTS, train_tokenizer, write_tokenizer
 
 WORDS = " ".join(TEXTS[:4]).split()
@@ -65,10 +66,19 @@ def write_chats(folder: Path) -> list[list[dict[str, str]]]:
     return lines
 
 
-def chat_tokens(folder: Path, messages: list[dict[str, str]]) -> list[tuple[list[int], list[bool]]]:
+def chat_tokenizer(version: str, folder: Path) -> str:
+    """Return the flags for the tokenizer of `write_chats` in a checkout of that version."""
+    flags = "" if TOKENIZERS_OF_CORE.is_in(version) else "--legacy-tokenizer "
+    prompts = "--sft-tokenizer-prompt-format nemotron-nano-v2"
+    return f"{flags}--tokenizer-type SFTTokenizer --tokenizer-model {folder} {prompts}"
+
+
+def chat_tokens(
+    folder: Path, messages: list[dict[str, str]], *, ends_in_eod: bool
+) -> list[tuple[list[int], list[bool]]]:
     """Return the tokens of each conversation in Megatron-LM's nemotron-nano-v2 format, and which are learned.
 
-    Without transformers. The end of document is learned, too: it follows the assistant's last turn.
+    Without transformers. The end of document, if there is one, is learned, too: it follows the assistant's last turn.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     before = {"system": "<SPECIAL_10>System\n", "user": "<SPECIAL_11>User\n", "assistant": "<SPECIAL_11>Assistant\n"}
@@ -83,4 +93,5 @@ def chat_tokens(folder: Path, messages: list[dict[str, str]]) -> list[tuple[list
         # The format leaves out three tokens, whatever they are.
         learned += [role == "assistant" and place >= 3 for place in range(len(added))]
         tokens += added
-    return [([*tokens, CHAT_TOKENS.index("<|endoftext|>")], [*learned, True]) for tokens, learned in conversations]
+    end = [CHAT_TOKENS.index("<|endoftext|>")] * ends_in_eod
+    return [([*tokens, *end], [*learned, *[True] * len(end)]) for tokens, learned in conversations]

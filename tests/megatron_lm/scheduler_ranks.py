@@ -7,6 +7,7 @@ megatron.core must come from the checkout, so nothing of it may be imported befo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -110,9 +111,14 @@ def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
 def main() -> None:
     checkout, vp_group, max_sequences = sys.argv[1], *(int(a) or None for a in sys.argv[2:])
     sys.path.insert(0, checkout)
+    from megatron.dynamic_cp.repairs import triton_imports
+
+    triton_imports.install()
     from tests.distributed.harness import run_ranks
 
-    json.dump(run_ranks(NUM_LANES, run_rank, vp_group, max_sequences), sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):  # where the checkout logs
+        found = run_ranks(NUM_LANES, run_rank, vp_group, max_sequences)
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def adaptor(**values: Any) -> Any:
     """Return one with dynamic CP on."""
     made = object.__new__(_Adaptor)
     defaults = {"_asked": object(), "_on_cpu": False, "_is_logging": False, "_elapsed_s": 0.5, "_loaders": []}
+    defaults |= {"_forward_step": None, "_process_non_loss_data": None}
     for name, value in {**defaults, **values}.items():
         setattr(made, name, value)
     return made
@@ -77,30 +78,66 @@ def test_script_that_runs_the_last_rank_alone_is_refused() -> None:
         made._check_script()
 
 
+def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
+    """Megatron-LM's names and order."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--distributed-backend", default="nccl")
+    parser = parser if extra_args_provider is None else extra_args_provider(parser)
+    return parser.parse_args([])
+
+
+def own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--own")
+    return parser
+
+
 @pytest.mark.parametrize("by_name", [True, False])
-def test_flags_are_added_to_those_of_the_script(by_name: bool) -> None:
-    def pretrain(
-        provider: Any,
-        model_provider: Any,
-        model_type: Any,
-        forward_step_func: Any,
-        process_non_loss_data_func: Any = None,
-        extra_args_provider: Any = None,
-        args_defaults: Any = None,
-    ) -> Any:
-        return sorted(vars(extra_args_provider(argparse.ArgumentParser()).parse_args([]))), args_defaults
+def test_flags_are_added_to_those_of_the_script(monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+    monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
+    made = adaptor(_asked=None)
+    given: Any = ((), {"extra_args_provider": own}) if by_name else ((own,), {})
+    parsed = made._parse_args(parse_args, *given[0], **given[1])
+    assert {"own", "dynamic_cp", "dynamic_cp_dump", "use_varlen_dataset"} <= set(vars(parsed))
+    assert not made._is_on
 
-    def own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.add_argument("--own")
-        return parser
 
-    made = adaptor(_session=None)
-    more: Any = {"extra_args_provider": own, "args_defaults": {"a": 1}} if by_name else {}
-    found, defaults = made._pretrain(
-        pretrain, "data", "model", "type", forward_step, *(() if by_name else (None, own, {"a": 1})), **more
-    )
-    assert {"own", "dynamic_cp", "dynamic_cp_dump", "use_varlen_dataset"} <= set(found)
-    assert (defaults, made._forward_step, made._process_non_loss_data) == ({"a": 1}, forward_step, None)
+def test_a_first_look_at_some_flags_stays_as_it_is() -> None:
+    """Megatron-LM reads the command line once more, without the others, where it sets up restarts."""
+    assert vars(adaptor()._parse_args(parse_args, ignore_unknown_args=True)) == {"distributed_backend": "nccl"}
+
+
+@pytest.mark.parametrize("flags_first", [True, False])
+def test_the_script_is_prepared_once_its_flags_and_functions_are_known(
+    monkeypatch: pytest.MonkeyPatch, flags_first: bool
+) -> None:
+    """Until 0.17 pretrain() reads the flags, from 0.18 on the script does so before it."""
+    monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
+    monkeypatch.setattr(flags, "translate", lambda args: args)
+    monkeypatch.setattr(flags, "overridden", lambda *_: [])
+    monkeypatch.setattr(flags, "environment_is_ready", lambda *_: None)
+    seen: list[str] = []
+    made = adaptor(_asked=None, _session=None, _forward_step=None, _process_non_loss_data=None)
+    made._replace_in_script = lambda: seen.append("prepared")
+
+    def parse() -> None:
+        seen.append("parsed")
+        args = {"dynamic_cp": True, "distributed_backend": "nccl", "rank": 0, "tensor_model_parallel_size": 1}
+        made._parse_args(
+            lambda extra_args_provider=None: argparse.Namespace(
+                **args, use_varlen_dataset=True, eod_id=None, varlen_mock_dataset_config_json=None
+            )
+        )
+
+    def pretrain(provider: Any, forward_step_func: Any, process_non_loss_data_func: Any = None) -> str:
+        seen.append("pretrain")
+        if not flags_first:
+            parse()
+        return "trained"
+
+    if flags_first:
+        parse()
+    assert made._pretrain(pretrain, "data", forward_step) == "trained"
+    assert seen == (["parsed", "prepared", "pretrain"] if flags_first else ["pretrain", "parsed", "prepared"])
 
 
 def training_log(
@@ -173,9 +210,9 @@ def test_coefficients_and_random_states_of_a_checkpoint_are_taken_over() -> None
 def test_cpu_ranks_keep_outputs_that_gloo_still_sends(on_cpu: bool) -> None:
     """With and without --dynamic-cp: interleaved schedules freed them, and gave wrong losses."""
     configs = [SimpleNamespace(deallocate_pipeline_outputs=True) for _ in range(2)]
-    chunks = [SimpleNamespace(module=SimpleNamespace(config=config)) for config in configs]
+    built = [SimpleNamespace(module=SimpleNamespace(config=config)) for config in configs], "optimizer", "scheduler"
     made = adaptor(_asked=None, _on_cpu=on_cpu)
-    assert made._get_model(lambda *_: chunks, "provider") is chunks
+    assert made._setup_model_and_optimizer(lambda *_: built, "provider") is built
     assert [config.deallocate_pipeline_outputs for config in configs] == [not on_cpu] * 2
 
 
@@ -319,7 +356,7 @@ def test_one_rank_says_what_is_overridden(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(flags, "translate", lambda args: args)
     monkeypatch.setattr(flags, "environment_is_ready", lambda *_: None)
     monkeypatch.setattr(flags, "overridden", lambda *_: [(logging.WARNING, "--one becomes 2"), (logging.INFO, "three")])
-    made = adaptor(_process_non_loss_data=None, _use_get_batch=lambda: None)
+    made = adaptor()
     with caplog.at_level(logging.INFO):
         made._parse_args(lambda: parsed)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]

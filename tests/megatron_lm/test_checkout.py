@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from megatron.lm_adaptor.checkout import NEEDED, open_checkout, put_first
+from megatron.dynamic_cp.repairs import releases
+from megatron.lm_adaptor.checkout import NEEDED, SUPPORTED_VERSIONS, open_checkout, put_first
 
+SCHEDULER = "class DefaultDynamicCPScheduler:\n    pass\n"
 PACKAGE_INFO = 'MAJOR = 0\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "{pre}"\nVERSION = (MAJOR, MINOR)\n'
 
 
@@ -41,22 +43,59 @@ def make_importable_tree(root: Path) -> Path:
 
 def test_version_is_read_without_importing(tmp_path: Path) -> None:
     checkout = open_checkout(make_tree(tmp_path))
-    assert (checkout.root, checkout.version, checkout.has_scheduler_map) == (tmp_path, "0.16.1", False)
+    assert (checkout.root, checkout.version, checkout.takes_schedulers) == (tmp_path, "0.16.1", False)
 
 
 @pytest.mark.parametrize("annotation", ["", ": Dict[str, type]"])
-def test_newer_checkout_with_a_table_of_schedulers(tmp_path: Path, annotation: str) -> None:
-    script = make_tree(tmp_path, minor=19, patch=0, schedules=f"scheduler_map{annotation} = {{}}\n")
-    assert open_checkout(script).has_scheduler_map
+def test_newer_checkout_with_a_table_of_schedulers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+    script = make_tree(tmp_path, minor=19, patch=0, schedules=f"scheduler_map{annotation} = {{}}\n{SCHEDULER}")
+    assert open_checkout(script).takes_schedulers
 
 
 @pytest.mark.parametrize(
-    ("minor", "patch", "pre", "schedules"), [(15, 0, "", None), (16, 1, "rc0", None), (19, 0, "", "x = 1\n")]
+    ("minor", "patch", "pre", "schedules"),
+    [
+        (15, 0, "", None),
+        (16, 1, "rc0", None),
+        (17, 0, "", None),
+        (19, 0, "", "x = 1\n"),
+        (20, 0, "", "scheduler_map = {}\n"),  # branch main: its schedulers know one CP size
+    ],
 )
 def test_other_versions_are_refused(tmp_path: Path, minor: int, patch: int, pre: str, schedules: str | None) -> None:
     script = make_tree(tmp_path, minor, patch, pre, schedules)
-    with pytest.raises(UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"):
+    with pytest.raises(
+        UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"
+    ) as caught:
         open_checkout(script)
+    assert str(caught.value).endswith(f"(branch dev): check out {SUPPORTED_VERSIONS[releases.newest().version]}")
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
+def test_supported_versions_and_the_python_that_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    _, minor, patch = map(int, version.split("."))
+    script = make_tree(tmp_path, minor, patch)
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+    assert open_checkout(script).version == version
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    if version == "0.16.1":
+        assert open_checkout(script).version == version
+        return
+    with pytest.raises(
+        UnsupportedFeatureError, match=f"is version {version}, which needs Python 3.12 or newer"
+    ) as caught:
+        open_checkout(script)
+    assert "install this project with its extras train and megatron-lm for Python 3.12" in str(caught.value)
+    assert str(caught.value).endswith("or check out core_v0.16.1")
+
+
+def test_newest_releases_can_be_checked_out() -> None:
+    assert {release.version for release in releases.RELEASES} <= set(SUPPORTED_VERSIONS)
 
 
 def test_script_outside_a_checkout(tmp_path: Path) -> None:
@@ -134,5 +173,7 @@ def test_missing_symbol_is_named(tmp_path: Path) -> None:
     script = make_importable_tree(tmp_path)
     done = run(str(script))
     assert done.returncode == 2, done.stderr
-    assert "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced (ours adds" in done.stderr
+    assert (
+        "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced (ours replaces" in done.stderr
+    )
     assert "the script ran" not in done.stderr + done.stdout

@@ -252,3 +252,15 @@ def test_every_refusal_looks_at_its_own_value(feature: Any) -> None:
     setattr(args, flags.destination(feature.flag), "on")
     with pytest.raises(UnsupportedFeatureError, match=feature.flag):
         flags.refuse(args)
+
+
+def test_evaluation_has_the_global_batch_of_training_which_lanes_need_not_divide() -> None:
+    """Newer releases validate a global batch for evaluation, by default training's."""
+    args = argparse.Namespace(world_size=4, global_batch_size=7, eval_global_batch_size=None)
+    with flags.any_evaluation_batch(args):
+        assert args.eval_global_batch_size % 4 == 0
+    assert args.eval_global_batch_size == 7
+    older = argparse.Namespace(world_size=4, global_batch_size=7)
+    with flags.any_evaluation_batch(older):
+        assert not hasattr(older, "eval_global_batch_size")
+    assert not hasattr(older, "eval_global_batch_size")

@@ -1,11 +1,12 @@
 """--use-varlen-dataset: files, weights, splits, end of document and masks are Megatron-LM's.
 
-Its data sets and tokenizers are those of the installed megatron-core 0.16.1, whose sources are the checkout's.
+Its data sets and tokenizers are those of the installed megatron-core, whose sources are the checkout's.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 from collections import Counter
@@ -20,15 +21,23 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.lm_adaptor import varlen
 from megatron.lm_adaptor.data import only_item
+from megatron.lm_adaptor.differences import NULL_TOKENIZER_COUNTS_EOD, tokenizer_module
 from tests.megatron_lm.gpt_documents import as_document, gpt_documents, varlen_documents
 from tests.unit.data.made_tokenizers import write_tokenizer
 
 EOD, PAD, NUM_IDS = 0, 2, 320
+build_tokenizer = importlib.import_module(tokenizer_module()).build_tokenizer
+PADDING_OF_THE_VOCABULARY = {
+    "pad_vocab_size": False,
+    "padded_vocab_size": None,
+    "make_vocab_size_divisible_by": 1,
+    "tensor_model_parallel_size": 1,
+    "rank": 1,
+}
 NUM_DOCUMENTS = {"a": 30, "b": 20, "c": 8}
 
 
@@ -72,16 +81,20 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def tokenizer_arguments(folder: Path) -> argparse.Namespace:
+    """Return what `build_tokenizer` of any release reads."""
     return argparse.Namespace(
         tokenizer_type="HuggingFaceTokenizer",
         tokenizer_model=str(folder),
-        tokenizer_metadata=None,
-        tokenizer_special_tokens=None,
-        tokenizer_hf_use_fast=True,
-        tokenizer_hf_include_special_tokens=False,
         trust_remote_code=False,
         vocab_file=None,
         merge_file=None,
+        **dict.fromkeys(("tokenizer_metadata", "metadata_path", "tokenizer_special_tokens", "special_tokens")),
+        chat_template=None,
+        tokenizer_hf_use_fast=True,
+        tokenizer_hf_no_use_fast=False,
+        tokenizer_hf_include_special_tokens=False,
+        tokenizer_hf_no_include_special_tokens=True,
+        **PADDING_OF_THE_VOCABULARY,
     )
 
 
@@ -120,7 +133,7 @@ def blends(args: argparse.Namespace) -> tuple[Any, Any]:
 def megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     real = varlen.importlib.import_module
     theirs = {"megatron.training.utils": SimpleNamespace(get_blend_and_blend_per_split=blends)}
-    monkeypatch.setattr(varlen.importlib, "import_module", lambda name: theirs.get(name) or real(name))
+    monkeypatch.setattr(varlen.importlib, "import_module", lambda name, *of: theirs.get(name) or real(name, *of))
 
 
 def gpt_config(tokenizer: Any, folder: Path, **changes: Any) -> GPTDatasetConfig:
@@ -339,8 +352,11 @@ def test_the_tokenizer_says_which_ids_there_are() -> None:
 
 
 def test_null_tokenizer_as_before() -> None:
-    """Ids below --vocab-size, and the size itself for the end of document."""
-    tokenizer = build_tokenizer(argparse.Namespace(tokenizer_type="NullTokenizer", vocab_size=127))
+    """Ids below --vocab-size, and the size itself for the end of document; in newer releases the last id below it."""
+    given = 127 + NULL_TOKENIZER_COUNTS_EOD.here
+    tokenizer = build_tokenizer(
+        argparse.Namespace(tokenizer_type="NullTokenizer", vocab_size=given, **PADDING_OF_THE_VOCABULARY)
+    )
     ids = varlen.document_ids(arguments(tokenizer_type="NullTokenizer", padded_vocab_size=128), tokenizer)
     assert (ids.vocab_size, ids.eod) == (128, 127)
 
@@ -349,7 +365,7 @@ def test_null_tokenizer_as_before() -> None:
 def test_the_tokenizer_is_that_of_megatron_lms_data_sets(monkeypatch: pytest.MonkeyPatch, legacy: bool) -> None:
     modules = {
         "megatron.training.global_vars": SimpleNamespace(get_tokenizer=lambda: "of training"),
-        "megatron.core.tokenizers.text.utils.build_tokenizer": SimpleNamespace(build_tokenizer=lambda _: "of core"),
+        tokenizer_module(): SimpleNamespace(build_tokenizer=lambda _: "of core"),
     }
     monkeypatch.setattr(varlen.importlib, "import_module", modules.__getitem__)
     assert varlen.data_tokenizer(arguments(legacy_tokenizer=legacy)) == ("of training" if legacy else "of core")
