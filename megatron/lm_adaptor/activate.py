@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
@@ -49,6 +49,18 @@ def activate(checkout: Checkout) -> None:
         if ours.is_chosen:
             check_device()
         register(hardware=ours.dynamic_cp_hardware, search=ours.dynamic_cp_search, as_theirs=ours.is_chosen)
+
+
+@contextlib.contextmanager
+def _checkpoint_phase(name: str) -> Iterator[None]:
+    """As `phase.during`; torch's CheckpointException, which is no Exception, becomes a RuntimeError."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with phase.during(name):
+        try:
+            yield
+        except CheckpointException as error:
+            raise RuntimeError(str(error)) from error
 
 
 class _Adaptor:
@@ -299,16 +311,16 @@ class _Adaptor:
         return self._session.run_step if self._is_on else original(**kwargs)
 
     def _load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        with phase.during("loading the checkpoint"):
+        with _checkpoint_phase("loading the checkpoint"):
             return original(*args, **kwargs)
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
-        with phase.during(f"iteration {iteration}, saving"):
+        with _checkpoint_phase(f"iteration {iteration}, saving"):
             original(iteration, *args, **kwargs)
 
     def _maybe_finalize_async_save(self, original: Any, blocking: bool = False, **kwargs: Any) -> None:
         name = "waiting for the files of the last checkpoint" if blocking else "naming the previous checkpoint"
-        with phase.during(name):
+        with _checkpoint_phase(name):
             original(blocking=blocking, **kwargs)
 
     def _evaluate_and_print_results(self, original: Any, *args: Any, **kwargs: Any) -> None:

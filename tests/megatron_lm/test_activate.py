@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
@@ -281,6 +282,14 @@ def test_errors_say_where_a_run_was() -> None:
     with pytest.raises(OSError, match="no space left"):
         made._save_checkpoint(fail, 6, "model")
     assert phase.current() == "iteration 6, saving"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointException("read", {0: (OSError("metadata is None"), None)})  # type: ignore[dict-item]
+
+    assert not issubclass(CheckpointException, Exception), "it passes whoever reports exceptions"
+    with pytest.raises(RuntimeError, match="metadata is None"):
+        made._load_checkpoint(refuse, "model", "optimizer", "scheduler")
+    assert phase.current() == "loading the checkpoint"
 
 
 @pytest.mark.usefixtures("starting_up")
