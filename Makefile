@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
-# Tests on two processes, the costly files first (tests/conftest.py). Empty: one after the other.
-PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Tests on three processes, of which one usually waits, the costly files first (tests/conftest.py). Empty: one at a time.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check quick costs newest parity lint kernels bench bench-planner docs clean
 

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dynamic_cp.repairs import triton_imports
+
+triton_imports.install()  # before any test imports megatron-core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
 
 COSTS = Path(__file__).parent / "costs.json"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dynamic_cp.doctor import Check, version_of
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.repairs import releases
+from megatron.dynamic_cp.repairs import releases, triton_imports
 
 _STORE_TIMEOUT_S = 10
 
@@ -65,6 +65,7 @@ def _megatron_core() -> Check:
     name = "megatron.core works"
     try:
         releases.check_installed()
+        triton_imports.install()
     except UnsupportedFeatureError as error:
         problem, _, remedy = str(error).partition(": ")
         return Check(name=name, state="broken", detail=problem, remedy=remedy)

@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Sequence
 
-from megatron.dynamic_cp.repairs import releases
+from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.trainer.ending.exits import exit_code_of, leave
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.reporting import quiet
@@ -23,6 +23,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         quiet.ignore_warnings()
         releases.check_installed()
+        triton_imports.install()
         gc.disable()  # what imports make is never garbage: looking for it takes a fifth of their time
         from megatron.trainer.ending.failures import explained
         from megatron.trainer.loop.training import pretrain

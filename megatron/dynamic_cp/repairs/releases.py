@@ -75,15 +75,15 @@ COMMON_BY_FUNCTION = Difference(
     what="dist_checkpointing.load reads the values beside the tensors by a function, and takes no strategy for it",
     why="a checkpoint is read as data, so what was read safely has to get there another way",
 )
-COMMON_AS_OBJECT = Difference(
-    since="0.19.2",
-    what="the values beside the tensors are an object among them, and there is no common.pt",
-    why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
-)
 READ_ALONE = Difference(
     since="0.18.2",
     what="each rank reads its tensors alone; before, the reading of all ranks failed if that of one did",
     why="ranks tell each other what they could not read, or the others would wait for one that has ended",
+)
+COMMON_AS_OBJECT = Difference(
+    since="0.19.2",
+    what="the values beside the tensors are an object among them, and there is no common.pt",
+    why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
 )
 GRADIENTS_WAIT_FOR_GRAPHS = Difference(
     since="0.19.2",
@@ -91,7 +91,7 @@ GRADIENTS_WAIT_FOR_GRAPHS = Difference(
     why="CPU ranks have neither: a shim more",
 )
 
-DIFFERENCES = (ASYNC_STRATEGIES, COMMON_BY_FUNCTION, COMMON_AS_OBJECT, READ_ALONE, GRADIENTS_WAIT_FOR_GRAPHS)
+DIFFERENCES = (ASYNC_STRATEGIES, COMMON_BY_FUNCTION, READ_ALONE, COMMON_AS_OBJECT, GRADIENTS_WAIT_FOR_GRAPHS)
 
 
 def check_installed() -> None:
