@@ -47,7 +47,7 @@ class Difference:
     """Something that megatron-core does otherwise since one of its releases.
 
     Attributes:
-        since: the first version of RELEASES that does.
+        since: the first minor version that does, such as 0.17.
         what: it is; why: it matters here.
     """
 
@@ -66,27 +66,27 @@ class Difference:
 
 
 ASYNC_STRATEGIES = Difference(
-    since="0.17.1",
+    since="0.17",
     what="dist_checkpointing.save and the strategy that loads take async_strategy, by default nvidia-resiliency-ext",
     why="files are written by a process of ours that takes megatron-core's own requests",
 )
 COMMON_BY_FUNCTION = Difference(
-    since="0.17.1",
+    since="0.17",
     what="dist_checkpointing.load reads the values beside the tensors by a function, and takes no strategy for it",
     why="a checkpoint is read as data, so what was read safely has to get there another way",
 )
 READ_ALONE = Difference(
-    since="0.18.2",
+    since="0.18",
     what="each rank reads its tensors alone; before, the reading of all ranks failed if that of one did",
     why="ranks tell each other what they could not read, or the others would wait for one that has ended",
 )
 COMMON_AS_OBJECT = Difference(
-    since="0.19.2",
+    since="0.19",
     what="the values beside the tensors are an object among them, and there is no common.pt",
     why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
 )
 GRADIENTS_WAIT_FOR_GRAPHS = Difference(
-    since="0.19.2",
+    since="0.19",
     what="reducing gradients asks for the current CUDA stream, which may have to wait for CUDA graphs",
     why="CPU ranks have neither: a shim more",
 )
