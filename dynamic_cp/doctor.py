@@ -67,7 +67,7 @@ def training_packages() -> tuple[Check, ...]:
     lacks = "needed for training only"
     return (
         _package("torch", lacks=lacks, extra="train", needed=False),
-        _package("megatron-core", lacks=lacks, extra="train", needed=False),
+        _package("megatron-core", lacks=lacks, extra="train", needed=False, wanted=_required_of("megatron-core")),
         _package("transformer-engine", lacks="optional, on GPUs only", extra="te", needed=False),
     )
 
@@ -100,6 +100,25 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def _required_of(package: str) -> str:
+    """Return the versions of `package` that this project's own metadata name, as pip writes them; "": any."""
+    try:
+        required = importlib.metadata.requires("megatron-dynamic-cp") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its folder, without being installed
+        return ""
+    found = [re.match(rf"{re.escape(package)}\s*([^;\s\[]*)", text) for text in required]
+    return next((one[1] for one in found if one is not None), "")
+
+
+def _is_in(version: str, wanted: str) -> bool:
+    """Return whether `version` fulfils `wanted`; also if packaging is missing, which alone can tell."""
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return True
+    return version in SpecifierSet(wanted)
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
@@ -109,6 +128,7 @@ def _package(
     *,
     at_least: tuple[int, ...] = (),
     below: tuple[int, ...] | None = None,
+    wanted: str = "",
     lacks: str = "",
     extra: str = "",
     needed: bool = True,
@@ -120,13 +140,15 @@ def _package(
         detail = f"not installed{': ' + lacks if lacks else ''}"
         return Check(name=name, state="broken" if needed else "note", detail=detail, remedy=remedy)
     numbers = _numbers(version)
-    wanted = None
+    lacking = None
     if numbers < at_least:
-        wanted = f"at least {'.'.join(map(str, at_least))}"
+        lacking = f"at least {'.'.join(map(str, at_least))}"
     elif below is not None and numbers >= below:
-        wanted = f"below {'.'.join(map(str, below))}"
-    if wanted:
-        return Check(name=name, state="broken", detail=f"{version}, {wanted} is needed", remedy=remedy)
+        lacking = f"below {'.'.join(map(str, below))}"
+    elif wanted and not _is_in(version, wanted):
+        lacking = wanted
+    if lacking:
+        return Check(name=name, state="broken", detail=f"{version}, {lacking} is needed", remedy=remedy)
     return Check(name=name, state="ok", detail=version)
 
 
