@@ -38,7 +38,7 @@ TRAINING = (
 )
 
 
-class Environment(NamedTuple):
+class Installation(NamedTuple):
     """A Python with a release of megatron-core."""
 
     python: str
@@ -64,11 +64,11 @@ class Environment(NamedTuple):
         )
 
 
-def environments(pythons: Sequence[str], versions: Sequence[str], venv: str) -> Iterator[Environment]:
+def installations(pythons: Sequence[str], versions: Sequence[str], venv: str) -> Iterator[Installation]:
     """Yield each pair that is asked for and can be, after installing it.
 
     Args:
-        venv: folder of a Python's environment, with {} for the Python; `make` makes what is not there.
+        venv: virtual environment of a Python, with {} for the Python; `make` makes what is not there.
     """
     for python in pythons:
         folder = ROOT / venv.format(python)
@@ -86,11 +86,11 @@ def environments(pythons: Sequence[str], versions: Sequence[str], venv: str) -> 
             if release.version not in versions:
                 continue
             beside = "" if release == runs[-1] else str(_installed_beside(command, python, release))
-            environment = Environment(python, release, command, beside)
-            imported = environment.run(["tools.say_versions"]).stdout
+            installed = Installation(python, release, command, beside)
+            imported = installed.run(["tools.say_versions"]).stdout
             if not re.search(rf"megatron-core {re.escape(release.version)}[,+]", imported):  # + and a commit
-                raise RuntimeError(f"{environment} is wanted, but it imports {imported}")
-            yield environment
+                raise RuntimeError(f"{installed} is wanted, but it imports {imported}")
+            yield installed
 
 
 def _installed_beside(command: str, python: str, release: Release) -> Path:
@@ -101,36 +101,36 @@ def _installed_beside(command: str, python: str, release: Release) -> Path:
     return folder
 
 
-def run_tests(environment: Environment, words: Sequence[str]) -> bool:
+def run_tests(installed: Installation, words: Sequence[str]) -> bool:
     """Run pytest, print its last line and what failed; return whether nothing did."""
-    done = environment.run(["pytest", "-q", "-n", "2", "--dist", "loadfile", *(words or TESTS)])
+    done = installed.run(["pytest", "-q", "-n", "2", "--dist", "loadfile", *(words or TESTS)])
     lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
-    print(f"{environment}: {lines[-1]}", flush=True)
+    print(f"{installed}: {lines[-1]}", flush=True)
     print("".join(f"  {line}\n" for line in lines if line.startswith(("FAILED", "ERROR"))), end="", flush=True)
     return done.returncode == 0
 
 
-def losses(environment: Environment, *words: str) -> dict[int, float]:
+def losses(installed: Installation, *words: str) -> dict[int, float]:
     """Return iteration -> loss of a run.
 
     Raises:
         RuntimeError: it failed.
     """
-    done = environment.run(["torch.distributed.run", "--standalone", *TRAINING.split(), *words])
+    done = installed.run(["torch.distributed.run", "--standalone", *TRAINING.split(), *words])
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", done.stdout)
     if done.returncode or not found:
-        raise RuntimeError(f"{environment}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+        raise RuntimeError(f"{installed}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
     return {int(iteration): float(loss) for iteration, loss in found}
 
 
-def exchange_checkpoints(known: Sequence[Environment]) -> bool:
+def exchange_checkpoints(known: Sequence[Installation]) -> bool:
     """Save with each, resume with each, print the largest relative difference of losses; return if all are small."""
-    whole: dict[Environment, Mapping[int, float]] = {}
-    folders: dict[Environment, Path] = {}
-    for environment in known:
-        folder = folders[environment] = WORK / "saved" / f"{environment.python}-{environment.release.version}"
+    whole: dict[Installation, Mapping[int, float]] = {}
+    folders: dict[Installation, Path] = {}
+    for installed in known:
+        folder = folders[installed] = WORK / "saved" / f"{installed.python}-{installed.release.version}"
         shutil.rmtree(folder, ignore_errors=True)
-        whole[environment] = losses(environment, "--save", str(folder), "--save-interval", str(SAVED))
+        whole[installed] = losses(installed, "--save", str(folder), "--save-interval", str(SAVED))
         (folder / "latest_checkpointed_iteration.txt").write_text(f"{SAVED}\n")
     expected = whole[known[0]]
     good = True
@@ -157,16 +157,16 @@ def main() -> int:
     versions = [release.version for release in RELEASES]
     parser.add_argument("--release", nargs="+", choices=versions, default=versions)
     parser.add_argument("--only", choices=("tests", "checkpoints"))
-    parser.add_argument("--venv", default=".venv-{}", help="folder of a Python's environment, default: %(default)s")
+    parser.add_argument("--venv", default=".venv-{}", help="virtual environment of a Python, default: %(default)s")
     parser.add_argument("words", nargs="*", metavar="WORD", help=f"of pytest, default: {' '.join(TESTS)}")
     asked = parser.parse_args()
-    known = list(environments(asked.python, asked.release, asked.venv))
+    known = list(installations(asked.python, asked.release, asked.venv))
     good = bool(known)
     if asked.only != "tests":
         good &= exchange_checkpoints(known)
     if asked.only != "checkpoints":
-        for environment in known:
-            good &= run_tests(environment, asked.words)
+        for installed in known:
+            good &= run_tests(installed, asked.words)
     return 0 if good else 1
 
 
