@@ -396,8 +396,8 @@ def test_a_full_disk_while_indexing_costs_only_the_index(tmp_path):
 
 
 def slow(rank: int, folder: str, slow_s: float) -> None:
-    """A planner that takes its time in iteration 3; a signalled rank gives a silent rank 0 one second."""
-    exits.GIVE_UP_S = 1.5
+    """A planner that takes its time in iteration 3; a signalled rank gives a silent rank 0 three seconds."""
+    exits.GIVE_UP_S = 3.0
     faulty(rank, fault="slow", iterations=(3,), folder=folder, slow_s=slow_s)
 
 
@@ -422,7 +422,7 @@ def test_a_signal_while_waiting_for_a_plan_saves_once_the_plan_comes(tmp_path):
 
 def test_a_signal_while_rank_0_takes_long_to_save_does_not_spoil_the_checkpoint(tmp_path):
     def sabotage(rank: int) -> None:
-        exits.GIVE_UP_S = 1.5
+        exits.GIVE_UP_S = 3.0  # it speaks every second, on a busy machine a second later
         real = checkpoint_files.commit
 
         def commit(*args: Any) -> Any:
