@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.transformer import TransformerConfig
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -43,6 +44,9 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
     releases.ASYNC_STRATEGIES: lambda: "async_strategy" in inspect.signature(dist_checkpointing.save).parameters,
     releases.COMMON_BY_FUNCTION: lambda: hasattr(serialization, "load_common"),
     releases.COMMON_AS_OBJECT: lambda: '"common_state"' in inspect.getsource(serialization.save),
+    releases.NO_ASYNC_ALLREDUCE: lambda: (
+        "async_tensor_model_parallel_allreduce" not in TransformerConfig.__dataclass_fields__
+    ),
     releases.READ_ALONE: lambda: "no_dist=True" in inspect.getsource(TorchDistLoadShardedStrategy.load),
     releases.GRADIENTS_WAIT_FOR_GRAPHS: lambda: (
         "_cudagraph_wgrad_ready_event" in inspect.getsource(param_and_grad_buffer)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 
@@ -26,6 +26,7 @@ from dynamic_cp.search import planner_process
 from megatron.dynamic_cp.data import prefetch
 from megatron.dynamic_cp.plans import plan_source as planning
 from megatron.dynamic_cp.plans import planner
+from megatron.dynamic_cp.repairs import releases
 from megatron.dynamic_cp.step import schedule
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import index_once
@@ -330,13 +331,22 @@ def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
     assert "DataLoader worker" in ended[1].output
 
 
+def _saving_of_common() -> tuple[Any, str]:
+    """Return the owner and the name of what writes common.pt; from megatron-core 0.19 on nothing does."""
+    if releases.COMMON_BY_FUNCTION.here:
+        return serialization, "save_common"
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+
+    return TorchCommonSaveStrategy, "save_common"
+
+
 def fill_disk(phase: str, rank: int) -> None:
     """Let no file grow beyond a few bytes, in one phase of one rank: the error is another one, the path the same."""
     owner, name, victim = {
         "index": (index_once, "index_entries", 0),
         "checkpoint": (FileSystemWriterAsync, "write_preloaded_data", 1),
         "manifest": (checkpoint_files, "commit", 0),
-        "common state": (TorchCommonSaveStrategy, "save_common", 0),
+        "common state": (*_saving_of_common(), 0),
     }[phase]
     real = getattr(owner, name)
 
@@ -370,6 +380,8 @@ def saved_at_2(tmp_path_factory) -> Path:
     ],
 )
 def test_a_full_disk_ends_all_ranks_and_keeps_the_older_checkpoint(tmp_path, saved_at_2, phase, reason):
+    if phase == "common state" and releases.COMMON_AS_OBJECT.here:
+        pytest.skip("this megatron-core writes no common.pt: its values are among the tensors")
     saved = shutil.copytree(saved_at_2, tmp_path / "saved")
     words = command_line(WORDS, f"--save {saved} --load {saved} --save-interval 4")
     with Job(tmp_path, words, sabotage=partial(fill_disk, phase)) as job:

@@ -75,6 +75,11 @@ COMMON_BY_FUNCTION = Difference(
     what="dist_checkpointing.load reads the values beside the tensors by a function, and takes no strategy for it",
     why="a checkpoint is read as data, so what was read safely has to get there another way",
 )
+NO_ASYNC_ALLREDUCE = Difference(
+    since="0.17",
+    what="TransformerConfig has no `async_tensor_model_parallel_allreduce`",
+    why="configurations are compared field by field with those that are supported; one that is gone is nobody's",
+)
 READ_ALONE = Difference(
     since="0.18",
     what="each rank reads its tensors alone; before, the reading of all ranks failed if that of one did",
@@ -91,7 +96,11 @@ GRADIENTS_WAIT_FOR_GRAPHS = Difference(
     why="CPU ranks have neither: a shim more",
 )
 
-DIFFERENCES = (ASYNC_STRATEGIES, COMMON_BY_FUNCTION, READ_ALONE, COMMON_AS_OBJECT, GRADIENTS_WAIT_FOR_GRAPHS)
+DIFFERENCES = (
+    *(ASYNC_STRATEGIES, COMMON_BY_FUNCTION, NO_ASYNC_ALLREDUCE),
+    READ_ALONE,
+    *(COMMON_AS_OBJECT, GRADIENTS_WAIT_FOR_GRAPHS),
+)
 
 
 def check_installed() -> None:
