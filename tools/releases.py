@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dynamic_cp.repairs.releases import RELEASES, Release
+from tests.trainer.commandline import command_line
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "releases"
@@ -29,12 +30,9 @@ TESTS = ("tests/distributed", "tests/trainer", "tests/faults")
 SAVED, LAST = 4, 8
 LIMIT_S = 3600
 TOLERANCE = 1e-6
-TRAINING = (
-    "--nproc-per-node 2 pretrain_gpt.py --dynamic-cp --distributed-backend gloo --dynamic-cp-calibrate off --mock-data "
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
-    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --make-vocab-size-divisible-by 8 "
-    "--seq-length 128 --max-seqlen-per-dp-cp-rank 64 --global-batch-size 12 --lr 1e-3 --lr-decay-iters 8 --seed 7 "
-    f"--train-iters {LAST}"
+LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
+TRAINING = command_line(
+    f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters {LAST} --train-iters {LAST}"
 )
 
 
@@ -51,8 +49,7 @@ class Installation(NamedTuple):
 
     def run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a module, from the repository's root."""
-        known = os.environ
-        variables = {**known, "PYTHONPATH": f"{ROOT}:{self.path}", "OMP_NUM_THREADS": "1", "MEGATRON_LM": ""}
+        variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{self.path}", "OMP_NUM_THREADS": "1", "MEGATRON_LM": ""}
         return subprocess.run(
             [self.command, "-m", *words],
             cwd=ROOT,
@@ -116,7 +113,7 @@ def losses(installed: Installation, *words: str) -> dict[int, float]:
     Raises:
         RuntimeError: it failed.
     """
-    done = installed.run(["torch.distributed.run", "--standalone", *TRAINING.split(), *words])
+    done = installed.run([*LAUNCH, *TRAINING, *words])
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", done.stdout)
     if done.returncode or not found:
         raise RuntimeError(f"{installed}: {done.stdout[-1000:]}{done.stderr[-3000:]}")

@@ -66,11 +66,6 @@ DIFFERENCES = (
 )
 
 
-def table_row(difference: Difference) -> str:
-    """Return the row of the table in docs/how-to/megatron-lm.md."""
-    return f"| {difference.since} | {difference.what} | {difference.why} |"
-
-
 def tokenizer_module() -> str:
     """Return the name of the module that has `build_tokenizer`."""
     return f"megatron.core.tokenizers{'' if TOKENIZERS_OF_CORE.here else '.text'}.utils.build_tokenizer"

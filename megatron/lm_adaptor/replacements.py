@@ -60,13 +60,6 @@ class Replacement:
 
 SCRIPT = "the script"
 _TRAINING = "megatron.training.training"
-_PARSE = (
-    "ours adds the flags, refuses what is not supported, keeps --context-parallel-size for the static plan and passes "
-    "on 1"
-)
-_VALIDATE = (
-    "the original resets variable_seq_lengths; ours sets it and the DDP bucket size, and checks CP sizes and limits"
-)
 _LAYERS = "ours builds layers whose attention and RoPE use the group of the micro-batch"
 _CHATS = (
     "the original takes what apply_chat_template returns for tokens, but transformers 5 returns a dict unless told "
@@ -74,23 +67,26 @@ _CHATS = (
 )
 _BATCH = "ours returns the plan's micro-batch with its PackedSeqParams, on every pipeline stage"
 
+
+def _flag_function(symbol: str, reason: str) -> tuple[Replacement, Replacement]:
+    """Return the rows of a function that is called from the script, and looked up elsewhere, since one release."""
+    changed = differences.FLAGS_BEFORE_PRETRAIN
+    return (
+        Replacement(module="megatron.training.initialize", symbol=symbol, reason=reason, until=changed),
+        Replacement(module="megatron.training.arguments", symbol=symbol, reason=reason, since=changed),
+    )
+
+
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module="megatron.training",
         symbol="pretrain",
         reason="ours replaces the script's get_batch and ends the planner; scripts import this name",
     ),
-    Replacement(
-        module="megatron.training.initialize",
-        symbol="parse_args",
-        reason=_PARSE,
-        until=differences.FLAGS_BEFORE_PRETRAIN,
-    ),
-    Replacement(
-        module="megatron.training.arguments",
-        symbol="parse_args",
-        reason=_PARSE,
-        since=differences.FLAGS_BEFORE_PRETRAIN,
+    *_flag_function(
+        "parse_args",
+        reason="ours adds the flags, refuses what is not supported, keeps --context-parallel-size for the static plan "
+        "and passes on 1",
     ),
     Replacement(
         module="megatron.training.arguments",
@@ -98,17 +94,10 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         reason="the original takes only numbers for --max-seqlen-per-dp-cp-rank, ours also auto, even for "
         "callers that read the flags without the added ones",
     ),
-    Replacement(
-        module="megatron.training.initialize",
-        symbol="validate_args",
-        reason=_VALIDATE,
-        until=differences.FLAGS_BEFORE_PRETRAIN,
-    ),
-    Replacement(
-        module="megatron.training.arguments",
-        symbol="validate_args",
-        reason=_VALIDATE,
-        since=differences.FLAGS_BEFORE_PRETRAIN,
+    *_flag_function(
+        "validate_args",
+        reason="the original resets variable_seq_lengths; ours sets it and the DDP bucket size, and checks CP sizes "
+        "and limits",
     ),
     Replacement(
         module="megatron.training.global_vars",

@@ -69,7 +69,7 @@ def test_a_symbol_is_replaced_once_in_each_release(version: str) -> None:
 
 def test_docs_show_the_tables() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    expected = [table_row(one) for one in REPLACEMENTS] + [differences.table_row(one) for one in DIFFERENCES]
+    expected = [table_row(one) for one in REPLACEMENTS] + [one.table_row for one in DIFFERENCES]
     missing = [row for row in expected if row not in text]
     assert not missing, "\n".join(missing)
     assert text.count("\n| `") >= len(REPLACEMENTS)

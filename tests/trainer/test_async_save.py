@@ -99,10 +99,11 @@ def _contents(folder: Path) -> dict[str, Any]:
     del contents[".metadata"]
     metadata = FileSystemReader(folder).read_metadata()
     for index, place in metadata.storage_data.items():
+        if index.fqn == safe_loading.COMMON_OBJECT:
+            continue
         content = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
         contents[f"{place.relative_path}: {index.fqn} {index.offset}"] = content
     common = safe_loading.read_common(folder)
-    contents.pop("__0_0.distcp: common_state/shard_0_1 None", None)
     arguments = vars(common.pop("args"))
     for name in ("save", "async_save", "train_iters", "train_samples"):
         del arguments[name]

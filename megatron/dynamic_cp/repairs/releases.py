@@ -1,7 +1,7 @@
 """The releases of megatron-core that this runs on, and what differs between them.
 
 `DIFFERENCES` is the whole list: each entry says since when, what, and why that matters here. Code asks an entry whether
-it is `here` and nothing else for a version. docs/releases.md shows both tables.
+it is `here` and nothing else for a version. docs/releases.md shows them.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Difference:
     def is_in(self, version: str) -> bool:
         """Return whether a megatron-core of that version does it."""
         return _numbers(version) >= _numbers(self.since)
+
+    @property
+    def table_row(self) -> str:
+        """Its row of a table in docs/."""
+        return f"| {self.since} | {self.what} | {self.why} |"
 
 
 ASYNC_STRATEGIES = Difference(
@@ -143,11 +148,6 @@ def closest(version: str) -> Release:
 def newest() -> Release:
     """Return the newest release that runs on this Python."""
     return [release for release in RELEASES if sys.version_info[:2] >= release.min_python][-1]
-
-
-def table_rows() -> list[str]:
-    """Return the rows of the table of differences in docs/releases.md."""
-    return [f"| {entry.since} | {entry.what} | {entry.why} |" for entry in DIFFERENCES]
 
 
 @functools.cache

@@ -45,7 +45,7 @@ from megatron.dynamic_cp.repairs import releases
 T = TypeVar("T")
 
 COMMON = "common.pt"
-_COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
+COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
 METADATA = ".metadata"
 _FORMAT = "torch_dist"
 ADMITTED = {
@@ -78,7 +78,8 @@ def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
         with _naming_damage(folder / METADATA):
             reader.read_metadata()
         with _naming_damage(reader.place_of_common):
-            return read_common(folder)
+            _check_format(folder)
+            return reader.read_common()
 
     common = run_on_all_ranks(read)
     with _in_place(*_reader_of_common(), lambda *_: common):
@@ -92,14 +93,15 @@ def read_common(folder: Path) -> Any:
         CheckpointError: they are not only data, or the checkpoint is of another format.
         Exception: whatever damaged files make torch and json raise.
     """
+    _check_format(folder)
+    return _Reader(folder).read_common()
+
+
+def _check_format(folder: Path) -> None:
     config = maybe_load_config(str(folder))
     if config is None or config.sharded_backend != _FORMAT:
         found = "no metadata.json" if config is None else f"format {config.sharded_backend!r}"
         raise CheckpointError(f"{folder} has {found}, {_FORMAT!r} is needed: convert it with Megatron-LM's tools")
-    if (folder / COMMON).exists() or not (folder / METADATA).exists():
-        return _read_data(folder / COMMON, str(folder / COMMON))
-    (common,) = _Reader(folder).read_object(_COMMON_OBJECT)
-    return common
 
 
 class _Reader(FileSystemReader):
@@ -119,19 +121,30 @@ class _Reader(FileSystemReader):
 
     @property
     def place_of_common(self) -> Path:
-        """The file that the values beside the tensors are in, after `read_metadata`."""
-        folder, found = Path(self.path), self.read_metadata().storage_data.get(MetadataIndex(_COMMON_OBJECT))
-        return folder / (COMMON if found is None or (folder / COMMON).exists() else found.relative_path)
+        """The file that the values beside the tensors are in."""
+        found = self._common_object()
+        return Path(self.path) / (COMMON if found is None else found.relative_path)
 
-    def read_object(self, name: str) -> Any:
-        """Return an object among the tensors, read on this rank alone."""
-        place = self.read_metadata().storage_data.get(MetadataIndex(name))
-        if place is None:
-            raise CheckpointError(f"{self.path} has neither {COMMON} nor {name} among its tensors: resume from another")
-        path = Path(self.path) / place.relative_path
+    def read_common(self) -> Any:
+        """Return the values beside the tensors, read on this rank alone."""
+        path, found = self.place_of_common, self._common_object()
+        if found is None:
+            return _read_data(path, str(path))
         with path.open("rb") as file:
-            file.seek(place.offset)
-            return _read_data(io.BytesIO(file.read(place.length)), f"{path} ({name})")
+            file.seek(found.offset)
+            (common,) = _read_data(io.BytesIO(file.read(found.length)), f"{path} ({COMMON_OBJECT})")
+        return common
+
+    def _common_object(self) -> Any:
+        """Return where they are among the tensors; None: in a file of their own."""
+        if (Path(self.path) / COMMON).exists() or not (Path(self.path) / METADATA).exists():
+            return None
+        found = self.read_metadata().storage_data.get(MetadataIndex(COMMON_OBJECT))
+        if found is None:
+            raise CheckpointError(
+                f"{self.path} has neither {COMMON} nor {COMMON_OBJECT} among its tensors: resume from another"
+            )
+        return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         planner.load_bytes = functools.partial(self._load_object, planner)  # type: ignore[method-assign]
