@@ -89,8 +89,8 @@ FAULTS = {
     ),
     "labels are not shifted": Fault("labels=tokens[1:],", "labels=tokens[:-1],", "tests/unit/data/test_stream.py"),
     "samples of a request change places": Fault(
-        "return tuple(GlobalBatch(self.sample_ids, self.seqlens))",
-        "return tuple(GlobalBatch(self.sample_ids, self.seqlens[::-1]))",
+        "return tuple(GlobalBatch(self.sample_ids, self.seqlens, self.masks))",
+        "return tuple(GlobalBatch(self.sample_ids, self.seqlens[::-1], self.masks))",
         "tests/trainer/test_training.py -k test_the_same_seed",
     ),
     "a replay takes another layout's plans": Fault(

@@ -10,6 +10,6 @@ Read in this order:
 - `exact`: the best plan of a tiny batch by mixed-integer programming, for tests
 """
 
-from dynamic_cp.bounds.lower import LowerBound, bound_at, bound_of_seqlens, lower_bound
+from dynamic_cp.bounds.lower import LowerBound, bound_at, bound_of_lengths, lower_bound
 
-__all__ = ["LowerBound", "bound_at", "bound_of_seqlens", "lower_bound"]
+__all__ = ["LowerBound", "bound_at", "bound_of_lengths", "lower_bound"]

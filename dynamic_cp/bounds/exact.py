@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from dynamic_cp.bounds import bound_at
 from dynamic_cp.convex import Convex
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
@@ -35,6 +33,7 @@ from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import lengths_of
 from dynamic_cp.pricing.terms import convex_of
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
@@ -125,9 +124,9 @@ def exact_plan(
     last = max(first, round_up(len(samples), multiple)) if max_microbatches is None else max_microbatches
     best, best_s, bound_s, is_cut = None, known_s, known_s, False
     tried = tuple(range(first, last + 1, multiple))
-    seqlens = np.array([sample.seqlen for sample in samples])
+    lengths = lengths_of(samples)
     limit = cost_model.options.max_tokens_per_rank
-    below_s = {count: bound_at(seqlens, table, topology, limit, count) for count in tried}
+    below_s = {count: bound_at(lengths, table, topology, limit, count) for count in tried}
     for num_microbatches in sorted(tried, key=lambda count: below_s[count]):
         if below_s[num_microbatches] >= best_s:
             continue
@@ -243,7 +242,9 @@ class _Program:
             for group in self.groups:
                 tokens = self._tokens(sample, group.k)
                 if tokens <= table.capacities[group.k]:
-                    costs.append(self.cost_model.cost(1 << group.k, group.first_lane, tokens, tokens * tokens))
+                    costs.append(
+                        self.cost_model.cost(1 << group.k, group.first_lane, tokens, sample.density * tokens * tokens)
+                    )
             cost = max(costs, key=lambda one: one.forward_s + one.backward_s)
             total_s += sum(cost) + cost.p2p_s * 2 * topology.pp_size * topology.vp_size
         empty = self.cost_model.bucket_cost(Bucket(first_lane=0))
@@ -286,12 +287,12 @@ class _Program:
         size, name = 1 << group.k, f"{row}_{index}"
         runs = self.runs[row, index]
         held = [
-            (self.hold[at, row, index], self._tokens(sample, group.k))
+            (self.hold[at, row, index], self._tokens(sample, group.k), sample.density)
             for at, sample in enumerate(self.samples)
             if (at, row, index) in self.hold
         ]
-        tokens = pulp.lpSum(count * hold for hold, count in held)
-        squares = pulp.lpSum(count * count * hold for hold, count in held)
+        tokens = pulp.lpSum(count * hold for hold, count, _ in held)
+        squares = pulp.lpSum(density * count * count * hold for hold, count, density in held)
         used = {group.options[0]: runs}
         if len(group.options) > 1:
             used = {option: self._choice(f"used_{name}_{option}") for option in group.options}

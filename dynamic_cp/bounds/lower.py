@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.arrays import Floats
 from dynamic_cp.bounds.giants import giants_s
 from dynamic_cp.bounds.paths import NUM_DIRECTIONS, Spread, path_bound_s
 from dynamic_cp.bounds.ways import Ways, longest_within, ratio_range, ways_of
@@ -27,6 +27,7 @@ from dynamic_cp.bounds.work import Work, least_work, sum_of_least
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths, lengths_of
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import Sample, Topology
@@ -107,16 +108,17 @@ def lower_bound(samples: Iterable[Sample], cost_model: CostModel, effort: Effort
         InvalidInputError: there are no samples.
         InfeasibleSampleError: a sample that no allowed CP size holds.
     """
-    seqlens = np.array(sorted((sample.seqlen for sample in samples), reverse=True), np.int64)
-    return bound_of_seqlens(
-        seqlens, cost_model.table, cost_model.topology, cost_model.options.max_tokens_per_rank, effort
+    lengths = lengths_of(sorted(samples, key=lambda sample: -sample.seqlen))
+    return bound_of_lengths(
+        lengths, cost_model.table, cost_model.topology, cost_model.options.max_tokens_per_rank, effort
     )
 
 
-def bound_of_seqlens(
-    seqlens: Ints, table: PriceTable, topology: Topology, max_tokens_per_rank: int, effort: Effort = "report"
+def bound_of_lengths(
+    lengths: Lengths, table: PriceTable, topology: Topology, max_tokens_per_rank: int, effort: Effort = "report"
 ) -> LowerBound:
-    """Return `lower_bound` of samples of `seqlens` ([sample] true tokens, descending)."""
+    """Return `lower_bound` of samples with true `lengths`."""
+    seqlens = lengths.seqlens
     if len(seqlens) == 0:
         raise InvalidInputError("there are 0 samples, at least 1 is needed: bound a non-empty global batch")
     ways = ways_of(table, max_tokens_per_rank)
@@ -127,13 +129,13 @@ def bound_of_seqlens(
             seqlen=int(seqlens[0]),
             max_seqlen=int(ways.longest.max()),
         )
-    batch = _batch_of(seqlens.astype(np.float64), table, topology, ways)
+    batch = _batch_of(lengths, table, topology, ways)
     bound = _bound(batch, ways, effort)
     return _sharpened(batch, bound, effort)
 
 
 def bound_at(
-    seqlens: Ints,
+    lengths: Lengths,
     table: PriceTable,
     topology: Topology,
     max_tokens_per_rank: int,
@@ -143,12 +145,12 @@ def bound_at(
     """Return proven seconds of every plan with `num_microbatches`, wherever the longest sample is.
 
     Args:
-        seqlens, table, topology, max_tokens_per_rank: as in `bound_of_seqlens`.
+        lengths, table, topology, max_tokens_per_rank: as in `bound_of_lengths`.
         num_microbatches: a number that the schedule allows.
         enough_s: stop when this much is proven.
     """
     ways = ways_of(table, max_tokens_per_rank)
-    batch = _batch_of(seqlens.astype(np.float64), table, topology, ways)
+    batch = _batch_of(lengths, table, topology, ways)
     if num_microbatches < batch.min_microbatches:
         return float("inf")
     least_s = max(_work_s(batch, ways, num_microbatches), _longest_s(batch, ways))
@@ -167,7 +169,7 @@ def bound_at(
 class _Batch(NamedTuple):
     """What every part of the bound needs; seconds and tokens are averages over all lanes."""
 
-    seqlens: Floats
+    lengths: Lengths
     topology: Topology
     ways: Ways
     work: Work
@@ -178,21 +180,21 @@ class _Batch(NamedTuple):
     giants_s: float
 
 
-def _batch_of(seqlens: Floats, table: PriceTable, topology: Topology, ways: Ways) -> _Batch:
-    num_tokens = int(seqlens.sum())
+def _batch_of(lengths: Lengths, table: PriceTable, topology: Topology, ways: Ways) -> _Batch:
+    num_tokens = int(lengths.seqlens.sum())
     fewest = -(-num_tokens // int(topology.num_lanes * ways.capacities[0]))
     # Every chunk and every edge is rounded to whole nanoseconds, half a nanosecond down at most.
     rounding_s = 1e-9 * (topology.vp_size + 2)
     return _Batch(
-        seqlens=seqlens,
+        lengths=lengths,
         topology=topology,
         ways=ways,
-        work=least_work(seqlens, ways),
+        work=least_work(lengths, ways),
         edges_s_per_token=table.edges_s_per_token,
         tokens=num_tokens / topology.num_lanes,
         row_floor_s=max(0.0, float(ways.floors_s.sum()) - rounding_s),
         min_microbatches=round_up(fewest, topology.num_microbatches_multiple),
-        giants_s=giants_s(seqlens, ways, topology),
+        giants_s=giants_s(lengths, ways, topology),
     )
 
 
@@ -227,7 +229,7 @@ def _bound(batch: _Batch, ways: Ways, effort: Effort) -> LowerBound:
 def _work_s(batch: _Batch, ways: Ways, num_microbatches: int) -> float:
     """Return the bound by work, of plans with at least `num_microbatches`."""
     topology, edges = batch.topology, batch.edges_s_per_token
-    lane_s = sum_of_least(batch.seqlens, ways.longest, batch.work.per_token, batch.work.per_token2)
+    lane_s = sum_of_least(batch.lengths, ways.longest, batch.work.per_token, batch.work.per_token2)
     lane_s = lane_s / topology.num_lanes + num_microbatches * batch.row_floor_s
     if topology.pp_size == 1:
         return float(lane_s + edges.sum() * batch.tokens)
@@ -239,7 +241,8 @@ def _work_s(batch: _Batch, ways: Ways, num_microbatches: int) -> float:
 def _longest_s(batch: _Batch, ways: Ways) -> float:
     """Return the least seconds of the longest sample through all stages, there and back, or of several long ones."""
     both_s = _lone_s(batch, ways).sum(axis=1) * batch.topology.pp_size
-    both_s += batch.edges_s_per_token.sum() * batch.seqlens[0] / ways.cp_sizes[ways.longest >= batch.seqlens[0]]
+    longest = batch.lengths.seqlens[0]
+    both_s += batch.edges_s_per_token.sum() * longest / ways.cp_sizes[ways.longest >= longest]
     if batch.topology.pp_size == 1:
         both_s += (batch.min_microbatches - 1) * batch.row_floor_s
     alone_s = float(both_s.min(initial=np.inf)) - 1e-9 * (batch.topology.pp_size * batch.topology.vp_size + 2)
@@ -248,17 +251,19 @@ def _longest_s(batch: _Batch, ways: Ways) -> float:
 
 def _lone_s(batch: _Batch, ways: Ways) -> Floats:
     """Return [way that the longest sample may run in, direction] -> seconds of a bucket with only that sample."""
-    tokens = float(batch.seqlens[0])
+    tokens = float(batch.lengths.seqlens[0])
+    square = float(batch.lengths.densities[0]) * tokens * tokens
     rows = np.flatnonzero(ways.longest >= tokens).tolist()
-    both = [[price(ways.terms, way, direction, tokens, tokens * tokens) for direction in range(2)] for way in rows]
+    both = [[price(ways.terms, way, direction, tokens, square) for direction in range(2)] for way in rows]
     return np.array(both).reshape(-1, 2)
 
 
 def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     """Return what paths play against; None where the prices have no shape that paths can use."""
-    num_lanes, longest = batch.topology.num_lanes, batch.seqlens[0]
+    num_lanes, longest = batch.topology.num_lanes, batch.lengths.seqlens[0]
     padding = 2 * ways.cp_sizes.max() * (1 + batch.topology.rank_token_multiple)
-    least, largest = ratio_range(ways, float(longest + padding))
+    densities = batch.lengths.densities
+    least, largest = ratio_range(ways, float(longest + padding), densities.min(), densities.max())
     if not 1e-6 < least < np.inf:
         return None
     lanes = int(ways.cp_sizes[ways.longest >= longest].min())
@@ -266,7 +271,7 @@ def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     return Spread(
         shares=np.array([lanes, num_lanes - lanes][: 1 + (lanes < num_lanes)]) / num_lanes,
         floors_s=ways.floors_s,
-        work_s=np.array([least_work(batch.seqlens, ways, 1.0 - t, t).seconds / num_lanes for t in angles]),
+        work_s=np.array([least_work(batch.lengths, ways, 1.0 - t, t).seconds / num_lanes for t in angles]),
         least_ratio=least * (1.0 - 1e-9),
         inverse_ratio=min(1.0 / largest, 0.999 / least) * (1.0 - 1e-9),
         longest_s=_lone_s(batch, ways).min(axis=0) - ways.floors_s,
@@ -298,7 +303,7 @@ def _sweep(
     num_above = 0
     num_microbatches = batch.min_microbatches
     # Where rows cost nothing the work bound never passes; rows without samples gain nothing either.
-    most = max(batch.min_microbatches, round_up(len(batch.seqlens), multiple))
+    most = max(batch.min_microbatches, round_up(len(batch.lengths.seqlens), multiple))
     while len(first) < 64 and num_microbatches <= most:
         value_s = bound_s(num_microbatches, int(sweep.positions[0] * num_microbatches), sweep.first_steps, np.inf)
         least_s = min((value for value, _ in first), default=np.inf)
@@ -368,7 +373,9 @@ def _faster_than(batch: _Batch, limit_s: float) -> Ways:
     # 1e-6 s: prices are rounded to nanoseconds.
     limit_s = limit_s - others_s + 1e-6
     return batch.ways._replace(
-        longest=longest_within(batch.ways, float(batch.topology.pp_size), edge_s_per_token, limit_s)
+        longest=longest_within(
+            batch.ways, float(batch.topology.pp_size), edge_s_per_token, limit_s, batch.lengths.densities.min()
+        )
     )
 
 

@@ -44,18 +44,20 @@ def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
 
 
 @compiled
-def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: float) -> Ints:
-    """Return [way] -> the longest sample whose bucket takes at most `limit_s`.
+def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: float, least_density: float) -> Ints:
+    """Return [way] -> the longest sample whose bucket may take at most `limit_s`.
 
-    A bucket takes `times` * (forward + backward) + edge_s_per_token * tokens of a rank.
+    A bucket takes `times` * (forward + backward) + edge_s_per_token * tokens of a rank; no sample is less dense than
+    `least_density`.
     """
     longest = ways.longest.copy()
     for way in range(longest.shape[0]):
         low, high = 0, longest[way] + 1  # low fits, high does not
         while high - low > 1:
             tokens = (low + high) // 2
-            both = price(ways.terms, way, 0, tokens, float(tokens) * tokens)
-            both += price(ways.terms, way, 1, tokens, float(tokens) * tokens)
+            square = least_density * float(tokens) * tokens
+            both = price(ways.terms, way, 0, tokens, square)
+            both += price(ways.terms, way, 1, tokens, square)
             if times * both + edge_s_per_token * tokens / ways.cp_sizes[way] <= limit_s:
                 low = tokens
             else:
@@ -65,7 +67,7 @@ def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: f
 
 
 @compiled
-def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
+def ratio_range(ways: Ways, longest: float, least_density: float, largest_density: float) -> tuple[float, float]:
     """Return the least and the largest backward / forward above the floors, over all buckets of all ways.
 
     Both prices are linear in (tokens, tokens squared) between the lines where an exchange begins to show, so the
@@ -74,6 +76,7 @@ def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
     Args:
         ways: the prices.
         longest: padded tokens of the longest sample.
+        least_density, largest_density: of all samples.
     """
     least, largest = np.inf, 0.0
     lines = np.zeros((2 * NUM_KINKS + 4, 3))  # constant + per_token * T + per_token2 * Q = 0
@@ -88,8 +91,8 @@ def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
                     line[0], line[1], line[2] = constant, per_token, -per_token2
         lines[-4] = np.array([0.0, 1.0, 0.0])  # no tokens
         lines[-3] = np.array([-capacity, 1.0, 0.0])
-        lines[-2] = np.array([0.0, 1.0, -1.0])  # samples of one token
-        lines[-1] = np.array([0.0, longest, -1.0])  # longest samples only
+        lines[-2] = np.array([0.0, least_density, -1.0])  # samples of one token
+        lines[-1] = np.array([0.0, largest_density * longest, -1.0])  # longest samples only
         for first in range(lines.shape[0]):
             for second in range(first):
                 a, b = lines[first], lines[second]
@@ -101,7 +104,7 @@ def ratio_range(ways: Ways, longest: float) -> tuple[float, float]:
                 close = 1e-9 * capacity
                 if tokens < -close or tokens > capacity + close:
                     continue
-                if squares < tokens - close or squares > longest * (tokens + close):
+                if squares < least_density * tokens - close or squares > largest_density * longest * (tokens + close):
                     continue
                 forward = price(ways.terms, way, 0, tokens, squares) - ways.floors_s[0]
                 backward = price(ways.terms, way, 1, tokens, squares) - ways.floors_s[1]

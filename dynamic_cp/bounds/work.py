@@ -9,7 +9,8 @@ and the right side is a sum over samples. Each kink of each way of running a buc
 gets its own lambda; the sum over samples of the price at the best way is concave in them, so they are raised by
 bisection, one after the other. A constant above the least one of all ways is shared by the tokens that fit.
 
-Padding makes buckets only dearer, so true lengths are used and the bounds hold for prices with and without padding.
+Padding makes buckets only dearer, so true lengths are used and the bounds hold for prices with and without padding. Q
+counts a sample's squared tokens by its density, and so does its additive price.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.bounds.ways import Ways
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import NUM_KINKS, kink_at, kinks_of, line_below
 
 _MAX_GROUPS = 256
@@ -43,46 +45,56 @@ class Work(NamedTuple):
     per_token2: Floats
 
 
-def least_work(seqlens: Floats, ways: Ways, forward_weight: float = 1.0, backward_weight: float = 1.0) -> Work:
-    """Return the work of samples of `seqlens` (tokens, descending) at the best lambdas found."""
+def least_work(lengths: Lengths, ways: Ways, forward_weight: float = 1.0, backward_weight: float = 1.0) -> Work:
+    """Return the work of samples at the best lambdas found."""
     weights = np.array([forward_weight, backward_weight])
     # The longest samples one by one, then one sample for each group of its neighbours; the groups grow.
-    first = np.unique(np.geomspace(1, len(seqlens), _MAX_GROUPS).astype(np.int64) - 1)
-    groups, counts = seqlens[first], np.diff(first, append=len(seqlens)).astype(np.float64)
+    num_samples = len(lengths.seqlens)
+    first = np.unique(np.geomspace(1, num_samples, _MAX_GROUPS).astype(np.int64) - 1)
+    groups = Lengths(lengths.seqlens[first], lengths.densities[first])
+    counts = np.diff(first, append=num_samples).astype(np.float64)
     best = Work(-np.inf, np.zeros(0), np.zeros(0))
     # The ascent can get stuck where ways tie; of several starts the best one counts.
-    for lambdas in (np.zeros((len(ways.cp_sizes), 2, NUM_KINKS)), _exposed_at(seqlens[0], ways)):
+    for lambdas in (np.zeros((len(ways.cp_sizes), 2, NUM_KINKS)), _exposed_at(lengths, ways)):
         _raise_lambdas(groups, counts, ways, weights, lambdas, _ROUNDS, _BISECTIONS)
         per_token, per_token2 = _additive_prices(ways, weights, lambdas)
-        total = sum_of_least(seqlens, ways.longest, per_token, per_token2)
+        total = sum_of_least(lengths, ways.longest, per_token, per_token2)
         if total > best.seconds:
             best = Work(total, per_token, per_token2)
     return best
 
 
-def _exposed_at(tokens: float, ways: Ways) -> Floats:
-    """Return lambda 1 for the kinks that even a lone sample of `tokens` exposes, 0 for the others."""
+def _exposed_at(lengths: Lengths, ways: Ways) -> Floats:
+    """Return lambda 1 for the kinks that even the longest sample by itself exposes, 0 for the others."""
+    tokens, density = float(lengths.seqlens[0]), float(lengths.densities[0])
     weight, constant, per_token, per_token2 = kinks_of(ways.terms)
-    exposed = constant + per_token * tokens - per_token2 * tokens * tokens > 0.0
+    exposed = constant + per_token * tokens - per_token2 * density * tokens * tokens > 0.0
     return np.where(exposed & (weight > 0.0) & (constant >= 0.0), 1.0, 0.0)
 
 
 @compiled
-def sum_of_least(seqlens: Floats, longest: Ints, per_token: Floats, per_token2: Floats) -> float:
+def sum_of_least(lengths: Lengths, longest: Ints, per_token: Floats, per_token2: Floats) -> float:
     """Return the sum over samples of the least additive price; inf if one has no way."""
+    seqlens, densities = lengths
     total = 0.0
-    for tokens in seqlens:
+    for sample in range(seqlens.shape[0]):
+        tokens, density = float(seqlens[sample]), densities[sample]
         least = np.inf
         for way in range(longest.shape[0]):
             if tokens <= longest[way]:
-                least = min(least, _price(tokens, per_token[way], per_token2[way]))
+                least = min(least, _price(tokens, per_token[way], density * per_token2[way]))
         total += least
     return total
 
 
 @compiled
 def _price(tokens: float, per_token: float, per_token2: float) -> float:
-    """Return the least price of a sample of at least `tokens` (its padding can only add tokens)."""
+    """Return the least price of a sample of at least `tokens` (its padding can only add tokens).
+
+    Args:
+        tokens: of the sample.
+        per_token, per_token2: prices, the latter times its density.
+    """
     if per_token < 0.0 and per_token + 2.0 * per_token2 * tokens < 0.0:
         tokens = -per_token / (2.0 * per_token2)
     return tokens * (per_token + per_token2 * tokens)
@@ -112,19 +124,21 @@ def _additive_prices(ways: Ways, weights: Floats, lambdas: Floats) -> tuple[Floa
 
 @compiled
 def _raise_lambdas(
-    seqlens: Floats, counts: Floats, ways: Ways, weights: Floats, lambdas: Floats, rounds: int, bisections: int
+    lengths: Lengths, counts: Floats, ways: Ways, weights: Floats, lambdas: Floats, rounds: int, bisections: int
 ) -> None:
-    """Raise `lambdas` ([way, 2, NUM_KINKS]) in place, one by one, for `counts` samples of each of `seqlens`."""
+    """Raise `lambdas` ([way, 2, NUM_KINKS]) in place, one by one, for `counts` samples of each of `lengths`."""
+    seqlens, densities = lengths
     num_ways = ways.cp_sizes.shape[0]
     per_token, per_token2 = _additive_prices(ways, weights, lambdas)
     others = np.zeros(seqlens.shape[0])
     for _ in range(rounds):
         for way in range(num_ways):
             for index in range(seqlens.shape[0]):
+                tokens, density = float(seqlens[index]), densities[index]
                 others[index] = np.inf
                 for other in range(num_ways):
-                    if other != way and seqlens[index] <= ways.longest[other]:
-                        price = _price(seqlens[index], per_token[other], per_token2[other])
+                    if other != way and tokens <= ways.longest[other]:
+                        price = _price(tokens, per_token[other], density * per_token2[other])
                         others[index] = min(others[index], price)
             for direction in range(2):
                 for kink in range(NUM_KINKS):
@@ -141,9 +155,10 @@ def _raise_lambdas(
                             slope = 0.0
                             gain = a / ways.capacities[way] + b
                             for index in range(seqlens.shape[0]):
-                                tokens = seqlens[index]
-                                if tokens <= ways.longest[way] and _price(tokens, linear, square) < others[index]:
-                                    slope += counts[index] * tokens * (gain - c * tokens)
+                                tokens, density = float(seqlens[index]), densities[index]
+                                price = _price(tokens, linear, density * square)
+                                if tokens <= ways.longest[way] and price < others[index]:
+                                    slope += counts[index] * tokens * (gain - c * density * tokens)
                         if slope >= 0.0:
                             low = value
                         else:

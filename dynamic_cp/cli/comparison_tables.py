@@ -9,6 +9,7 @@ from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
 from dynamic_cp.cli.tables import heading, make_table, tokens
 from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
+from dynamic_cp.types import CAUSAL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,9 +81,9 @@ def show_batches(comparison: Comparison, batch: BatchInput, out: Console) -> Non
     each = f"{min(num_samples)}" if min(num_samples) == max(num_samples) else f"{min(num_samples)}-{max(num_samples)}"
     seed = "" if batch.global_batch_size is None else f", seed {batch.seed or 0}"
     plural = "batch" if len(num_samples) == 1 else "batches"
-    out.print(
-        f"{batch.lengths}{seed}: {len(num_samples)} global {plural} of {each} samples, {tokens(num_tokens)} tokens"
-    )
+    counts = f"{len(num_samples)} global {plural} of {each} samples, {tokens(num_tokens)} tokens"
+    mask = "" if batch.mask == CAUSAL.name else f", mask {batch.mask}"
+    out.print(f"{batch.lengths}{seed}: {counts}{mask}")
 
 
 def _figures(comparison: Comparison, out: Console) -> Table:

@@ -18,6 +18,7 @@ from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputErro
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
 from dynamic_cp.types import (
+    CAUSAL,
     CP_COMM_TYPES,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
@@ -30,6 +31,7 @@ from dynamic_cp.types import (
     SearchEffort,
     Topology,
     is_power_of_two,
+    parse_mask_rule,
 )
 
 if TYPE_CHECKING:
@@ -181,7 +183,20 @@ CUT_OPTIONS = (
 """How what is drawn is cut."""
 
 
-def batch_options(*, several: bool, default_batches: int = 1, required: bool = True) -> Callable[[_Command], _Command]:
+MASK = _option(
+    "--mask",
+    default=CAUSAL.name,
+    show_default=True,
+    metavar="MASK",
+    help="Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
+    "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), or shared_question:4x0.2 (4 answers, a prompt of "
+    "0.2 of the tokens). Only to plan with: no other mask than causal can be trained yet.",
+)
+
+
+def batch_options(
+    *, several: bool, default_batches: int = 1, required: bool = True, with_mask: bool = True
+) -> Callable[[_Command], _Command]:
     """Add the options that say which global batches there are."""
     options = [
         _option(
@@ -212,6 +227,8 @@ def batch_options(*, several: bool, default_batches: int = 1, required: bool = T
         ),
         *CUT_OPTIONS,
     ]
+    if with_mask:
+        options.append(MASK)
     return _section("Global batch", *options)
 
 
@@ -384,6 +401,7 @@ class BatchInput:
     seed: int | None = None
     max_seqlen: int | None = None
     overlong: str | None = None
+    mask: str = CAUSAL.name
     known: NDArray[np.int64] | None = None
     size_flag: str = "--global-batch-size"
 
@@ -427,7 +445,7 @@ class BatchInput:
                         f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is one batch: "
                         f"give {self.size_flag}, or leave it out"
                     )
-            return (_numbered((read_length_array(name) if self.known is None else self.known).tolist()),)
+            return (self._samples((read_length_array(name) if self.known is None else self.known).tolist()),)
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise InvalidInputError(
                 f"--global-batch-size is {num_samples}, 1 to {MAX_SAMPLES} samples can be planned at once: change it"
@@ -436,9 +454,13 @@ class BatchInput:
         if not 1 <= num_batches <= MAX_BATCHES:
             raise InvalidInputError(f"--batches is {num_batches}, 1 to {MAX_BATCHES} can be compared: change it")
         return tuple(
-            _numbered(draw_lengths(self._source, num_samples, (self.seed or 0) + index, **self._cut()).tolist())
+            self._samples(draw_lengths(self._source, num_samples, (self.seed or 0) + index, **self._cut()).tolist())
             for index in range(num_batches)
         )
+
+    def _samples(self, seqlens: Sequence[int]) -> tuple[Sample, ...]:
+        rule = parse_mask_rule(self.mask)
+        return tuple(Sample(sample_id=i, seqlen=seqlen, mask=rule(seqlen)) for i, seqlen in enumerate(seqlens))
 
     def longest_tokens(self, batches: Sequence[Sequence[Sample]]) -> int:
         """Return the tokens of the longest sample that any global batch may have, not only `batches`, which were drawn.
@@ -482,11 +504,8 @@ class BatchInput:
             "seed": (self.seed or 0) if is_drawn else None,
             "max_seqlen": self.cut_tokens,
             "overlong": (self.overlong or "truncate") if is_drawn else None,
+            "mask": None if self.mask == CAUSAL.name else self.mask,
         }
-
-
-def _numbered(seqlens: Sequence[int]) -> tuple[Sample, ...]:
-    return tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens))
 
 
 @dataclass(frozen=True, kw_only=True)

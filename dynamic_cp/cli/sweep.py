@@ -77,7 +77,7 @@ Examples:
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64 --policy balanced   # without dynamic CP
 """,
 )
-@batch_options(several=True, default_batches=DEFAULT_BATCHES)
+@batch_options(several=True, default_batches=DEFAULT_BATCHES, with_mask=False)
 @options_in(
     "Job",
     one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),

@@ -19,6 +19,7 @@ from dynamic_cp.comparison.job import Job, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
@@ -80,7 +81,7 @@ def compare_policies(
     Raises:
         InvalidInputError: no batches, or an unknown policy.
         InfeasibleSampleError, MemoryLimitError: a sample, or a limit, that the job cannot hold.
-        UnsupportedFeatureError: a peer that is not installed, or that refuses this job.
+        UnsupportedFeatureError: a peer that is not installed, or that refuses this job; masks that nothing serves.
     """
     names = compared_policies(policies)
     _check_batches(batches)
@@ -90,7 +91,7 @@ def compare_policies(
         topology=topology,
         model=model,
         hardware=hardware,
-        options=options,
+        options=options_serving((sample for batch in batches for sample in batch), model, options),
         limit_from_memory=limit_from_memory,
         distributed_optimizer=distributed_optimizer,
     )

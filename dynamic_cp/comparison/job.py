@@ -97,13 +97,13 @@ def batch_outcome(
 def rates(job: Job, samples: Sequence[Sample], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
     """Return the figures of `BatchOutcome` that need no plan, from the samples and the makespan."""
     seconds, num_ranks = makespan_s + prices.all.gradient_reduction_s, job.topology.world_size
-    seqlens = [sample.seqlen for sample in samples]
-    flops = batch_flops(job.model, *length_sums(seqlens), job.options.recompute)
+    num_tokens, squared = length_sums(samples)
+    flops = batch_flops(job.model, num_tokens, squared, job.options.recompute)
     return {
         "iteration_s": seconds,
         "makespan_s": makespan_s,
         "lower_bound_s": lower_bound(samples, prices.all).seconds,
-        "num_tokens": sum(seqlens),
-        "tokens_per_s_per_gpu": sum(seqlens) / seconds / num_ranks,
+        "num_tokens": num_tokens,
+        "tokens_per_s_per_gpu": num_tokens / seconds / num_ranks,
         "tflops_per_gpu": tflops_per_rank(flops.model_flops, seconds, num_ranks),
     }

@@ -20,8 +20,10 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_of
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.flops import length_sums
+from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.table import seconds_of_rows
 from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology
 
@@ -154,7 +156,7 @@ class _Buckets(NamedTuple):
     Attributes:
         rows: [bucket] -> row of the price tables.
         cp_sizes: [bucket] lanes.
-        padded, true: [bucket, 2] -> sum of lengths and of their squares.
+        padded, true: [bucket, 2] -> sum of lengths and of their squares, by density.
         is_empty: [bucket] -> whether it holds no sample.
     """
 
@@ -181,13 +183,13 @@ class _Buckets(NamedTuple):
 def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
     buckets = tuple(plan.buckets)
     multiple = plan.topology.rank_token_multiple
-    padded = [padded_seqlens((s.seqlen for s in one.samples), one.cp_size, multiple) for one in buckets]
-    true = [tuple(sample.seqlen for sample in one.samples) for one in buckets]
+    padded = [padded_of(one, multiple) for one in buckets]
+    squares = [squared_tokens(one.samples, tokens) for one, tokens in zip(buckets, padded, strict=True)]
     return _Buckets(
         rows=np.array([_row_of(one, cost_model) for one in buckets], np.int64),
         cp_sizes=np.array([one.cp_size for one in buckets], np.int64),
-        padded=_sums(padded),
-        true=_sums(true),
+        padded=np.array([*zip(map(sum, padded), squares, strict=True)], np.float64),
+        true=np.array([length_sums(one.samples) for one in buckets], np.float64),
         is_empty=np.array([not one.samples for one in buckets]),
         topology=plan.topology,
     )
@@ -198,7 +200,3 @@ def _row_of(bucket: Bucket, cost_model: CostModel) -> int:
     row = cost_model.row_of(bucket.cp_size, bucket.first_lane, bucket.cp_comm_type, bucket.inner_cp_size)
     assert row is not None, "the plan was made with these options"
     return row
-
-
-def _sums(lengths: list[tuple[int, ...]]) -> Floats:
-    return np.array([(sum(one), sum(length * length for length in one)) for one in lengths], np.float64).reshape(-1, 2)

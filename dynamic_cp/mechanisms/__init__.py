@@ -10,4 +10,5 @@ mechanism of that name. Read in this order:
 - `mechanism`: what a mechanism answers: where it is possible, its price, its bytes, what the memory model needs
 - `ring`, `all_gather`, `all_to_all`, `two_levels`: the four exchanges
 - `registry`: all mechanisms by name; a new one is added there and to `types.CpCommType`
+- `masks`: which of them plans may use where samples bring masks of their own
 """

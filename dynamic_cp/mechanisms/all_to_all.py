@@ -8,9 +8,13 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 
 
 class AllToAll(Mechanism):
-    """Queries, keys, values and outputs change hands, (cp - 1) / cp of them; hidden behind nothing."""
+    """Queries, keys, values and outputs change hands, (cp - 1) / cp of them; hidden behind nothing.
+
+    A lane sees whole sequences, so any mask is as much work on each.
+    """
 
     name = "a2a"
+    serves_masks = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (cp_size,) if sharing.is_even(cp_size) else ()

@@ -61,10 +61,12 @@ class Mechanism:
     Attributes:
         name: its name in plans, flags and reports.
         has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
+        serves_masks: whether samples may bring masks of their own (`Sample.mask`).
     """
 
     name: ClassVar[CpCommType]
     has_closed_form: ClassVar[bool] = True
+    serves_masks: ClassVar[bool] = False
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dynamic_cp.convex import Convex, Kink, Linear, merged
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
-from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Hardware, Mask, Problem, Stage
+from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Causal, Full, Hardware, Problem, Stage
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
@@ -151,7 +151,7 @@ def _kernels_of_stage(stage: Stage, tp_size: int, hardware: Hardware) -> _Kernel
     return (first, later), (first_back, later_back)
 
 
-def _kernels(flops_per_token2: float, hardware: Hardware, mask: Mask) -> _Kernels:
+def _kernels(flops_per_token2: float, hardware: Hardware, mask: Causal | Full) -> _Kernels:
     """Return the kernels of some layers; with a full mask every tile is full."""
 
     def forward(rate: float, extra_tokens: float) -> _Kernel:

@@ -33,6 +33,7 @@ from dynamic_cp.packing.table import Packing
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import largest_power_of_two
 
@@ -121,19 +122,19 @@ _Profile = tuple[_Candidate, "_BlockPacker"]
 """A candidate and the packer of its blocks."""
 
 
-def pack_blocks(seqlens: Ints, cost_model: CostModel, fewest_rows: int, effort: Effort) -> list[Packed]:
+def pack_blocks(lengths: Lengths, cost_model: CostModel, fewest_rows: int, effort: Effort) -> list[Packed]:
     """Return packings for a pipeline, the fastest first; none when no target places all samples.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples.
         cost_model: prices, lanes and stages.
         fewest_rows: rows that the tokens need at least.
         effort: how much to try.
     """
     num_lanes = cost_model.topology.num_lanes
     durations = durations_of(cost_model.table, num_lanes)
-    alone = alone_ns(seqlens, durations, num_lanes.bit_length())
-    packers = [_BlockPacker(seqlens, cost_model, durations, alone, k, effort) for k in _widths(alone[:, 0])]
+    alone = alone_ns(lengths, durations, num_lanes.bit_length())
+    packers = [_BlockPacker(lengths, cost_model, durations, alone, k, effort) for k in _widths(alone[:, 0])]
     refined = []
     for packer in packers:
         candidates = sorted(packer.candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
@@ -201,16 +202,17 @@ class _BlockPacker:
     """What all candidates of one global batch in blocks of 2^k lanes share."""
 
     def __init__(
-        self, seqlens: Ints, cost_model: CostModel, durations: Durations, alone: Floats, k: int, effort: Effort
+        self, lengths: Lengths, cost_model: CostModel, durations: Durations, alone: Floats, k: int, effort: Effort
     ) -> None:
-        self.seqlens, self.cost_model, self.durations, self.effort = seqlens, cost_model, durations, effort
+        self.lengths, self.cost_model, self.durations, self.effort = lengths, cost_model, durations, effort
+        self.squares = lengths.squares
         self.alone = alone[: k + 1].copy()
         self.best_ns = self.alone.min(axis=0)
         self.blocks = _cut(cost_model.topology.num_lanes, 1 << k)
         table = cost_model.table
         base = int(np.flatnonzero(durations.capacities)[0])
         first = int(table.first_option[base, 0])
-        totals = float(seqlens.sum()), float((seqlens.astype(np.float64) ** 2).sum())
+        totals = float(lengths.seqlens.sum()), float(self.squares.sum())
         self.empty_ns = [1e9 * price(table.terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
         batch_ns = [1e9 * price(table.terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
@@ -268,8 +270,8 @@ class _BlockPacker:
     def _alone_ns(self, num_samples: int) -> Floats:
         """Return [FORWARD or BACKWARD, sample] nanoseconds of the longest samples, each alone, without its overhead."""
         for sample in range(len(self._alone_parts_ns), num_samples):
-            seqlen = int(self.seqlens[sample])
-            cost = self.cost_model.cost(1 << int(np.argmin(self.alone[:, sample])), 0, seqlen, seqlen * seqlen)
+            tokens, square = int(self.lengths.seqlens[sample]), float(self.squares[sample])
+            cost = self.cost_model.cost(1 << int(np.argmin(self.alone[:, sample])), 0, tokens, square)
             both_ns = 1e9 * cost.forward_s, 1e9 * cost.backward_s
             self._alone_parts_ns.append([max(0.0, ns - self.empty_ns[way]) for way, ns in enumerate(both_ns)])
         parts_ns: Floats = np.array(self._alone_parts_ns[:num_samples]).reshape(-1, 2).T
@@ -375,7 +377,7 @@ class _BlockPacker:
         num_rows = targets.shape[1]
         row_lanes = np.repeat(self.blocks.num_lanes, num_rows)
         factor, bucket_of_sample, rows, lanes, sizes = fill_least(
-            self.seqlens, self.durations, self.alone, row_lanes, targets.ravel(), floors.ravel(), low, high, num_steps
+            self.lengths, self.durations, self.alone, row_lanes, targets.ravel(), floors.ravel(), low, high, num_steps
         )
         if factor < 0:
             return None, factor
@@ -387,7 +389,7 @@ class _BlockPacker:
         """Return [block] -> makespan, [block, row] -> longest lane, [block, row] -> crossings by the critical path."""
         topology = self.cost_model.topology
         graph = pipeline_graph(topology.pp_size, packing.num_rows, topology.vp_size)
-        grid = grid_of_packing(self.seqlens, packing, self.cost_model)
+        grid = grid_of_packing(self.lengths, packing, self.cost_model)
         return simulate_blocks(
             graph, topology.vp_size, grid, self.blocks.first_lanes, self.blocks.num_lanes, self.backward_over_forward
         )

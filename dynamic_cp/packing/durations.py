@@ -62,9 +62,9 @@ def fastest_ns(terms: Floats, num_exchanges: Ints, k: int, tokens: float, square
 
 
 @compiled
-def sample_ns(durations: Durations, k: int, seqlen: int) -> float:
+def sample_ns(durations: Durations, k: int, seqlen: int, density: float) -> float:
     """Return whole nanoseconds of a sample alone in a bucket of CP size 2^k; infinite where it does not fit."""
     padded = padded_seqlen(seqlen, durations.multiples[k])
     if padded > durations.capacities[k]:
         return np.inf
-    return bucket_ns(durations, k, float(padded), float(padded) * float(padded))
+    return bucket_ns(durations, k, float(padded), density * float(padded) * float(padded))

@@ -8,6 +8,7 @@ from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, fastest_ns
 from dynamic_cp.packing.padded import padded_seqlen
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import tangent
 
 
@@ -36,35 +37,36 @@ def skip(unused: Ints, sample: int) -> None:
 
 @compiled
 def longest_that_fits(
-    seqlens: Ints, durations: Durations, unused: Ints, start: int,
+    lengths: Lengths, durations: Durations, unused: Ints, start: int,
     k: int, tokens: float, squares: float, limit_ns: float,
 ) -> int:  # fmt: skip
     """Return the first unused sample >= `start` with which a bucket stays within its capacity and `limit_ns`.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples; the search takes shorter ones for less work.
         durations: prices and limits.
         unused: of `next_unused`.
         start: first sample to look at.
         k: log2 of the bucket's CP size.
-        tokens, squares: sums of the padded lengths that are in it.
+        tokens, squares: sums of the padded lengths that are in it, and of their squares by density.
         limit_ns: the bucket must not last longer.
 
     Returns:
-        A sample, or len(seqlens) when none fits.
+        A sample, or the number of samples when none fits.
     """
+    seqlens, densities = lengths
     return longest_within(
-        seqlens, durations.terms, durations.num_exchanges, durations.multiples, durations.capacities,
+        seqlens, densities, durations.terms, durations.num_exchanges, durations.multiples, durations.capacities,
         unused, start, k, tokens, squares, limit_ns,
     )  # fmt: skip
 
 
 @inlined
 def longest_within(
-    seqlens: Ints, terms: Floats, num_exchanges: Ints, multiples: Ints, capacities: Ints, unused: Ints, start: int,
-    k: int, tokens: float, squares: float, limit_ns: float,
+    seqlens: Ints, densities: Floats, terms: Floats, num_exchanges: Ints, multiples: Ints, capacities: Ints,
+    unused: Ints, start: int, k: int, tokens: float, squares: float, limit_ns: float,
 ) -> int:  # fmt: skip
-    """Return `longest_that_fits`; for inner loops, which take the arrays out of `Durations` once."""
+    """Return `longest_that_fits`; for inner loops, which take the arrays out of their tuples once."""
     num_samples = len(seqlens)
     room = capacities[k] - tokens
     # The root of the price of the first exchange, as if what hides now went on hiding.
@@ -86,14 +88,14 @@ def longest_within(
             high = middle
         else:
             low = middle + 1
-    # Without kinks and padding the root is exact. Else it is close: walk from there, in growing steps.
-    if num_exchanges[k] > 1 or has_kinks or multiples[k] > 1:
+    # Without kinks, padding and other masks the root is exact. Else it is close: walk from there, in growing steps.
+    if num_exchanges[k] > 1 or has_kinks or multiples[k] > 1 or densities[min(low, num_samples - 1)] != 1.0:
         guess, step = low, 1
         low, high = start, num_samples
         while low < high:
             middle = min(guess, high - 1)
             padded = float(padded_seqlen(seqlens[middle], multiples[k]))
-            total, total2 = tokens + padded, squares + padded * padded
+            total, total2 = tokens + padded, squares + densities[middle] * padded * padded
             if padded <= room and fastest_ns(terms, num_exchanges, k, total, total2) <= limit_ns:
                 high = middle
                 guess = max((low + high) >> 1, high - step)

@@ -15,6 +15,7 @@ from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.table import PriceTable, best_options
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
@@ -30,7 +31,7 @@ class PricedPacking(NamedTuple):
 
     Attributes:
         packing: rows of buckets.
-        tokens, squares: [bucket] sums of padded lengths and of their squares.
+        tokens, squares: [bucket] sums of padded lengths and of their squares, by density.
         price_rows: [bucket] -> row of the price table, the fastest way for it to compute attention on its lanes.
     """
 
@@ -40,25 +41,25 @@ class PricedPacking(NamedTuple):
     price_rows: Ints
 
 
-def price_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> PricedPacking:
+def price_packing(lengths: Lengths, packing: Packing, cost_model: CostModel) -> PricedPacking:
     """Return `packing` with the sums of its buckets and the fastest way for each to compute attention.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples.
         packing: rows of buckets.
         cost_model: prices.
     """
     table = cost_model.table
     tokens, squares = sums_of_buckets(
-        seqlens, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
+        lengths, packing.bucket_of_sample, packing.log2_cp_sizes, table.multiples, table.rank_token_multiple
     )  # fmt: skip
     price_rows = best_options(table, packing.first_lanes, packing.log2_cp_sizes, tokens, squares)
     return PricedPacking(packing, tokens, squares, price_rows)
 
 
-def grid_of_packing(seqlens: Ints, packing: Packing, cost_model: CostModel) -> Grid:
+def grid_of_packing(lengths: Lengths, packing: Packing, cost_model: CostModel) -> Grid:
     """Return `grid_of_priced` of a packing that is not priced yet."""
-    return grid_of_priced(price_packing(seqlens, packing, cost_model), cost_model)
+    return grid_of_priced(price_packing(lengths, packing, cost_model), cost_model)
 
 
 def grid_of_priced(priced: PricedPacking, cost_model: CostModel) -> Grid:
@@ -78,9 +79,9 @@ def grid_of_priced(priced: PricedPacking, cost_model: CostModel) -> Grid:
     return grid
 
 
-def makespan_ns(seqlens: Ints, packing: Packing, cost_model: CostModel) -> int:
+def makespan_ns(lengths: Lengths, packing: Packing, cost_model: CostModel) -> int:
     """Return the exact makespan of `packing` in nanoseconds."""
-    return makespan_of_grid_ns(grid_of_packing(seqlens, packing, cost_model), cost_model)
+    return makespan_of_grid_ns(grid_of_packing(lengths, packing, cost_model), cost_model)
 
 
 def makespan_of_grid_ns(grid: Grid, cost_model: CostModel) -> int:

@@ -30,6 +30,7 @@ from dynamic_cp.packing.fit import longest_that_fits, next_unused, skip
 from dynamic_cp.packing.heap import find_room, push, sift_down
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import growth_while_hidden
 
 _WORTHWHILE_GAIN = 0.98
@@ -42,21 +43,21 @@ _TOP_UP_SHARE = 0.9
 
 
 def pack_nested(
-    seqlens: Ints, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float
+    lengths: Lengths, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float
 ) -> tuple[float, Packing] | None:
     """Return (estimated end of the last lane without a pipeline, packing of `num_rows` rows); None: no room.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples.
         durations: prices and limits of buckets.
         num_lanes: lanes, any number >= 1.
         num_rows: rows that the packing may use.
         quota_ns: a sample that lasts longer gets a larger CP size, as long as that makes it shorter.
     """
     base = int(np.flatnonzero(durations.capacities)[0])
-    log2_cp_sizes = choose_cp_sizes(seqlens, durations, base, quota_ns)
+    log2_cp_sizes = choose_cp_sizes(lengths, durations, base, quota_ns)
     num_missing, end_ns, num_buckets, bucket_of_sample, rows, first_lanes, sizes = _pack(
-        seqlens, durations, log2_cp_sizes, base, num_lanes, num_rows
+        lengths, durations, log2_cp_sizes, base, num_lanes, num_rows
     )
     if num_missing:
         return None
@@ -64,25 +65,26 @@ def pack_nested(
     return end_ns, Packing(num_rows, bucket_of_sample, rows, first_lanes, sizes)
 
 
-def row_counts(seqlens: Ints, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float) -> list[int]:
+def row_counts(lengths: Lengths, durations: Durations, num_lanes: int, num_rows: int, quota_ns: float) -> list[int]:
     """Return numbers of rows worth trying, from `num_rows` to where no large bucket needs to take short samples."""
     base = int(np.flatnonzero(durations.capacities)[0])
-    log2_cp_sizes = choose_cp_sizes(seqlens, durations, base, quota_ns)
+    log2_cp_sizes = choose_cp_sizes(lengths, durations, base, quota_ns)
     large = log2_cp_sizes > base
     places = (1 << (log2_cp_sizes[large] - base)).sum()
-    places += seqlens[~large].sum() / (_FILL_SHARE * durations.capacities[base])
+    places += lengths.seqlens[~large].sum() / (_FILL_SHARE * durations.capacities[base])
     last = max(num_rows, ceil(places / (num_lanes >> base))) + 1
     return sorted({round(count) for count in np.linspace(num_rows, last, _NUM_ROW_COUNTS).tolist()})
 
 
 @compiled
-def choose_cp_sizes(seqlens: Ints, durations: Durations, base: int, quota_ns: float) -> Ints:
+def choose_cp_sizes(lengths: Lengths, durations: Durations, base: int, quota_ns: float) -> Ints:
     """Return [sample] -> log2 of the smallest CP size that meets the quota, else of the one with the least time."""
+    seqlens, densities = lengths
     chosen = np.full(len(seqlens), base, np.int64)
     for sample in range(len(seqlens)):
         least = np.inf
         for k in range(base, len(durations.capacities)):
-            alone_ns = sample_ns(durations, k, seqlens[sample])
+            alone_ns = sample_ns(durations, k, seqlens[sample], densities[sample])
             if alone_ns < least * _WORTHWHILE_GAIN:
                 least = alone_ns
                 chosen[sample] = k
@@ -95,15 +97,15 @@ def choose_cp_sizes(seqlens: Ints, durations: Durations, base: int, quota_ns: fl
 
 @compiled
 def _pack(
-    seqlens: Ints, durations: Durations, log2_cp_sizes: Ints, base: int, num_lanes: int, num_rows: int
+    lengths: Lengths, durations: Durations, log2_cp_sizes: Ints, base: int, num_lanes: int, num_rows: int
 ) -> tuple[int, float, int, Ints, Ints, Ints, Ints]:
     """Return samples without a place, last end, number of buckets, bucket of each sample, row, first lane, CP size."""
-    num_samples = len(seqlens)
+    num_samples = len(lengths.seqlens)
     num_blocks = num_lanes >> base
     most = num_blocks * num_rows
     bucket_of_sample = np.full(num_samples, -1, np.int64)
     rows, first_lanes, sizes = np.zeros(most, np.int64), np.zeros(most, np.int64), np.full(most, base, np.int64)
-    num_large, large_sizes, tokens, squares = _gather(seqlens, durations, log2_cp_sizes, base, most, bucket_of_sample)
+    num_large, large_sizes, tokens, squares = _gather(lengths, durations, log2_cp_sizes, base, most, bucket_of_sample)
     lane_ns, lane_rows = np.zeros(num_lanes), np.zeros(num_lanes, np.int64)
     if num_large < 0 or not _place(
         durations, large_sizes, tokens, squares, num_rows, lane_ns, lane_rows, rows, first_lanes
@@ -121,13 +123,13 @@ def _pack(
             num_buckets += 1
     first_bin[num_blocks] = num_buckets
     block_ns = lane_ns[: num_blocks << base : 1 << base].copy()
-    num_missing, end_ns = _spread(seqlens, durations, base, first_bin, block_ns, bucket_of_sample)
+    num_missing, end_ns = _spread(lengths, durations, base, first_bin, block_ns, bucket_of_sample)
     return num_missing, end_ns, num_buckets, bucket_of_sample, rows, first_lanes, sizes
 
 
 @compiled
 def _gather(
-    seqlens: Ints, durations: Durations, log2_cp_sizes: Ints, base: int, most: int, bucket_of_sample: Ints
+    lengths: Lengths, durations: Durations, log2_cp_sizes: Ints, base: int, most: int, bucket_of_sample: Ints
 ) -> tuple[int, Ints, Floats, Floats]:
     """Put the large samples into buckets, each into its own where memory allows; fill `bucket_of_sample` for them.
 
@@ -135,6 +137,7 @@ def _gather(
         (number of buckets, -1 where they need more than `most` places; log2 CP size, tokens, tokens squared of each,
         the largest CP sizes first.)
     """
+    seqlens, densities = lengths
     num_samples = len(seqlens)
     num_large = 0
     while num_large < num_samples and log2_cp_sizes[num_large] > base:
@@ -145,7 +148,7 @@ def _gather(
     for sample in range(num_large):
         k = log2_cp_sizes[sample]
         tokens[sample] = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
-        squares[sample] = tokens[sample] ** 2
+        squares[sample] = densities[sample] * tokens[sample] ** 2
         bucket_of_sample[sample] = sample
         places += 1 << (k - base)
         spare += durations.capacities[k] - tokens[sample]
@@ -164,10 +167,10 @@ def _gather(
             skip(unused, host)
             k, sample = log2_cp_sizes[host], host + 1
             while places > most or small_tokens - (most - places) * capacity > _TOP_UP_SHARE * spare:
-                sample = longest_that_fits(seqlens, durations, unused, sample, k, tokens[host], squares[host], np.inf)
+                sample = longest_that_fits(lengths, durations, unused, sample, k, tokens[host], squares[host], np.inf)
                 if sample >= num_large:
                     break
-                if only_hidden and not _is_hidden(durations, k, tokens[host], squares[host], seqlens[sample]):
+                if only_hidden and not _is_hidden(durations, k, tokens[host], squares[host], lengths, sample):
                     break
                 own = log2_cp_sizes[sample]
                 places -= 1 << (own - base)
@@ -175,7 +178,7 @@ def _gather(
                 padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
                 spare -= padded
                 tokens[host] += padded
-                squares[host] += padded * padded
+                squares[host] += densities[sample] * padded * padded
                 bucket_of_sample[sample] = host
                 has_taken[host] = True
                 skip(unused, sample)
@@ -197,28 +200,30 @@ def _gather(
     for sample in range(num_large):
         bucket_of_sample[sample] = number[bucket_of_sample[sample]]
     sizes, tokens, squares = log2_cp_sizes[hosts], tokens[hosts], squares[hosts]
-    _top_up(seqlens, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, sizes, tokens,
+    _top_up(lengths, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, sizes, tokens,
             squares)  # fmt: skip
     return num_hosts, sizes, tokens, squares
 
 
 @compiled
-def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, seqlen: int) -> bool:
+def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, lengths: Lengths, sample: int) -> bool:
     """Return whether a sample of `seqlen` adds compute to the bucket, but no exposed exchange."""
-    padded = float(padded_seqlen(seqlen, durations.multiples[k]))
-    grown_ns = bucket_ns(durations, k, tokens + padded, squares + padded * padded)
+    padded = float(padded_seqlen(lengths.seqlens[sample], durations.multiples[k]))
+    square = lengths.densities[sample] * padded * padded
+    grown_ns = bucket_ns(durations, k, tokens + padded, squares + square)
     compute_ns = np.inf
     for exchange in range(durations.num_exchanges[k]):
-        compute_ns = min(compute_ns, growth_while_hidden(durations.terms, k, exchange, padded))
+        compute_ns = min(compute_ns, growth_while_hidden(durations.terms, k, exchange, padded, square))
     return grown_ns - bucket_ns(durations, k, tokens, squares) <= 1.001 * compute_ns
 
 
 @compiled
 def _top_up(
-    seqlens: Ints, durations: Durations, num_large: int, missing_tokens: float, bucket_of_sample: Ints,
+    lengths: Lengths, durations: Durations, num_large: int, missing_tokens: float, bucket_of_sample: Ints,
     sizes: Ints, tokens: Floats, squares: Floats,
 ) -> None:  # fmt: skip
     """Move short samples, longest first, to the large buckets until `missing_tokens` are placed, or none fits."""
+    seqlens, densities = lengths
     num_samples = len(seqlens)
     unused = next_unused(num_samples, num_large)
     for only_hidden in (True, False):
@@ -226,15 +231,15 @@ def _top_up(
             k, sample = sizes[bucket], num_large
             while missing_tokens > 0:
                 sample = longest_that_fits(
-                    seqlens, durations, unused, sample, k, tokens[bucket], squares[bucket], np.inf
+                    lengths, durations, unused, sample, k, tokens[bucket], squares[bucket], np.inf
                 )
                 if sample == num_samples:
                     break
-                if only_hidden and not _is_hidden(durations, k, tokens[bucket], squares[bucket], seqlens[sample]):
+                if only_hidden and not _is_hidden(durations, k, tokens[bucket], squares[bucket], lengths, sample):
                     break
                 padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
                 tokens[bucket] += padded
-                squares[bucket] += padded * padded
+                squares[bucket] += densities[sample] * padded * padded
                 bucket_of_sample[sample] = bucket
                 missing_tokens -= seqlens[sample]
                 skip(unused, sample)
@@ -275,13 +280,14 @@ def _place(
 
 @compiled
 def _spread(
-    seqlens: Ints, durations: Durations, base: int, first_bin: Ints, block_ns: Floats, bucket_of_sample: Ints
+    lengths: Lengths, durations: Durations, base: int, first_bin: Ints, block_ns: Floats, bucket_of_sample: Ints
 ) -> tuple[int, float]:
     """Give each sample without a bucket to the block that ends first; return how many find no room, and the last end.
 
     Within a block the emptiest bin takes it. Blocks without room for the present sample are parked, ordered by room,
     until samples are short enough.
     """
+    seqlens, densities = lengths
     num_blocks = len(block_ns)
     capacity = durations.capacities[base]
     empty_ns = bucket_ns(durations, base, 0.0, 0.0)
@@ -313,6 +319,6 @@ def _spread(
         sift_down(filled, own, len(own))
         minus_room[block] = filled[own[0]]
         # At the base size prices are close to additive; exactly so without an exchange.
-        end_ns[block] += bucket_ns(durations, base, padded, padded * padded) - empty_ns
+        end_ns[block] += bucket_ns(durations, base, padded, densities[sample] * padded * padded) - empty_ns
         sift_down(end_ns, by_end, num_open)
     return num_missing, end_ns.max()

@@ -11,24 +11,29 @@ from dynamic_cp.packing.judge import grid_of_packing, makespan_of_grid_ns
 from dynamic_cp.packing.table import Packing, pyramid, reordered
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
 
 ORDERS = ("pyramid", "descending", "ascending")
 """Packers make descending rows."""
 
 
 def in_orders(
-    seqlens: Ints, packing: Packing, cost_model: CostModel, orders: Sequence[str] = ORDERS, best_ns: int | None = None
+    lengths: Lengths,
+    packing: Packing,
+    cost_model: CostModel,
+    orders: Sequence[str] = ORDERS,
+    best_ns: int | None = None,
 ) -> Iterator[tuple[int, str, Packing]]:
     """Yield (makespan in nanoseconds, order, packing) of `packing` with its rows in each of `orders`.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples.
         packing: rows of buckets.
         cost_model: prices, lanes and stages; without a pipeline no order is better than another, and only one comes.
         orders: some of `ORDERS`, or "as packed".
         best_ns: nothing comes where no order can be faster than this.
     """
-    grid = grid_of_packing(seqlens, packing, cost_model)
+    grid = grid_of_packing(lengths, packing, cost_model)
     if best_ns is not None and least_ns(grid, cost_model) >= best_ns:
         return
     if cost_model.topology.pp_size == 1:

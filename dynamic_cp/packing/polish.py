@@ -20,6 +20,7 @@ from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, end_times
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.table import PriceTable, best_options
 
 _SMALL = 1000
@@ -29,12 +30,12 @@ second walk starts three times as hot."""
 
 
 def polish(
-    seqlens: Ints, packing: Packing, cost_model: CostModel, num_steps: int, seed: int = 0
+    lengths: Lengths, packing: Packing, cost_model: CostModel, num_steps: int, seed: int = 0
 ) -> tuple[int, Packing]:
     """Return (makespan in nanoseconds, packing) of the best packing met in `num_steps` moves, `packing` included.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples.
         packing: where to start; the result has as many rows, or fewer.
         cost_model: prices, lanes and stages.
         num_steps: moves to try.
@@ -44,14 +45,14 @@ def polish(
     rows = num_microbatches_of(packing, cost_model)
     graph = pipeline_graph(topology.pp_size, rows, topology.vp_size)
     makespan_ns, bucket_of_sample, row_of, first_of, size_of = _anneal(
-        seqlens, cost_model.table, graph, topology.vp_size, rows, topology.num_lanes, num_steps, seed,
-        *_one_slot_a_sample(packing, len(seqlens)),
+        lengths, cost_model.table, graph, topology.vp_size, rows, topology.num_lanes, num_steps, seed,
+        *_one_slot_a_sample(packing, len(lengths.seqlens)),
     )  # fmt: skip
     used, bucket_of_sample = np.unique(bucket_of_sample, return_inverse=True)
     found = Packing(rows, bucket_of_sample, row_of[used], first_of[used], size_of[used])
     shorter = without_empty_rows(found)
     if num_microbatches_of(shorter, cost_model) < rows:
-        return exact_makespan_ns(seqlens, shorter, cost_model), shorter
+        return exact_makespan_ns(lengths, shorter, cost_model), shorter
     return int(makespan_ns), found
 
 
@@ -73,7 +74,7 @@ def _one_slot_a_sample(packing: Packing, num_samples: int) -> tuple[Ints, Ints, 
 
 @compiled
 def _anneal(
-    seqlens: Ints, table: PriceTable, graph: Graph, vp_size: int, num_rows: int, num_lanes: int, num_steps: int,
+    lengths: Lengths, table: PriceTable, graph: Graph, vp_size: int, num_rows: int, num_lanes: int, num_steps: int,
     seed: int, bucket_of_sample: Ints, row_of: Ints, first_of: Ints, size_of: Ints,
 ) -> tuple[int, Ints, Ints, Ints, Ints]:  # fmt: skip
     """Return (makespan, bucket of each sample, row, first lane, log2 CP size of each slot) of the best state."""
@@ -88,17 +89,17 @@ def _anneal(
     hottest = _HOTTEST * (1.0 + 2.0 * (seed % 2))
     state = np.uint64(88172645463325252 + seed * 7919000021)
     current = (bucket_of_sample.copy(), row_of.copy(), first_of.copy(), size_of.copy())
-    now = _makespan(seqlens, table, graph, vp_size, grid, ends, current)
+    now = _makespan(lengths, table, graph, vp_size, grid, ends, current)
     best, best_ns = (current[0].copy(), current[1].copy(), current[2].copy(), current[3].copy()), now
     trial = (current[0].copy(), current[1].copy(), current[2].copy(), current[3].copy())
     for step in range(num_steps):
         temperature = now * hottest * (_COLDEST / hottest) ** (step / num_steps)
         for part in range(4):
             trial[part][:] = current[part]
-        state, changed = _move(state, seqlens, table, num_rows, num_lanes, trial)
-        if not changed or not _is_legal(seqlens, table, num_rows, num_lanes, trial):
+        state, changed = _move(state, lengths.seqlens, table, num_rows, num_lanes, trial)
+        if not changed or not _is_legal(lengths.seqlens, table, num_rows, num_lanes, trial):
             continue
-        then = _makespan(seqlens, table, graph, vp_size, grid, ends, trial)
+        then = _makespan(lengths, table, graph, vp_size, grid, ends, trial)
         state = _next(state)
         if then <= now or _share(state) < np.exp((now - then) / temperature):
             now = then
@@ -249,11 +250,11 @@ def _is_legal(
 
 @inlined
 def _makespan(
-    seqlens: Ints, table: PriceTable, graph: Graph, vp_size: int, grid: Grid, ends: Ints,
+    lengths: Lengths, table: PriceTable, graph: Graph, vp_size: int, grid: Grid, ends: Ints,
     trial: tuple[Ints, Ints, Ints, Ints],
 ) -> int:  # fmt: skip
     bucket_of_sample, row_of, first_of, size_of = trial
-    tokens, squares = sums_of_buckets(seqlens, bucket_of_sample, size_of, table.multiples, table.rank_token_multiple)
+    tokens, squares = sums_of_buckets(lengths, bucket_of_sample, size_of, table.multiples, table.rank_token_multiple)
     price_rows = best_options(table, first_of, size_of, tokens, squares)
     fill_grid(grid, table, vp_size, row_of, first_of, size_of, tokens, squares, price_rows)
     return end_times(graph, grid, ends)

@@ -14,27 +14,29 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, sample_ns
 from dynamic_cp.packing.fit import first_unused, longest_within, next_unused, skip
 from dynamic_cp.packing.padded import padded_seqlen
+from dynamic_cp.pricing.lengths import Lengths
 
 
 @compiled
-def alone_ns(seqlens: Ints, durations: Durations, num_sizes: int) -> Floats:
+def alone_ns(lengths: Lengths, durations: Durations, num_sizes: int) -> Floats:
     """Return [log2 of CP size, sample] -> nanoseconds of the sample alone in a bucket; infinite: it does not fit."""
+    seqlens, densities = lengths
     alone = np.full((num_sizes, len(seqlens)), np.inf)
     for k in range(num_sizes):
         for sample in range(len(seqlens)):
-            alone[k, sample] = sample_ns(durations, k, seqlens[sample])
+            alone[k, sample] = sample_ns(durations, k, seqlens[sample], densities[sample])
     return alone
 
 
 @compiled
 def fill_least(
-    seqlens: Ints, durations: Durations, alone: Floats, row_lanes: Ints, targets: Floats, floors: Floats,
+    lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, targets: Floats, floors: Floats,
     low: float, high: float, num_steps: int,
 ) -> tuple[float, Ints, Ints, Ints, Ints]:  # fmt: skip
     """Return the filling with the smallest factor on the targets that places all samples.
 
     Args:
-        seqlens: [sample] tokens, descending.
+        lengths: the samples.
         durations: prices and limits of buckets.
         alone: of `alone_ns`, up to the largest CP size that rows may use.
         row_lanes: [row] -> lanes of the row.
@@ -56,7 +58,7 @@ def fill_least(
         middle = high if step == 0 else (low + high) / 2
         wanted = np.maximum(targets * middle, floors)
         num_left, bucket_of_sample, rows, first_lanes, sizes = _fill(
-            seqlens, durations, alone, row_lanes, wanted, order
+            lengths, durations, alone, row_lanes, wanted, order
         )
         if num_left == 0:
             factor = high = middle
@@ -70,9 +72,10 @@ def fill_least(
 
 @compiled
 def _fill(
-    seqlens: Ints, durations: Durations, alone: Floats, row_lanes: Ints, wanted_ns: Floats, order: Ints
+    lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, wanted_ns: Floats, order: Ints
 ) -> tuple[int, Ints, Ints, Ints, Ints]:
     """Return samples without a place; bucket of each sample; row, first lane in the row, log2 CP size of buckets."""
+    seqlens, densities = lengths
     terms, num_exchanges, multiples, capacities = durations
     num_samples, num_sizes = len(seqlens), len(alone)
     unused = next_unused(num_samples, 0)
@@ -99,13 +102,14 @@ def _fill(
             while sample < num_samples:
                 padded = float(padded_seqlen(seqlens[sample], multiples[k]))
                 tokens += padded
-                squares += padded * padded
+                squares += densities[sample] * padded * padded
                 bucket_of_sample[sample] = bucket
                 num_left -= 1
                 skip(unused, sample)
                 sample = longest_within(
-                    seqlens, terms, num_exchanges, multiples, capacities, unused, sample, k, tokens, squares, limit_ns
-                )
+                    seqlens, densities, terms, num_exchanges, multiples, capacities,
+                    unused, sample, k, tokens, squares, limit_ns,
+                )  # fmt: skip
             bucket += 1
             lane += 1 << k
         if num_left == 0:

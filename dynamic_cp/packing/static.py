@@ -19,6 +19,7 @@ from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans import padding
 from dynamic_cp.pricing.capacity import capacity_tokens
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.types import is_power_of_two
 
 if TYPE_CHECKING:
@@ -99,13 +100,13 @@ def _next_fit(padded: Ints, input_order: Ints, capacity: int) -> tuple[int, Ints
     return num_bins, bin_of_sample
 
 
-def pack_balanced(seqlens: Ints, durations: Durations, k: int, num_lanes: int, num_rows: int) -> Packing | None:
+def pack_balanced(lengths: Lengths, durations: Durations, k: int, num_lanes: int, num_rows: int) -> Packing | None:
     """Return rows of even buckets: the longest sample goes to the cheapest bucket with room; None when one has no room.
 
     Buckets of similar attention work share a row; rows descend.
     """
     blocks = num_lanes >> k
-    missing, bucket_of_sample, squares = _spread_evenly(seqlens, durations, k, blocks * num_rows)
+    missing, bucket_of_sample, squares = _spread_evenly(lengths, durations, k, blocks * num_rows)
     if missing:
         return None
     place = np.empty(blocks * num_rows, np.int64)
@@ -120,11 +121,12 @@ def in_rows(bucket_of_sample: Ints, places: Ints, k: int, blocks: int) -> Packin
 
 
 @compiled
-def _spread_evenly(seqlens: Ints, durations: Durations, k: int, num_buckets: int) -> tuple[int, Ints, Floats]:
+def _spread_evenly(lengths: Lengths, durations: Durations, k: int, num_buckets: int) -> tuple[int, Ints, Floats]:
     """Return (samples without room, bucket of each sample, sum of squares of each bucket); cheapest bucket first.
 
     Buckets without room for the present sample are parked, ordered by room, until samples are short enough.
     """
+    seqlens, densities = lengths
     capacity = durations.capacities[k]
     tokens, squares = np.zeros(num_buckets), np.zeros(num_buckets)
     price, minus_room = np.zeros(num_buckets), np.full(num_buckets, -float(capacity))
@@ -140,7 +142,7 @@ def _spread_evenly(seqlens: Ints, durations: Durations, k: int, num_buckets: int
         bucket = by_price[0]
         bucket_of_sample[sample] = bucket
         tokens[bucket] += padded
-        squares[bucket] += padded * padded
+        squares[bucket] += densities[sample] * padded * padded
         minus_room[bucket] += padded
         price[bucket] = bucket_ns(durations, k, tokens[bucket], squares[bucket])
         sift_down(price, by_price, num_open)

@@ -18,23 +18,24 @@ from dynamic_cp.packing.static import in_rows
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import linear_parts
 
 SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)
 """Numbers of micro-batches, as multiples of the least that holds all tokens."""
 
 
-def packings_like_wlb(seqlens: Ints, cost_model: CostModel, k: int) -> Iterator[Packing]:
+def packings_like_wlb(lengths: Lengths, cost_model: CostModel, k: int) -> Iterator[Packing]:
     """Yield packings of CP size 2^k for a sweep of numbers of rows; rows descend by workload.
 
     Args:
-        seqlens: [sample] tokens, descending; the size holds the longest.
+        lengths: the samples; the size holds the longest.
         cost_model: prices, limits and lanes.
         k: log2 of the CP size.
     """
     topology, table = cost_model.topology, cost_model.table
     blocks, capacity = topology.num_lanes >> k, int(table.capacities[k])
-    padded = padded_seqlen(seqlens, int(table.multiples[k]))
+    padded = padded_seqlen(lengths.seqlens, int(table.multiples[k]))
     fewest = -(-int(padded.sum()) // (blocks * capacity))
     # Workload of a sample: the slopes of forward and backward. Exchange that attention hides has no price here.
     row = table.terms[table.first_option[k, table.links[k, 0]]]
@@ -43,7 +44,9 @@ def packings_like_wlb(seqlens: Ints, cost_model: CostModel, k: int) -> Iterator[
     for factor in SWEEP:
         num_rows = round_up(ceil(factor * fewest), topology.num_microbatches_multiple)
         while num_rows not in tried:
-            fits, bucket_of_sample, work = _deal(padded, capacity, per_token, per_token2, num_rows * blocks)
+            fits, bucket_of_sample, work = _deal(
+                padded, lengths.densities, capacity, per_token, per_token2, num_rows * blocks
+            )
             if fits:
                 tried.add(num_rows)
                 places = np.empty(num_rows * blocks, np.int64)
@@ -55,7 +58,7 @@ def packings_like_wlb(seqlens: Ints, cost_model: CostModel, k: int) -> Iterator[
 
 @compiled
 def _deal(
-    padded: Ints, capacity: int, per_token: float, per_token2: float, num_buckets: int
+    padded: Ints, densities: Floats, capacity: int, per_token: float, per_token2: float, num_buckets: int
 ) -> tuple[bool, Ints, Floats]:
     """Return whether all samples have room, the bucket of each sample, the workload of each bucket."""
     tokens, work = np.zeros(num_buckets), np.zeros(num_buckets)
@@ -71,7 +74,7 @@ def _deal(
                 return False, bucket_of_sample, work
         bucket_of_sample[sample] = bucket
         tokens[bucket] += length
-        work[bucket] += per_token * length + per_token2 * length * length
+        work[bucket] += per_token * length + per_token2 * densities[sample] * length * length
     return True, bucket_of_sample, work
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import padded_seqlens, round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 
@@ -72,7 +73,7 @@ def _bucket(bucket: PeerBucket, cost_model: CostModel) -> Bucket:
     lengths = (sample.seqlen for sample in bucket.samples)
     padded = padded_seqlens(lengths, bucket.cp_size, cost_model.topology.rank_token_multiple)
     attention = cost_model.best_exchange(
-        bucket.cp_size, bucket.first_lane, sum(padded), sum(tokens * tokens for tokens in padded)
+        bucket.cp_size, bucket.first_lane, sum(padded), squared_tokens(bucket.samples, padded)
     )
     return Bucket(
         first_lane=bucket.first_lane,

@@ -14,32 +14,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from dynamic_cp.packing.judge import build_plan, price_packing
 from dynamic_cp.packing.orders import in_orders
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.peers.peer import PeerResult, longest_first
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import lengths_of
 from dynamic_cp.types import Sample
 
 
 def peer(samples: Sequence[Sample], cost_model: CostModel) -> PeerResult:
     """Return the fastest plan over all CP sizes that hold the longest sample, and over the sweep."""
     ordered = longest_first(samples)
-    seqlens = np.array([sample.seqlen for sample in ordered], np.int64)
+    lengths = lengths_of(ordered)
     best: tuple[int, Packing, str] | None = None
     for k, capacity in enumerate(cost_model.table.capacities.tolist()):
-        if seqlens[0] > capacity:
+        if ordered[0].seqlen > capacity:
             continue
-        for packing in packings_like_wlb(seqlens, cost_model, k):
-            for found_ns, _, one in in_orders(seqlens, packing, cost_model):
+        for packing in packings_like_wlb(lengths, cost_model, k):
+            for found_ns, _, one in in_orders(lengths, packing, cost_model):
                 if best is None or found_ns < best[0]:
                     best = found_ns, one, f"CP {1 << k}, {packing.num_rows} micro-batches"
     if best is None:
-        return PeerResult(None, None, f"no CP size holds the longest sample, {seqlens[0]} tokens")
+        return PeerResult(None, None, f"no CP size holds the longest sample, {ordered[0].seqlen} tokens")
     found_ns, packing, note = best
     return PeerResult(
-        found_ns / 1e9, build_plan(ordered, price_packing(seqlens, packing, cost_model), cost_model, "wlb"), note
+        found_ns / 1e9, build_plan(ordered, price_packing(lengths, packing, cost_model), cost_model, "wlb"), note
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.types import Sample, counted
+from dynamic_cp.types import Mask, Sample, counted
 
 
 class GlobalBatch(Sequence[Sample]):
@@ -16,20 +17,29 @@ class GlobalBatch(Sequence[Sample]):
 
     Args:
         sample_ids, seqlens: int64 [num_samples].
+        masks: of each sample, as `Sample.mask`; None: no sample has one.
     """
 
-    def __init__(self, sample_ids: NDArray[np.int64], seqlens: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        sample_ids: NDArray[np.int64],
+        seqlens: NDArray[np.int64],
+        masks: Sequence[Mask | None] | None = None,
+    ) -> None:
         self.sample_ids = sample_ids
         self.seqlens = seqlens
+        self.masks = masks
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> GlobalBatch:
         """Return `samples` as arrays; as they are if they are that already."""
         if isinstance(samples, GlobalBatch):
             return samples
+        masks = [sample.mask for sample in samples]
         return cls(
             np.array([sample.sample_id for sample in samples], dtype=np.int64),
             np.array([sample.seqlen for sample in samples], dtype=np.int64),
+            None if all(mask is None for mask in masks) else masks,
         )
 
     def __repr__(self) -> str:
@@ -45,12 +55,15 @@ class GlobalBatch(Sequence[Sample]):
     def __getitem__(self, index: slice) -> GlobalBatch: ...
     def __getitem__(self, index: int | slice) -> Sample | GlobalBatch:
         if isinstance(index, slice):
-            return GlobalBatch(self.sample_ids[index], self.seqlens[index])
-        return Sample(sample_id=int(self.sample_ids[index]), seqlen=int(self.seqlens[index]))
+            masks = None if self.masks is None else self.masks[index]
+            return GlobalBatch(self.sample_ids[index], self.seqlens[index], masks)
+        mask = None if self.masks is None else self.masks[index]
+        return Sample(sample_id=int(self.sample_ids[index]), seqlen=int(self.seqlens[index]), mask=mask)
 
     def __iter__(self) -> Any:
-        pairs = zip(self.sample_ids.tolist(), self.seqlens.tolist(), strict=True)
-        return (Sample(sample_id=sample_id, seqlen=seqlen) for sample_id, seqlen in pairs)
+        masks = itertools.repeat(None, len(self)) if self.masks is None else self.masks
+        rows = zip(self.sample_ids.tolist(), self.seqlens.tolist(), masks, strict=True)
+        return (Sample(sample_id=sample_id, seqlen=seqlen, mask=mask) for sample_id, seqlen, mask in rows)
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -16,7 +16,7 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample
+from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample, parse_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class PlanFacts:
         digest: of the whole plan (hex).
         predicted_s: simulated time of the iteration; imbalance: max / mean of the lanes' simulated busy seconds.
         reason: why this plan.
-        seqlen_sum, seqlen_squared_sum: over the samples, without padding.
+        seqlen_sum, seqlen_squared_sum: over the samples, without padding; squares by the density of the masks.
         cp_histogram: cp size -> number of non-empty buckets.
         padding_fraction: share of padding in all tokens computed.
         rank_token_multiple: what the padded tokens of a rank are rounded up to.
@@ -54,7 +54,7 @@ class PlanFacts:
     def of(cls, planned: PlannedBatch, *, planner_s: float = 0.0, fallback: str | None = None) -> PlanFacts:
         """Return the facts of `planned`."""
         plan = planned.plan
-        seqlens = [sample.seqlen for sample in plan.samples]
+        samples = tuple(plan.samples)
         return cls(
             digest=digest(plan),
             policy=plan.policy,
@@ -62,9 +62,9 @@ class PlanFacts:
             predicted_s=planned.predicted_s,
             imbalance=planned.imbalance,
             reason=planned.reason,
-            num_samples=len(seqlens),
-            seqlen_sum=sum(seqlens),
-            seqlen_squared_sum=sum(seqlen * seqlen for seqlen in seqlens),
+            num_samples=len(samples),
+            seqlen_sum=plan.num_tokens,
+            seqlen_squared_sum=sum(sample.squared_tokens for sample in samples),
             cp_histogram=plan.cp_histogram,
             padding_fraction=padding_fraction(plan),
             rank_token_multiple=plan.topology.rank_token_multiple,
@@ -155,18 +155,19 @@ def _message(lane: int, head: str, buckets: Sequence[str], parts: Mapping[int, o
 def _encode_bucket(bucket: Bucket) -> str:
     ids = [sample.sample_id for sample in bucket.samples]
     seqlens = [sample.seqlen for sample in bucket.samples]
-    row = [bucket.first_lane, bucket.cp_size, bucket.cp_comm_type, ids, seqlens]
-    if bucket.attention.chooses_inner_size:
-        row.append(bucket.inner_cp_size)
+    row: list[Any] = [bucket.first_lane, bucket.cp_size, bucket.cp_comm_type, bucket.inner_cp_size, ids, seqlens]
+    if any(sample.mask is not None for sample in bucket.samples):
+        row.append([None if sample.mask is None else str(sample.mask) for sample in bucket.samples])
     return json.dumps(row, separators=(",", ":"))
 
 
 def _decode_bucket(row: Sequence[Any]) -> Bucket:
-    first_lane, cp_size, cp_comm_type, ids, seqlens, *inner_cp_size = row
+    first_lane, cp_size, cp_comm_type, inner_cp_size, ids, seqlens, *texts = row
+    masks = [None if text is None else parse_mask(text) for text in texts[0]] if texts else [None] * len(ids)
     return Bucket(
         first_lane=first_lane,
         cp_size=cp_size,
         cp_comm_type=cp_comm_type,
-        inner_cp_size=inner_cp_size[0] if inner_cp_size else 1,
-        samples=tuple(Sample(sample_id=i, seqlen=s) for i, s in zip(ids, seqlens, strict=True)),
+        inner_cp_size=inner_cp_size,
+        samples=tuple(Sample(sample_id=i, seqlen=s, mask=m) for i, s, m in zip(ids, seqlens, masks, strict=True)),
     )

@@ -65,6 +65,11 @@ def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: in
     return tuple(padded)
 
 
+def padded_of(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
+    """Return `padded_seqlens` of a bucket's samples."""
+    return padded_seqlens((sample.seqlen for sample in bucket.samples), bucket.cp_size, rank_token_multiple)
+
+
 def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
     """Return the padded tokens of a rank of `bucket`, on average; `plans.lane_tokens` knows those of each lane."""
     if bucket.cp_size == rank_token_multiple == 1:  # most buckets: nothing is padded

@@ -16,7 +16,17 @@ from typing import Any, cast
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
-from dynamic_cp.types import CHOOSES_INNER_SIZE, Attention, Bucket, CpCommType, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import (
+    CHOOSES_INNER_SIZE,
+    Attention,
+    Bucket,
+    CpCommType,
+    MicroBatch,
+    Plan,
+    Sample,
+    Topology,
+    parse_mask,
+)
 
 SCHEMA_VERSION = 1
 _UNUSED = {"all_lanes_coupled": False}
@@ -92,8 +102,8 @@ def digest(plan: Plan) -> str:
 def format_plan(plan: Plan) -> str:
     """Return `plan` as text: one line of settings, then one line per micro-batch.
 
-    Example (sample_id:seqlen, "-" is an empty place, an exchange other than p2p is named, as in "a2a+p2p/8" with the
-    inner size where the exchange does not imply it):
+    Example (sample_id:seqlen, with @mask where a sample has its own; "-" is an empty place, an exchange other than p2p
+    is named, as in "a2a+p2p/8" with the inner size where the exchange does not imply it):
 
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
@@ -137,7 +147,7 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
         "first_lane": bucket.first_lane,
         "cp_size": bucket.cp_size,
         "cp_comm_type": bucket.cp_comm_type,
-        "samples": [[sample.sample_id, sample.seqlen] for sample in bucket.samples],
+        "samples": [_sample_to_list(sample) for sample in bucket.samples],
     }
     if bucket.attention.chooses_inner_size:
         data["inner_cp_size"] = bucket.inner_cp_size
@@ -150,19 +160,31 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
     chooses = isinstance(data, dict) and data.get("cp_comm_type") in CHOOSES_INNER_SIZE
     has_inner = chooses or (isinstance(data, dict) and "inner_cp_size" in data)
     bucket = _Fields(data, where, (*names, "inner_cp_size") if has_inner else names)
-    samples = []
-    for index, pair in enumerate(bucket.get("samples", list)):
-        place = f"{where}.samples[{index}]"
-        if len(_checked(pair, list, place)) != 2:
-            raise InvalidInputError(f"{place} has {len(pair)} numbers, 2 are needed: [sample_id, seqlen]")
-        sample_id, seqlen = (_checked(number, int, place) for number in pair)
-        samples.append(Sample(sample_id=sample_id, seqlen=seqlen))
     return Bucket(
         first_lane=bucket.get("first_lane", int),
         cp_size=bucket.get("cp_size", int),
         cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
         inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
-        samples=tuple(samples),
+        samples=tuple(
+            _sample_from_list(one, f"{where}.samples[{index}]") for index, one in enumerate(bucket.get("samples", list))
+        ),
+    )
+
+
+def _sample_to_list(sample: Sample) -> list[int | str]:
+    return [sample.sample_id, sample.seqlen, *([] if sample.mask is None else [str(sample.mask)])]
+
+
+def _sample_from_list(data: object, where: str) -> Sample:
+    if len(_checked(data, list, where)) not in (2, 3):
+        raise InvalidInputError(
+            f"{where} has {len(cast(list[object], data))} entries, 2 or 3 are needed: [sample_id, seqlen, mask]"
+        )
+    sample_id, seqlen, *mask = cast(list[object], data)
+    return Sample(
+        sample_id=_checked(sample_id, int, where),
+        seqlen=_checked(seqlen, int, where),
+        mask=parse_mask(_checked(mask[0], str, where)) if mask else None,
     )
 
 
@@ -173,11 +195,16 @@ def _format_bucket(bucket: Bucket) -> str:
         else f"lanes {bucket.first_lane}-{bucket.first_lane + bucket.cp_size - 1}"
     )
     exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
-    samples = " ".join(f"{sample.sample_id}:{sample.seqlen}" for sample in bucket.samples) or "-"
+    samples = " ".join(map(_format_sample, bucket.samples)) or "-"
     return f"{lanes}{exchange}: {samples}"
 
 
-_BUCKET = re.compile(r"lanes? (\d+)(?:-(\d+))?(?: ([^\s:/]+)(?:/(\d+))?)?: (-|-?\d+:\d+(?: -?\d+:\d+)*)")
+def _format_sample(sample: Sample) -> str:
+    return f"{sample.sample_id}:{sample.seqlen}" + ("" if sample.mask is None else f"@{sample.mask}")
+
+
+_SAMPLE = r"-?\d+:\d+(?:@[^\s|]+)?"
+_BUCKET = re.compile(rf"lanes? (\d+)(?:-(\d+))?(?: ([^\s:/]+)(?:/(\d+))?)?: (-|{_SAMPLE}(?: {_SAMPLE})*)")
 
 
 def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
@@ -197,12 +224,15 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
                 "first_lane": int(first_lane),
                 "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
                 "cp_comm_type": cp_comm_type or Attention().cp_comm_type,
-                "samples": []
-                if samples == "-"
-                else [[int(number) for number in pair.split(":")] for pair in samples.split()],
+                "samples": [] if samples == "-" else [_parse_sample(one) for one in samples.split()],
             }
         )
     return buckets
+
+
+def _parse_sample(text: str) -> list[int | str]:
+    numbers, _, mask = text.partition("@")
+    return [*map(int, numbers.split(":")), *([mask] if mask else [])]
 
 
 def _checked(value: object, kind: type, where: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
 
 _SHOWN_SAMPLES = 4
 
@@ -22,9 +22,9 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         4. A bucket with samples holds at most max_tokens_per_rank padded tokens a rank.
         5. A bucket without samples (an empty place) has cp_size 1.
         6. No sample is in two places.
-        7. The samples are `samples`, lengths included, where they are given.
+        7. The samples are `samples`, lengths and masks included, where they are given.
         8. The lanes of a bucket can use its mechanism: the inner groups of a2a+p2p divide the lanes of a node, and each
-           lies inside one node on every stage.
+           lies inside one node on every stage; only some mechanisms serve samples with masks of their own.
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -126,7 +126,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             max_tokens_per_rank=plan.max_tokens_per_rank,
         )
     # Most buckets have one lane, which exchanges nothing.
-    reason = MECHANISMS[bucket.cp_comm_type].why_illegal(bucket, plan.topology) if bucket.cp_size > 1 else None
+    reason = _why_illegal(bucket, plan.topology) if bucket.cp_size > 1 else None
     if reason is not None:
         raise _illegal(
             plan,
@@ -136,6 +136,18 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             inner_cp_size=bucket.inner_cp_size,
             lanes_per_node=plan.topology.lanes_per_node,
         )
+
+
+def _why_illegal(bucket: Bucket, topology: Topology) -> str | None:
+    mechanism = MECHANISMS[bucket.cp_comm_type]
+    if not mechanism.serves_masks:
+        for sample in bucket.samples:
+            if sample.mask is not None:
+                return (
+                    f"sample {sample.sample_id} has the mask {str(sample.mask)[:40]}, which {mechanism.name} cannot "
+                    f"serve on {bucket.cp_size} lanes: use a2a, or one lane"
+                )
+    return mechanism.why_illegal(bucket, topology)
 
 
 def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[int, tuple[int, int]]) -> None:
@@ -161,6 +173,8 @@ def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[
                     reason = f"sample {sample.sample_id} is not one of the {len(wanted)} samples of the global batch"
                 elif given.seqlen != sample.seqlen:
                     reason = f"sample {sample.sample_id} has {sample.seqlen} tokens here but {given.seqlen} were given"
+                elif given.mask != sample.mask:
+                    reason = f"sample {sample.sample_id} has the mask {sample.mask} here but {given.mask} was given"
                 else:
                     continue
                 raise _illegal(plan, index, position, f"{reason}: plan these samples again", sample_id=sample.sample_id)

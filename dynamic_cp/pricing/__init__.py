@@ -2,6 +2,7 @@
 
 Read in this order:
 
+- `lengths`: the samples as arrays, and the squared tokens that attention costs
 - `terms`: the numbers of one price; the only file that knows what stands where
 - `table`: all prices as arrays, and the two questions that compiled loops ask of them
 - `capacity`: which CP sizes a bucket may have and how many tokens it may hold

@@ -21,9 +21,10 @@ from dynamic_cp.arrays import Floats
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_of
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.edges import gradient_reduction_s
+from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
@@ -101,14 +102,12 @@ class CostModel:
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
         """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence."""
-        padded = padded_seqlens(
-            (sample.seqlen for sample in bucket.samples), bucket.cp_size, self.topology.rank_token_multiple
-        )
+        padded = padded_of(bucket, self.topology.rank_token_multiple)
         return self.cost(
             bucket.cp_size,
             bucket.first_lane,
             sum(padded),
-            sum(tokens * tokens for tokens in padded),
+            squared_tokens(bucket.samples, padded),
             cp_comm_type=bucket.cp_comm_type,
             inner_cp_size=bucket.inner_cp_size,
         )
@@ -128,7 +127,7 @@ class CostModel:
             cp_size: lanes of the group.
             first_lane: its first lane; decides which link the exchange uses.
             tokens: sum of the (padded) lengths.
-            tokens_squared: sum of the squares of the (padded) lengths.
+            tokens_squared: sum of the squares of the (padded) lengths, by density (`lengths.squared_tokens`).
             cp_comm_type: exchange; None = the fastest of the options.
             inner_cp_size: of the exchange; None = what it implies, a2a+p2p: the largest possible.
 

@@ -1,5 +1,7 @@
 """FLOPs of a global batch from the sums of S and S^2: true lengths for what was achieved, padded ones for what was run.
 
+S^2 of a sample with a mask of its own counts by its density (`Sample.squared_tokens`).
+
 A weight costs 2 FLOPs per token, attention of one layer 2 * query width * S^2 if causal (scores and values, half the
 square each) and twice that without a mask; backward is twice the forward. A plan's padding is work for the device but
 no achievement, so throughput counts true lengths and no recomputation.
@@ -10,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import Hardware, ModelShape, Plan, Recompute
+from dynamic_cp.plans.padding import padded_of
+from dynamic_cp.pricing.lengths import squared_tokens
+from dynamic_cp.types import Hardware, ModelShape, Plan, Recompute, Sample
 
 
 class BatchFlops(NamedTuple):
@@ -33,7 +36,7 @@ class BatchFlops(NamedTuple):
 
 
 def batch_flops(
-    model: ModelShape, seqlen_sum: int, seqlen_squared_sum: int, recompute: Recompute = "none"
+    model: ModelShape, seqlen_sum: int, seqlen_squared_sum: float, recompute: Recompute = "none"
 ) -> BatchFlops:
     """Return the FLOPs of sequences with these sums of S and S^2.
 
@@ -51,22 +54,20 @@ def batch_flops(
     return BatchFlops(forward, 2 * forward, repeated)
 
 
-def length_sums(seqlens: Iterable[int]) -> tuple[int, int]:
+def length_sums(samples: Iterable[Sample]) -> tuple[int, int]:
     """Return (sum of S, sum of S^2)."""
-    lengths = tuple(seqlens)
-    return sum(lengths), sum(length * length for length in lengths)
+    samples = tuple(samples)
+    return sum(sample.seqlen for sample in samples), sum(sample.squared_tokens for sample in samples)
 
 
 def plan_flops(model: ModelShape, plan: Plan, recompute: Recompute = "none") -> tuple[BatchFlops, BatchFlops]:
     """Return (true, padded) FLOPs of `plan`; the padded ones hold its empty places too."""
-    multiple = plan.topology.rank_token_multiple
-    padded = (
-        tokens
-        for bucket in plan.buckets
-        for tokens in padded_seqlens((sample.seqlen for sample in bucket.samples), bucket.cp_size, multiple)
-    )
-    true = (sample.seqlen for sample in plan.samples)
-    return batch_flops(model, *length_sums(true), recompute), batch_flops(model, *length_sums(padded), recompute)
+    tokens, squares = 0, 0.0
+    for bucket in plan.buckets:
+        padded = padded_of(bucket, plan.topology.rank_token_multiple)
+        tokens += sum(padded)
+        squares += squared_tokens(bucket.samples, padded)
+    return batch_flops(model, *length_sums(plan.samples), recompute), batch_flops(model, tokens, squares, recompute)
 
 
 def tflops_per_rank(model_flops: float, iteration_s: float, world_size: int) -> float:

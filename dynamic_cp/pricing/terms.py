@@ -132,9 +132,14 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
 
 
 @inlined
-def growth_while_hidden(terms: Floats, row: int, column: int, padded: float) -> float:
-    """Return what a sample of `padded` tokens adds to a bucket of `terms[row, column]` whose exchange stays hidden."""
-    return terms[row, column, 1] * padded + terms[row, column, 2] * padded * padded  # type: ignore[no-any-return]
+def growth_while_hidden(terms: Floats, row: int, column: int, padded: float, square: float) -> float:
+    """Return what a sample of `padded` tokens adds to a bucket of `terms[row, column]` whose exchange stays hidden.
+
+    Args:
+        terms, row, column: of the price.
+        padded, square: its tokens, and their square by its density.
+    """
+    return terms[row, column, 1] * padded + terms[row, column, 2] * square  # type: ignore[no-any-return]
 
 
 @inlined

@@ -23,6 +23,7 @@ from dynamic_cp.report.imbalance import imbalance
 from dynamic_cp.report.knee import knee, knee_points
 from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.page import Picture, picture, render
+from dynamic_cp.types import Sample
 
 LABELS = (
     "policy",
@@ -224,7 +225,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     number = _typical_batch(comparison, verdict)
     timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
-    seqlens = [sample.seqlen for sample in comparison.batches[number]]
+    samples = comparison.batches[number]
     cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, comparison.options)
     points = knee_points(comparison.model, comparison.hardware, cost_model)
     end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
@@ -239,8 +240,8 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
             caption="A tile is a CP group; small groups exchange less and waste less, large ones hold long samples.",
         ),
         picture(
-            partial(length_histogram, seqlens), name="lengths", title="Lengths of the batch", width_in=MEDIUM_IN,
-            caption=f"{_tail(seqlens)} Attention work grows with the square of the length.",
+            partial(length_histogram, [sample.seqlen for sample in samples]), name="lengths",
+            title="Lengths of the batch", width_in=MEDIUM_IN, caption=_tail(samples),
         ),
         picture(
             partial(imbalance, [(name, timeline.lane_busy_s) for name, timeline in reversed(timelines)]),
@@ -270,16 +271,17 @@ def _timeline(batch: BatchOutcome) -> Timeline:
     return batch.timeline
 
 
-def _tail(seqlens: Sequence[int]) -> str:
-    """Return what the longest samples that hold half of the attention work are."""
-    squares = sorted((seqlen * seqlen for seqlen in seqlens), reverse=True)
+def _tail(samples: Sequence[Sample]) -> str:
+    """Return what the samples that hold half of the attention work are."""
+    squares = sorted((sample.squared_tokens for sample in samples), reverse=True)
     half, total, count = sum(squares) / 2, 0, 0
     while total < half:
         total += squares[count]
         count += 1
-    return (
-        f"The longest {count} of {len(seqlens)} samples ({count / len(seqlens):.1%}) hold half of the attention work."
-    )
+    share = f"{count} of {len(samples)} samples ({count / len(samples):.1%}) hold half of the attention work."
+    if any(sample.mask is not None for sample in samples):
+        return f"The costliest {share} Each has a mask of its own."
+    return f"The longest {share} Attention work grows with the square of the length."
 
 
 def _memory(comparison: Comparison) -> dict[str, Any]:

@@ -32,12 +32,15 @@ from dynamic_cp.types import (
     MAX_COUNT,
     CpCommType,
     Hardware,
+    Mask,
     ModelShape,
     PlannedBatch,
     PlanOptions,
     Recompute,
     SearchEffort,
     Topology,
+    parse_mask,
+    parse_mask_rule,
 )
 
 Ints = NDArray[np.int64]
@@ -160,6 +163,7 @@ def plan_lengths(
     max_tokens_per_rank: int | Literal["auto"],
     model: str | Path | Mapping[str, Any] | ModelShape,
     hardware: str | Path | Hardware,
+    masks: str | Sequence[Mask | str | None] | None = None,
     tp_size: int = 1,
     pp_size: int = 1,
     vp_size: int = 1,
@@ -185,6 +189,8 @@ def plan_lengths(
         model: a bundled name, the path of a model file or config.json, a Hugging Face config as a dictionary
             (`model.config.to_dict()`), or a ModelShape.
         hardware: a bundled name, the path of a hardware file, or a Hardware.
+        masks: one for each sample, as `types.Mask` or its text, None: causal; or the rule of all, as text:
+            "lambda:64,4096", "shared_question:4x0.2" (`types.parse_mask_rule`).
         tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel: as in `types.Topology`.
         min_cp_size, max_cp_size: smallest and largest CP size, powers of two; 1 and 1: no context parallelism, None:
             the largest power of two <= num_lanes.
@@ -227,7 +233,7 @@ def plan_lengths(
     )
     try:
         planned, _ = plan_in_memory(
-            GlobalBatch(np.arange(len(lengths)), lengths),
+            GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths)),
             topology=topology,
             model=_model(model),
             hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
@@ -317,6 +323,17 @@ def _checked(seqlens: ArrayLike) -> Ints:
             seqlen=int(lengths[index]),
         )
     return lengths.astype(np.int64)
+
+
+def _masks(masks: str | Sequence[Mask | str | None] | None, lengths: Ints) -> list[Mask | None] | None:
+    if masks is None:
+        return None
+    if isinstance(masks, str):
+        rule = parse_mask_rule(masks)
+        return [rule(seqlen) for seqlen in lengths.tolist()]
+    if len(masks) != len(lengths):
+        raise InvalidInputError(f"there are {len(masks)} masks for {len(lengths)} samples: give one for each")
+    return [parse_mask(mask) if isinstance(mask, str) else mask for mask in masks]
 
 
 def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:

@@ -35,7 +35,7 @@ from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.search import check_feasible, plan_problem
-from dynamic_cp.types import Hardware, Problem, Sample
+from dynamic_cp.types import Hardware, Mask, Problem, Sample
 
 CHECK_PARENT_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -71,6 +71,7 @@ class Request:
     Attributes:
         key: names it in the answer.
         sample_ids, seqlens: int64 [num_samples].
+        masks: as in `GlobalBatch`.
         wants_whole: whether the answer should hold the whole plan.
         hardware: what the cost model is to use for this request; None = the problem's.
     """
@@ -78,6 +79,7 @@ class Request:
     key: str
     sample_ids: NDArray[np.int64]
     seqlens: NDArray[np.int64]
+    masks: Sequence[Mask | None] | None = None
     wants_whole: bool = False
     hardware: Hardware | None = None
 
@@ -91,6 +93,7 @@ class Request:
             key=key,
             sample_ids=batch.sample_ids,
             seqlens=batch.seqlens,
+            masks=batch.masks,
             wants_whole=wants_whole,
             hardware=hardware,
         )
@@ -98,7 +101,7 @@ class Request:
     @property
     def samples(self) -> tuple[Sample, ...]:
         """The global batch."""
-        return tuple(GlobalBatch(self.sample_ids, self.seqlens))
+        return tuple(GlobalBatch(self.sample_ids, self.seqlens, self.masks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

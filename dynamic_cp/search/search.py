@@ -17,6 +17,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
@@ -33,6 +34,7 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths, lengths_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
@@ -84,23 +86,25 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
         InfeasibleSampleError: a sample that no allowed CP size can hold.
-        UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve.
+        UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve, or has a mask that
+            none of them serves.
     """
-    topology, options, policy = problem.topology, problem.options, problem.policy
+    topology, policy = problem.topology, problem.policy
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples))
+    options = options_serving(batch.samples, problem.model, problem.options)
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_capacity(batch.samples[0], topology, options)
     cost_model = CostModel(problem.model, problem.hardware, topology, options)
     if policy not in ("static", "balanced") or options.static_cp_size is None:
-        _check_exchanges(batch.samples[0], cost_model)
+        _check_exchanges(batch.samples, cost_model)
     search = _Search(batch, cost_model)
     ranking = search.ranking(policy)
     if policy == "dynamic" and len(options.cp_comm_types) > 1 and Ring.name in options.cp_comm_types:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
     best = ranking[0]
-    priced = price_packing(batch.seqlens, best.packing, best.cost_model)
+    priced = price_packing(batch.lengths, best.packing, best.cost_model)
     plan = build_plan(batch.samples, priced, best.cost_model, policy)
     check_plan(plan, batch.samples)
     # The grid of the packing is the grid of the plan, and much faster to make.
@@ -124,10 +128,10 @@ def check_feasible(max_seqlen: int, topology: Topology, options: PlanOptions) ->
 
 
 class _Batch(NamedTuple):
-    """Samples descending by seqlen, ties by ascending sample_id; their lengths; positions in the order of sample_id."""
+    """Samples descending by seqlen, ties by ascending sample_id; as arrays; positions in the order of sample_id."""
 
     samples: list[Sample]
-    seqlens: Ints
+    lengths: Lengths
     input_order: Ints
 
 
@@ -136,7 +140,7 @@ class _Search:
 
     def __init__(self, batch: _Batch, cost_model: CostModel) -> None:
         self.batch = batch
-        self.longest, self.seqlens, self.input_order = batch.samples[0], batch.seqlens, batch.input_order
+        self.longest, self.lengths, self.input_order = batch.samples[0], batch.lengths, batch.input_order
         self.cost_model = cost_model
         self.durations: Durations = durations_of(cost_model.table, cost_model.topology.num_lanes)
 
@@ -208,14 +212,14 @@ class _Search:
         k = cp_size.bit_length() - 1
         durations = self._static_durations(k)
         next_fit = pack_next_fit(
-            self.seqlens, self.input_order, durations, k, topology.num_lanes, topology.num_microbatches_multiple
+            self.lengths.seqlens, self.input_order, durations, k, topology.num_lanes, topology.num_microbatches_multiple
         )
         if policy != "balanced":
             yield from self._ordered(f"static cp={cp_size} m={next_fit.num_rows}", next_fit, ("as packed",), best_ns)
         if policy != "static":
             yield from self._balanced(durations, k, next_fit, best_ns)
         if policy == "dynamic":
-            for packing in packings_like_wlb(self.seqlens, self.cost_model, k):
+            for packing in packings_like_wlb(self.lengths, self.cost_model, k):
                 yield from self._ordered(f"balanced as WLB cp={cp_size} m={packing.num_rows}", packing, best_ns=best_ns)
 
     def polished(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -224,9 +228,9 @@ class _Search:
         for walk in range(_NUM_WALKS[self.cost_model.options.search]):
             starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_POLISHED]
             start = starts[walk % len(starts)]
-            if not is_small(self.seqlens, start.packing, self.cost_model):
+            if not is_small(self.lengths.seqlens, start.packing, self.cost_model):
                 continue
-            found_ns, packing = polish(self.seqlens, start.packing, self.cost_model, _POLISH_STEPS, walk)
+            found_ns, packing = polish(self.lengths, start.packing, self.cost_model, _POLISH_STEPS, walk)
             name = f"{start.name.removesuffix(' polished')} polished"
             found = Candidate(found_ns, name, packing, self.cost_model)
             if found.makespan_ns < start.makespan_ns:
@@ -237,22 +241,22 @@ class _Search:
     def _dynamic(self) -> Iterator[Candidate]:
         topology = self.cost_model.topology
         base = int(np.flatnonzero(self.durations.capacities)[0])
-        fewest = fewest_rows(self.seqlens, self.durations, base, topology.num_lanes)
-        totals = float(self.seqlens.sum()), float((self.seqlens.astype(np.float64) ** 2).sum())
+        fewest = fewest_rows(self.lengths.seqlens, self.durations, base, topology.num_lanes)
+        totals = float(self.lengths.seqlens.sum()), float(self.lengths.squares.sum())
         empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
         share_ns = (bucket_ns(self.durations, base, *totals) - empty_ns) / (topology.num_lanes >> base)
         if topology.pp_size == 1:
             quota_ns = share_ns + fewest * empty_ns
-            counts = row_counts(self.seqlens, self.durations, topology.num_lanes, fewest, quota_ns)
+            counts = row_counts(self.lengths, self.durations, topology.num_lanes, fewest, quota_ns)
         else:
             counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
             for effort in EFFORTS[self.cost_model.options.search]:
-                for packed in pack_blocks(self.seqlens, self.cost_model, fewest, effort):
+                for packed in pack_blocks(self.lengths, self.cost_model, fewest, effort):
                     yield Candidate(packed.makespan_ns, packed.name, packed.packing, self.cost_model)
         found = []
         for num_rows in counts:
             quota_ns = share_ns + num_rows * empty_ns
-            result = pack_nested(self.seqlens, self.durations, topology.num_lanes, num_rows, quota_ns)
+            result = pack_nested(self.lengths, self.durations, topology.num_lanes, num_rows, quota_ns)
             if result is not None:
                 found.append(result)
         if topology.pp_size == 1:
@@ -264,7 +268,7 @@ class _Search:
         topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
         for divisor in _MEGATRON_DEV_LIMITS:
             packing = pack_megatron_dev(
-                self.seqlens, self.cost_model.table, topology.num_lanes, max(1, limit // divisor),
+                self.lengths.seqlens, self.cost_model.table, topology.num_lanes, max(1, limit // divisor),
                 topology.num_microbatches_multiple,
             )  # fmt: skip
             yield from self._ordered(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
@@ -273,11 +277,11 @@ class _Search:
         self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None
     ) -> Iterator[Candidate]:
         topology = self.cost_model.topology
-        fewest = fewest_rows(self.seqlens, durations, k, topology.num_lanes)
+        fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
         counts = {round_up(ceil(factor * fewest), topology.num_microbatches_multiple) for factor in _BALANCED_SWEEP}
         none_fits = True
         for num_rows in sorted(counts):
-            packing = pack_balanced(self.seqlens, durations, k, topology.num_lanes, num_rows)
+            packing = pack_balanced(self.lengths, durations, k, topology.num_lanes, num_rows)
             if packing is not None:
                 none_fits = False
                 yield from self._ordered(f"balanced cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
@@ -288,13 +292,13 @@ class _Search:
         self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: int | None = None
     ) -> Iterator[Candidate]:
         """Yield `packing` with its rows in each of `orders`; nothing, where none could be faster than `best_ns`."""
-        if is_small(self.seqlens, packing, self.cost_model):
+        if is_small(self.lengths.seqlens, packing, self.cost_model):
             best_ns = None  # what is slow now may be the best one to polish
-        for found_ns, order, one in in_orders(self.seqlens, packing, self.cost_model, orders, best_ns):
+        for found_ns, order, one in in_orders(self.lengths, packing, self.cost_model, orders, best_ns):
             yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one, self.cost_model)
 
     def _judged(self, name: str, packing: Packing) -> Candidate:
-        return Candidate(makespan_ns(self.seqlens, packing, self.cost_model), name, packing, self.cost_model)
+        return Candidate(makespan_ns(self.lengths, packing, self.cost_model), name, packing, self.cost_model)
 
     def _may_be_static(self, cp_size: int) -> bool:
         """Return whether a static policy at `cp_size` is one that the dynamic policy could also choose."""
@@ -314,14 +318,13 @@ class _Search:
         table, topology = self.cost_model.table, self.cost_model.topology
         rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
         constant, per_token, per_token2 = linear_parts(table.terms[rows]).sum(axis=1).min(axis=0).tolist()
-        seqlens = self.seqlens.astype(np.float64)
         # Every stage computes this; the slowest one the edges in addition.
         per_token += table.slowest_s_per_token / (1 << k)
-        work_s = per_token * seqlens.sum() + per_token2 * (seqlens**2).sum()
-        num_rows = fewest_rows(self.seqlens, self._static_durations(k), k, topology.num_lanes)
+        work_s = per_token * float(self.lengths.seqlens.sum()) + per_token2 * self.lengths.squares.sum()
+        num_rows = fewest_rows(self.lengths.seqlens, self._static_durations(k), k, topology.num_lanes)
         least_s = work_s / (topology.num_lanes >> k) + constant * num_rows
         # An operation is rounded to whole nanoseconds, by at most half of one; no row is without samples.
-        rounding_ns = (topology.vp_size + 2) * len(self.seqlens)
+        rounding_ns = (topology.vp_size + 2) * len(self.lengths.seqlens)
         return 1e9 * float(least_s) * (1 - 1e-9) - rounding_ns
 
 
@@ -342,7 +345,7 @@ def _batch_of(samples: Sequence[Sample]) -> _Batch:
             "number the samples of a global batch uniquely",
             sample_id=one.sample_id,
         )
-    return _Batch(descending, seqlens[order], input_order)
+    return _Batch(descending, lengths_of(descending), input_order)
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:
@@ -360,13 +363,16 @@ def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -
         )
 
 
-def _check_exchanges(longest: Sample, cost_model: CostModel) -> None:
-    held = int(cost_model.table.capacities.max())
+def _check_exchanges(samples: Sequence[Sample], cost_model: CostModel) -> None:
+    longest, held = samples[0], int(cost_model.table.capacities.max())
     if longest.seqlen > held:
         exchanges = " ".join(cost_model.options.cp_comm_types)
+        remedy = "allow p2p (--cp-comm-type p2p or auto)"
+        if any(sample.mask is not None for sample in samples):
+            remedy = "no other serves masks: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"
         raise UnsupportedFeatureError(
             f"sample {longest.sample_id} has {longest.seqlen} tokens, the largest group that "
-            f"cp_comm_types {exchanges} can serve holds {held}: allow p2p (--cp-comm-type p2p or auto)",
+            f"cp_comm_types {exchanges} can serve holds {held}: {remedy}",
             sample_id=longest.sample_id,
             seqlen=longest.seqlen,
             capacity_tokens=held,

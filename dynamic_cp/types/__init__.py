@@ -4,8 +4,8 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `plan`, then what a batch is planned for:
-`layers`, `model`, `hardware`, `options`, `problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `plan`, then what a batch is planned
+for: `layers`, `model`, `hardware`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -26,7 +26,21 @@ from dynamic_cp.types.counts import (
 from dynamic_cp.types.hardware import (
     Hardware,
 )
-from dynamic_cp.types.layers import CAUSAL, FULL, Layer, Mask, Stage
+from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.masks import (
+    CAUSAL,
+    FULL,
+    Causal,
+    CausalBlockwise,
+    Full,
+    KeyRanges,
+    Lambda,
+    Mask,
+    MaskRule,
+    SharedQuestion,
+    parse_mask,
+    parse_mask_rule,
+)
 from dynamic_cp.types.model import (
     ModelShape,
 )
@@ -64,10 +78,16 @@ __all__ = [
     "SEARCH_EFFORTS",
     "Attention",
     "Bucket",
+    "Causal",
+    "CausalBlockwise",
     "CpCommType",
+    "Full",
     "Hardware",
+    "KeyRanges",
+    "Lambda",
     "Layer",
     "Mask",
+    "MaskRule",
     "MicroBatch",
     "ModelShape",
     "Plan",
@@ -77,9 +97,12 @@ __all__ = [
     "Recompute",
     "Sample",
     "SearchEffort",
+    "SharedQuestion",
     "Stage",
     "Topology",
     "counted",
     "is_power_of_two",
     "largest_power_of_two",
+    "parse_mask",
+    "parse_mask_rule",
 ]

@@ -5,23 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-
-class Mask(NamedTuple):
-    """Which keys of its sequence a query attends to.
-
-    Attributes:
-        pairs_per_token2: pairs of a query with a key that it sees, per squared token of a sequence. Kernels work in
-            tiles, so the pairs on the diagonal of a causal mask count half.
-    """
-
-    name: str
-    pairs_per_token2: float
-
-
-CAUSAL = Mask("causal", 0.5)
-"""A token attends to itself and those before it."""
-FULL = Mask("full", 1.0)
-"""A token attends to all of its sequence."""
+from dynamic_cp.types.masks import Causal, Full
 
 
 class Layer(NamedTuple):
@@ -46,7 +30,7 @@ class Layer(NamedTuple):
     query_size: int
     kv_channels: int
     kv_size: int
-    mask: Mask
+    mask: Causal | Full
 
     @property
     def attention_flops_per_token2(self) -> float:

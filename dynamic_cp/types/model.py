@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
-from dynamic_cp.types.layers import CAUSAL, FULL, Layer, Stage
+from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.masks import CAUSAL, FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

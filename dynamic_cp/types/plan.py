@@ -10,15 +10,23 @@ from numbers import Integral
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.attention import INNER_SIZES, Attention, CpCommType
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
+from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One input sequence: its id (unique in the global batch) and its unpadded length in tokens (>= 1)."""
+    """One input sequence.
+
+    Attributes:
+        sample_id: unique in the global batch.
+        seqlen: unpadded length in tokens, >= 1.
+        mask: which of its keys a token attends to; None: the mask of the model's layers.
+    """
 
     sample_id: int
     seqlen: int
+    mask: Mask | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.seqlen, Integral) or isinstance(self.seqlen, bool) or self.seqlen > MAX_COUNT:
@@ -35,6 +43,22 @@ class Sample:
                 sample_id=self.sample_id,
                 seqlen=self.seqlen,
             )
+        if self.mask is not None and (reason := self.mask.why_unfit(self.seqlen)) is not None:
+            raise InvalidInputError(
+                f"sample {self.sample_id} cannot have the mask {str(self.mask)[:60]}: {reason}",
+                sample_id=self.sample_id,
+                seqlen=self.seqlen,
+            )
+
+    @property
+    def density(self) -> float:
+        """Work of its attention over that of the mask of the layers; exactly 1.0 where it has no other."""
+        return 1.0 if self.mask is None else self.mask.density(self.seqlen)
+
+    @property
+    def squared_tokens(self) -> int:
+        """Work of its attention, as the square of the length of a sample with the mask of the layers."""
+        return self.seqlen * self.seqlen if self.mask is None else self.mask.squared_tokens(self.seqlen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

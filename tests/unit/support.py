@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from benchmarks.planner.frozen import (
     CASES,
     UnpaddedCostModel,
@@ -14,6 +16,7 @@ from benchmarks.planner.frozen import (
     frozen_topology,
 )
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
+from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Sample, Topology
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "TINY_MODEL",
     "GivenCosts",
     "UnpaddedCostModel",
+    "causal",
     "frozen_hardware",
     "frozen_model",
     "frozen_parameters",
@@ -111,3 +115,9 @@ def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
 def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
     settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
     return CostModel(TINY_MODEL, TINY_HARDWARE, topology, PlanOptions(**settings))
+
+
+def causal(seqlens: Iterable[int]) -> Lengths:
+    """Return samples of these lengths, descending, with the mask of the layers."""
+    lengths = np.asarray(seqlens, np.int64)
+    return Lengths(lengths, np.ones(len(lengths)))

@@ -22,6 +22,7 @@ from tests.unit.support import (
     TINY_HARDWARE,
     TINY_MODEL,
     UnpaddedCostModel,
+    causal,
     frozen_hardware,
     frozen_model,
     frozen_parameters,
@@ -156,7 +157,7 @@ def test_the_bound_of_one_number_of_microbatches_is_below_its_optimum():
         seqlens = np.array(sorted((sample.seqlen for sample in samples), reverse=True))
         for count in counts:
             best = best_plan(samples, model, range(count, count + 1))
-            bound_s = bound_at(seqlens, model.table, model.topology, model.options.max_tokens_per_rank, count)
+            bound_s = bound_at(causal(seqlens), model.table, model.topology, model.options.max_tokens_per_rank, count)
             if best is not None:
                 assert bound_s <= best.makespan_s
                 checked += 1

@@ -14,7 +14,7 @@ from dynamic_cp.packing.static import fewest_rows
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, deep_cost_model, descending
-from tests.unit.support import samples_of
+from tests.unit.support import causal, samples_of
 
 
 def batch(num_samples, longest, seed=0):
@@ -35,7 +35,7 @@ def packed(seqlens, model, effort=None):
     durations = durations_of(model.table, model.topology.num_lanes)
     base = int(np.flatnonzero(durations.capacities)[0])
     fewest = fewest_rows(seqlens, durations, base, model.topology.num_lanes)
-    return pack_blocks(seqlens, model, fewest, effort or first_effort())
+    return pack_blocks(causal(seqlens), model, fewest, effort or first_effort())
 
 
 def test_blocks_are_aligned_and_cover_all_lanes():
@@ -77,9 +77,9 @@ def test_packings_are_legal_and_their_times_exact(num_lanes, pp_size, vp_size):
     assert [one.makespan_ns for one in results] == sorted(one.makespan_ns for one in results)
     for one in results:
         check_packing(one.packing, seqlens, durations_of(model.table, num_lanes), num_lanes)
-        assert one.makespan_ns == makespan_ns(seqlens, one.packing, model)
+        assert one.makespan_ns == makespan_ns(causal(seqlens), one.packing, model)
         assert one.packing.num_rows % model.topology.num_microbatches_multiple == 0
-        priced = price_packing(seqlens, one.packing, model)
+        priced = price_packing(causal(seqlens), one.packing, model)
         check_plan(build_plan(samples_of(seqlens), priced, model, "blocks"), samples_of(seqlens))
 
 
@@ -113,4 +113,4 @@ def test_one_sample_alone():
         model = setting(num_lanes, pp_size, vp_size)
         for seqlen in (1, 2, 512, 512 * model.topology.max_cp_size):
             for one in packed(descending([seqlen]), model):
-                assert one.makespan_ns == makespan_ns(descending([seqlen]), one.packing, model)
+                assert one.makespan_ns == makespan_ns(causal(descending([seqlen])), one.packing, model)

@@ -18,7 +18,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model, descending
-from tests.unit.support import CURVED_HARDWARE, samples_of
+from tests.unit.support import CURVED_HARDWARE, causal, samples_of
 
 
 def random_packing(rng: random.Random, model: CostModel) -> tuple[np.ndarray, Packing]:
@@ -61,7 +61,7 @@ def test_compiled_padding_is_that_of_a_bucket():
         seqlens = descending(rng.randrange(1, 300) for _ in range(12))
         of_sample = np.array([rng.randrange(4) for _ in range(12)])
         multiples = np.array([sample_multiple(1 << k) for k in range(5)])
-        tokens, squares = sums_of_buckets(seqlens, of_sample, sizes, multiples, rank_token_multiple)
+        tokens, squares = sums_of_buckets(causal(seqlens), of_sample, sizes, multiples, rank_token_multiple)
         for bucket in set(of_sample.tolist()):
             cp_size, held = 1 << sizes[bucket], seqlens[of_sample == bucket].tolist()
             padded = padded_seqlens(held, int(cp_size), rank_token_multiple)
@@ -101,11 +101,11 @@ def test_the_judge_is_the_simulator():
             continue
         seqlens, packing = random_packing(rng, model)
         samples = samples_of(seqlens)
-        plan = build_plan(samples, price_packing(seqlens, packing, model), model, "random")
+        plan = build_plan(samples, price_packing(causal(seqlens), packing, model), model, "random")
         check_plan(plan, samples)
         assert plan.num_microbatches == num_microbatches_of(packing, model)
-        assert makespan_ns(seqlens, packing, model) == simulated_ns(plan, model)
-        for ours, theirs in zip(grid_of_packing(seqlens, packing, model), grid_of(plan, model), strict=True):
+        assert makespan_ns(causal(seqlens), packing, model) == simulated_ns(plan, model)
+        for ours, theirs in zip(grid_of_packing(causal(seqlens), packing, model), grid_of(plan, model), strict=True):
             np.testing.assert_array_equal(ours, theirs)
         exchanges = {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
         seen["cases"] += 1
@@ -124,7 +124,7 @@ def test_sums_of_buckets_charge_the_last_sample_for_the_rank():
     model = deep_cost_model(Topology(num_lanes=2, tp_size=4, sequence_parallel=True))
     packing = Packing(1, np.array([0, 0]), np.array([0]), np.array([0]), np.array([1]))
     assert padded_seqlens([9, 5], 2, 4) == (12, 12)
-    priced = price_packing(descending([9, 5]), packing, model)
+    priced = price_packing(causal(descending([9, 5])), packing, model)
     tokens, squares = priced.tokens, priced.squares
     assert (tokens.tolist(), squares.tolist()) == ([24.0], [288.0])
 
@@ -132,7 +132,7 @@ def test_sums_of_buckets_charge_the_last_sample_for_the_rank():
 def test_interleaving_gets_empty_micro_batches():
     model = deep_cost_model(Topology(num_lanes=2, pp_size=4, vp_size=2))
     packing = Packing(1, np.array([0]), np.array([0]), np.array([0]), np.array([1]))
-    plan = build_plan(samples_of([9]), price_packing(descending([9]), packing, model), model, "dynamic")
+    plan = build_plan(samples_of([9]), price_packing(causal(descending([9])), packing, model), model, "dynamic")
     assert plan.num_microbatches == 4
     check_plan(plan, samples_of([9]))
     assert [sum(bool(bucket.samples) for bucket in row.buckets) for row in plan.micro_batches] == [1, 0, 0, 0]

@@ -16,7 +16,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import PlanOptions, Topology
 from tests.unit.packing.packings import check_packing, contents, descending
-from tests.unit.support import samples_of, tiny_cost_model
+from tests.unit.support import causal, samples_of, tiny_cost_model
 
 NO_QUOTA = 1e18
 """Nanoseconds that no sample lasts; infinite ones are those of samples that do not fit."""
@@ -30,21 +30,21 @@ def setting(num_lanes, **options):
 def packed(lengths, num_lanes, num_rows, quota_ns=NO_QUOTA, **options):
     seqlens = descending(lengths)
     model, durations = setting(num_lanes, **options)
-    result = pack_nested(seqlens, durations, num_lanes, num_rows, quota_ns)
+    result = pack_nested(causal(seqlens), durations, num_lanes, num_rows, quota_ns)
     if result is None:
         return None
     end_ns, packing = result
     check_packing(packing, seqlens, durations, num_lanes)
-    return end_ns, packing, contents(packing, seqlens), makespan_ns(seqlens, packing, model)
+    return end_ns, packing, contents(packing, seqlens), makespan_ns(causal(seqlens), packing, model)
 
 
 def test_a_sample_gets_the_smallest_size_that_holds_it_and_meets_the_quota():
     _, durations = setting(8)
     seqlens = descending([1000, 250, 128, 20])
-    assert choose_cp_sizes(seqlens, durations, 0, NO_QUOTA).tolist() == [3, 1, 0, 0]
-    quota_ns = sample_ns(durations, 2, 250)
-    assert choose_cp_sizes(seqlens, durations, 0, quota_ns).tolist() == [3, 2, 0, 0]
-    assert choose_cp_sizes(seqlens, durations, 1, NO_QUOTA).tolist() == [3, 1, 1, 1]
+    assert choose_cp_sizes(causal(seqlens), durations, 0, NO_QUOTA).tolist() == [3, 1, 0, 0]
+    quota_ns = sample_ns(durations, 2, 250, 1.0)
+    assert choose_cp_sizes(causal(seqlens), durations, 0, quota_ns).tolist() == [3, 2, 0, 0]
+    assert choose_cp_sizes(causal(seqlens), durations, 1, NO_QUOTA).tolist() == [3, 1, 1, 1]
 
 
 def test_a_larger_size_must_be_faster():
@@ -54,8 +54,8 @@ def test_a_larger_size_must_be_faster():
     terms = durations.terms.copy()
     terms[1:, :, 0] += 20e6
     slow = durations._replace(terms=terms)
-    assert choose_cp_sizes(descending([128, 100]), slow, 0, 0.0).tolist() == [0, 0]
-    assert choose_cp_sizes(descending([128, 100]), durations, 0, 0.0).tolist() != [0, 0]
+    assert choose_cp_sizes(causal(descending([128, 100])), slow, 0, 0.0).tolist() == [0, 0]
+    assert choose_cp_sizes(causal(descending([128, 100])), durations, 0, 0.0).tolist() != [0, 0]
 
 
 def test_one_long_sample_gets_more_lanes_and_short_ones_share():
@@ -106,20 +106,20 @@ def test_groups_shrink_so_that_no_lane_waits(num_lanes):
         model, durations = setting(num_lanes)
         seqlens = descending(lengths)
         num_rows = -(-sum(lengths) // (128 * num_lanes)) + rng.randint(1, 3)
-        result = pack_nested(seqlens, durations, num_lanes, num_rows, rng.choice([0.0, 2e7, NO_QUOTA]))
+        result = pack_nested(causal(seqlens), durations, num_lanes, num_rows, rng.choice([0.0, 2e7, NO_QUOTA]))
         if result is None:
             continue
         _, packing = result
         check_packing(packing, seqlens, durations, num_lanes)
         order = samples_of(seqlens)
-        plan = build_plan(order, price_packing(seqlens, packing, model), model, "nested")
+        plan = build_plan(order, price_packing(causal(seqlens), packing, model), model, "nested")
         check_plan(plan, order)
         busy_ns = np.zeros(num_lanes, np.int64)
         for bucket in plan.buckets:
             cost = model.bucket_cost(bucket)
             both_ns = sum(round(1e9 * one) for one in (cost.forward_s, cost.backward_s))
             busy_ns[bucket.first_lane : bucket.first_lane + bucket.cp_size] += both_ns
-        assert makespan_ns(seqlens, packing, model) == busy_ns.max()
+        assert makespan_ns(causal(seqlens), packing, model) == busy_ns.max()
         looked_at += 1
         large += packing.log2_cp_sizes.max() > 0
     assert looked_at > 40

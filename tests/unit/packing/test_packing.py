@@ -80,9 +80,9 @@ def test_durations_are_the_price_of_a_group_across_nodes_where_there_is_one(exch
 def test_the_duration_of_a_sample_is_infinite_where_it_does_not_fit():
     durations = durations_of(tiny_cost_model(Topology(num_lanes=4), max_tokens_per_rank=10).table, 4)
     assert [padded_seqlen(13, durations.multiples[k]) for k in range(3)] == [13, 16, 16]
-    assert np.isinf(sample_ns(durations, 0, 11))
-    assert sample_ns(durations, 1, 20) == bucket_ns(durations, 1, 20.0, 400.0)
-    assert np.isinf(sample_ns(durations, 1, 21))
+    assert np.isinf(sample_ns(durations, 0, 11, 1.0))
+    assert sample_ns(durations, 1, 20, 1.0) == bucket_ns(durations, 1, 20.0, 400.0)
+    assert np.isinf(sample_ns(durations, 1, 21, 1.0))
 
 
 def test_the_pyramid_is_low_at_both_ends():

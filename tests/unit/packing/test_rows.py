@@ -12,7 +12,7 @@ from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, contents, descending
-from tests.unit.support import tiny_cost_model
+from tests.unit.support import causal, tiny_cost_model
 
 
 def setting(num_lanes=4, **options):
@@ -23,10 +23,10 @@ def setting(num_lanes=4, **options):
 def filled(lengths, row_lanes, targets, floors=None, low=1.0, high=1.0, num_steps=0, durations=None):
     """Return (factor, packing); each row has its own lanes, from lane 0 on."""
     seqlens, durations = descending(lengths), durations or setting()
-    alone = alone_ns(seqlens, durations, max(row_lanes).bit_length())
+    alone = alone_ns(causal(seqlens), durations, max(row_lanes).bit_length())
     floors = np.zeros(len(targets)) if floors is None else np.array(floors, float)
     factor, bucket_of_sample, rows, first_lanes, sizes = fill_least(
-        seqlens, durations, alone, np.array(row_lanes), np.array(targets, float), floors, low, high, num_steps
+        causal(seqlens), durations, alone, np.array(row_lanes), np.array(targets, float), floors, low, high, num_steps
     )
     if factor < 0:
         return factor, None
@@ -37,16 +37,16 @@ def filled(lengths, row_lanes, targets, floors=None, low=1.0, high=1.0, num_step
 
 def test_alone():
     durations = setting()
-    alone = alone_ns(descending([300, 100]), durations, 3)
+    alone = alone_ns(causal(descending([300, 100])), durations, 3)
     assert alone.shape == (3, 2)
     assert np.isinf(alone[:2, 0]).all()
-    assert alone[2, 0] == sample_ns(durations, 2, 300)
+    assert alone[2, 0] == sample_ns(durations, 2, 300, 1.0)
     assert np.isfinite(alone[:, 1]).all()
 
 
 def test_the_longest_sample_opens_at_the_smallest_size_that_meets_the_target():
     durations = setting()
-    target = sample_ns(durations, 1, 200)
+    target = sample_ns(durations, 1, 200, 1.0)
     _, packing = filled([200, 100, 90], [4], [target])
     assert contents(packing, descending([200, 100, 90])) == [[[200], [100], [90]]]
     assert packing.log2_cp_sizes[packing.bucket_of_sample].tolist() == [1, 0, 0]
@@ -64,14 +64,19 @@ def test_a_bucket_is_topped_up_to_its_target_with_the_longest_that_fit():
 
 def test_rows_with_larger_targets_come_first_and_rows_without_one_stay_empty():
     durations = setting(1)
-    targets = [sample_ns(durations, 0, 30), 0.0, sample_ns(durations, 0, 50), sample_ns(durations, 0, 40)]
+    targets = [
+        sample_ns(durations, 0, 30, 1.0),
+        0.0,
+        sample_ns(durations, 0, 50, 1.0),
+        sample_ns(durations, 0, 40, 1.0),
+    ]
     _, packing = filled([30, 40, 50], [1] * 4, targets, durations=durations)
     assert contents(packing, descending([30, 40, 50])) == [[[30]], [], [[50]], [[40]]]
 
 
 def test_floors_are_not_scaled():
     durations = setting(1)
-    floor = sample_ns(durations, 0, 50)
+    floor = sample_ns(durations, 0, 50, 1.0)
     factor, packing = filled([50], [1], [floor], floors=[floor], low=0.0, high=0.5, durations=durations)
     assert factor == 0.5
     assert packing.rows.tolist() == [0]
@@ -81,7 +86,7 @@ def test_floors_are_not_scaled():
 @pytest.mark.parametrize("num_steps", [4, 10])
 def test_the_factor_is_close_to_the_least(num_steps):
     durations = setting(1)
-    target = sample_ns(durations, 0, 50)
+    target = sample_ns(durations, 0, 50, 1.0)
     least = 1.0
     factor, _ = filled([50], [1], [target], low=0.5, high=2.0, num_steps=num_steps, durations=durations)
     assert least <= factor <= least + 1.5 / 2**num_steps

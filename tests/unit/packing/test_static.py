@@ -14,7 +14,7 @@ from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_ba
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from tests.unit.packing.packings import check_packing, contents, descending
-from tests.unit.support import samples_of, tiny_cost_model
+from tests.unit.support import causal, samples_of, tiny_cost_model
 
 
 def durations(num_lanes, limit):
@@ -52,7 +52,7 @@ def test_next_fit_counts_padding():
 
 def balanced(lengths, num_rows, num_lanes=2, limit=100, cp_size=1):
     seqlens, prices = descending(lengths), durations(num_lanes, limit)
-    packing = pack_balanced(seqlens, prices, cp_size.bit_length() - 1, num_lanes, num_rows)
+    packing = pack_balanced(causal(seqlens), prices, cp_size.bit_length() - 1, num_lanes, num_rows)
     if packing is None:
         return None
     check_packing(packing, seqlens, prices, num_lanes)
@@ -91,7 +91,7 @@ def test_balanced_is_longest_first_into_the_cheapest_with_room(cp_size):
             one = min(open_ones, key=lambda index: (buckets[index][0], index))
             tokens, squares = buckets[one][1] + padded, buckets[one][2] + padded**2
             buckets[one] = [bucket_ns(prices, k, tokens, squares), tokens, squares]
-        packing = pack_balanced(seqlens, prices, k, num_lanes, num_rows)
+        packing = pack_balanced(causal(seqlens), prices, k, num_lanes, num_rows)
         assert (packing is not None) == room_for_all
         if packing is None:
             none += 1
@@ -133,7 +133,7 @@ def test_lanes_that_no_group_covers_stay_empty():
     samples = samples_of([30, 20, 10, 5])
     seqlens = descending(sample.seqlen for sample in samples)
     packing = pack_next_fit(seqlens, np.arange(4), durations_of(model.table, 3), 1, 3, 1)
-    plan = build_plan(samples, price_packing(seqlens, packing, model), model, "static")
+    plan = build_plan(samples, price_packing(causal(seqlens), packing, model), model, "static")
     check_plan(plan, samples)
     assert plan.cp_histogram == {2: 3}
     assert all(not micro_batch.bucket_of_lane(2).samples for micro_batch in plan.micro_batches)

@@ -14,7 +14,7 @@ from dynamic_cp.packing.static import pack_balanced
 from dynamic_cp.packing.wlb import SWEEP, packings_like_wlb
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, contents, deep_cost_model, descending
-from tests.unit.support import tiny_cost_model
+from tests.unit.support import causal, tiny_cost_model
 
 
 def buckets_by_hand(seqlens, model, k, num_buckets):
@@ -44,7 +44,7 @@ def test_samples_go_to_the_least_workload_else_to_the_fewest_tokens(num_lanes):
         k = rng.randrange(3)
         seqlens = descending(rng.randint(1, rng.choice([9, 64 << k])) for _ in range(rng.randint(1, 40)))
         blocks = num_lanes >> k
-        packings = [*packings_like_wlb(seqlens, model, k)]
+        packings = [*packings_like_wlb(causal(seqlens), model, k)]
         assert 1 <= len(packings) <= len(SWEEP)
         for packing in packings:
             check_packing(packing, seqlens, durations, num_lanes)
@@ -64,16 +64,16 @@ def test_orders_are_simulated_exactly_and_none_is_below_the_least(pp_size, vp_si
     close = 0
     for _ in range(30):
         seqlens = descending(rng.randint(1, 200) for _ in range(rng.randint(1, 30)))
-        packing = pack_balanced(seqlens, durations_of(model.table, 4), 0, 4, rng.randint(8, 12))
-        orders = [*in_orders(seqlens, packing, model)]
+        packing = pack_balanced(causal(seqlens), durations_of(model.table, 4), 0, 4, rng.randint(8, 12))
+        orders = [*in_orders(causal(seqlens), packing, model)]
         assert [order for _, order, _ in orders] == (["as packed"] if pp_size == 1 else [*ORDERS])
-        least = least_ns(grid_of_packing(seqlens, packing, model), model)
+        least = least_ns(grid_of_packing(causal(seqlens), packing, model), model)
         for found_ns, _, one in orders:
-            assert found_ns == makespan_ns(seqlens, one, model)
+            assert found_ns == makespan_ns(causal(seqlens), one, model)
             assert least <= found_ns
         fastest = min(found_ns for found_ns, _, _ in orders)
-        assert [*in_orders(seqlens, packing, model, best_ns=least)] == []
-        assert len([*in_orders(seqlens, packing, model, best_ns=fastest + 1)]) == len(orders)
+        assert [*in_orders(causal(seqlens), packing, model, best_ns=least)] == []
+        assert len([*in_orders(causal(seqlens), packing, model, best_ns=fastest + 1)]) == len(orders)
         close += least > 0.5 * fastest
     assert close > 10, "the bound excludes something"
 
@@ -81,8 +81,8 @@ def test_orders_are_simulated_exactly_and_none_is_below_the_least(pp_size, vp_si
 def test_rows_keep_their_samples_in_every_order():
     model = deep_cost_model(Topology(num_lanes=2, pp_size=2))
     seqlens = descending([50, 40, 30, 20, 10, 5])
-    packing = pack_balanced(seqlens, durations_of(model.table, 2), 0, 2, 3)
-    rows = {order: contents(one, seqlens) for _, order, one in in_orders(seqlens, packing, model)}
+    packing = pack_balanced(causal(seqlens), durations_of(model.table, 2), 0, 2, 3)
+    rows = {order: contents(one, seqlens) for _, order, one in in_orders(causal(seqlens), packing, model)}
     assert rows["ascending"] == rows["descending"][::-1]
     assert sorted(map(str, rows["pyramid"])) == sorted(map(str, rows["descending"]))
     assert np.argmax([sum(sum(bucket) for bucket in row) for row in rows["pyramid"]]) == 1

@@ -72,7 +72,7 @@ def test_all_forms_of_a_price_agree():
             assert per_token2 == pytest.approx(
                 linear[2] + sum(w * k[2] for (w, k), (_, at) in zip(kinks, lines, strict=True) if at > 0)
             )
-            grown = python_of(prices.growth_while_hidden)(terms, 0, column, tokens)
+            grown = python_of(prices.growth_while_hidden)(terms, 0, column, tokens, tokens**2)
             assert grown == pytest.approx(linear[1] * tokens + linear[2] * tokens**2)
         both = np.array([[prices.both_ns(terms[0], 1e-7)]])
         assert both.shape == (1, 1, prices.NUM_TERMS_OF_BOTH)

@@ -17,7 +17,7 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.nested import pack_nested
 from dynamic_cp.types import MAX_COUNT, MAX_LANES, PlanOptions, Sample, Topology
-from tests.unit.support import samples_of, tiny_cost_model
+from tests.unit.support import causal, samples_of, tiny_cost_model
 
 
 @pytest.mark.parametrize("seqlen", [math.nan, math.inf, 2.5, "5", None, True, MAX_COUNT + 1, 2**70, 0, -3])
@@ -73,7 +73,7 @@ def test_large_samples_share_a_bucket_where_memory_leaves_no_other_way():
     """2100 and 1900 tokens at CP 4, 1100 and 1100 at CP 2 beside each other: two rows, or one if all share."""
     model = tiny_cost_model(Topology(num_lanes=8), max_tokens_per_rank=1024)
     durations = durations_of(model.table, 8)
-    found = pack_nested(np.array([2100, 1900, 1100, 1100]), durations, 8, 1, 1e18)
+    found = pack_nested(causal([2100, 1900, 1100, 1100]), durations, 8, 1, 1e18)
     assert found is not None
     _, packing = found
     assert packing.num_rows == 1

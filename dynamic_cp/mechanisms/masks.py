@@ -1,0 +1,40 @@
+"""Which mechanisms plans may use where samples bring masks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.types import ModelShape, PlanOptions, Sample
+
+
+def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanOptions) -> PlanOptions:
+    """Return `options` with those of its mechanisms that serve the masks of `samples`.
+
+    Raises:
+        UnsupportedFeatureError: none does, though plans may use several lanes for a sample; or the model's attention is
+            not causal.
+    """
+    masked = next((sample for sample in samples if sample.mask is not None), None)
+    if masked is None:
+        return options
+    what = f"sample {masked.sample_id} has the mask {str(masked.mask)[:40]}"
+    if not model.causal_attention:
+        raise UnsupportedFeatureError(
+            f"{what}, but tokens of this model attend to all of their sample: give samples no masks",
+            sample_id=masked.sample_id,
+        )
+    if options.max_cp_size == 1:
+        return options
+    serving = tuple(name for name in options.cp_comm_types if MECHANISMS[name].serves_masks)
+    if not serving:
+        known = " ".join(name for name, mechanism in MECHANISMS.items() if mechanism.serves_masks)
+        raise UnsupportedFeatureError(
+            f"{what}, which {' '.join(options.cp_comm_types)} cannot serve on several lanes: allow {known} "
+            "(--cp-comm-type), or one lane for each sample (--max-dynamic-cp-size 1)",
+            sample_id=masked.sample_id,
+            cp_comm_types=options.cp_comm_types,
+        )
+    return replace(options, cp_comm_types=serving)

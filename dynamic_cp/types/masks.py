@@ -1,0 +1,379 @@
+"""Masks: which keys of its sequence a token attends to.
+
+Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text
+
+    full                          every token sees the whole sample
+    lambda:64,4096                the first 64 tokens (the sink), and the last 4096 up to itself (the window)
+    causal_blockwise:256,2,1      the first block of 256 tokens, and those of the last 2 blocks' length up to itself;
+                                  tokens of the last block see all before them
+    shared_question:100,30,50     answers of 30 and of 50 tokens to a prompt of 100, which both see besides themselves
+    ranges:<base64>               any two ranges of keys per token (`KeyRanges`)
+
+A token always sees itself, and at most two ranges of keys. Work is counted in pairs of a token and a key that it sees.
+
+Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise and shared_question with these shapes from DCP
+(arXiv 2510.10620, section 7).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import require_at_least
+
+if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ranges = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys of a sequence its tokens attend to; a kind of mask is a subclass, its fields the numbers of its text.
+
+    Attributes:
+        name: of the kind.
+    """
+
+    name: ClassVar[str]
+
+    def why_unfit(self, seqlen: int) -> str | None:
+        """Return why a sample of `seqlen` tokens cannot have it, with both numbers and a remedy; None where it can."""
+        return None
+
+    def num_pairs(self, seqlen: int) -> int:
+        """Return the pairs of a token with a key that it sees, in a sequence of `seqlen` tokens."""
+        raise NotImplementedError
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        """Return the keys that each token of a sequence of `seqlen` tokens sees, int32 [token, 4].
+
+        They go from the first to before the second number, and from the third to before the fourth; the second range
+        lies behind the first, and is empty where one range says all.
+        """
+        raise NotImplementedError
+
+    def density(self, seqlen: int) -> float:
+        """Return its work over that of the causal mask: 1.0 for the causal mask itself, exactly.
+
+        Kernels work in tiles, of which the causal mask fills half on the diagonal. So the pair of a token with itself
+        counts half, here as in `Causal.pairs_per_token2`.
+        """
+        return self.squared_tokens(seqlen) / (seqlen * seqlen)
+
+    def squared_tokens(self, seqlen: int) -> int:
+        """Return the square of the length of a causal sequence that is as much work, counted as for `density`."""
+        return 2 * self.num_pairs(seqlen) - seqlen
+
+    def __str__(self) -> str:
+        """Return its text, which `parse_mask` reads."""
+        numbers = ",".join(map(str, astuple(self)))
+        return f"{self.name}:{numbers}" if numbers else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Causal(Mask):
+    """A token attends to itself and those before it.
+
+    Attributes:
+        pairs_per_token2: pairs per squared token of a sequence, those on the diagonal counted half.
+    """
+
+    name = "causal"
+    pairs_per_token2: ClassVar[float] = 0.5
+
+    def num_pairs(self, seqlen: int) -> int:
+        return _triangle(seqlen)
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        return _up_to_itself(seqlen)
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Mask):
+    """A token attends to all of its sequence.
+
+    Attributes:
+        pairs_per_token2: pairs per squared token of a sequence.
+    """
+
+    name = "full"
+    pairs_per_token2: ClassVar[float] = 1.0
+
+    def num_pairs(self, seqlen: int) -> int:
+        return seqlen * seqlen
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        ranges = _up_to_itself(seqlen)
+        ranges[:, 1] = seqlen
+        return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Lambda(Mask):
+    """A token attends to the first tokens, and to those of a window that ends with itself.
+
+    Attributes:
+        sink, window: tokens; window >= 1.
+    """
+
+    name = "lambda"
+    sink: int
+    window: int
+
+    def __post_init__(self) -> None:
+        require_at_least(0, sink=self.sink)
+        require_at_least(1, window=self.window)
+
+    def num_pairs(self, seqlen: int) -> int:
+        most = self.sink + self.window
+        return _triangle(min(seqlen, most)) + max(0, seqlen - most) * most
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        return _sink_and_window(seqlen, self.sink, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalBlockwise(Mask):
+    """A token attends to the first blocks, and to a window of some blocks; tokens of the last block to all before them.
+
+    Attributes:
+        block_size: tokens of a block; the last one may be shorter.
+        num_local_blocks: length of the window before the token.
+        num_sink_blocks: first blocks that all tokens see.
+    """
+
+    name = "causal_blockwise"
+    block_size: int
+    num_local_blocks: int
+    num_sink_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(0, num_sink_blocks=self.num_sink_blocks)
+        require_at_least(1, block_size=self.block_size, num_local_blocks=self.num_local_blocks)
+
+    def num_pairs(self, seqlen: int) -> int:
+        start = self._start_of_last_block(seqlen)
+        return self._sparse.num_pairs(start) + _triangle(seqlen) - _triangle(start)
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        ranges = _up_to_itself(seqlen)
+        start = self._start_of_last_block(seqlen)
+        ranges[:start] = self._sparse.key_ranges(start)
+        return ranges
+
+    @property
+    def _sparse(self) -> Lambda:
+        """The mask of the tokens before the last block."""
+        return Lambda(self.num_sink_blocks * self.block_size, self.num_local_blocks * self.block_size + 1)
+
+    def _start_of_last_block(self, seqlen: int) -> int:
+        return (seqlen - 1) // self.block_size * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class SharedQuestion(Mask):
+    """Answers to one prompt, which is there once: tokens of an answer attend to the prompt and to their own answer.
+
+    A sample of them is worth as many samples of prompt and answer.
+
+    Attributes:
+        prompt: its tokens, before those of the answers.
+        answers: tokens of each answer.
+    """
+
+    name = "shared_question"
+    prompt: int
+    answers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_at_least(1, prompt=self.prompt)
+        if not self.answers or min(self.answers) < 1:
+            raise InvalidInputError(
+                f"shared_question has {len(self.answers)} answers, the shortest of {min(self.answers, default=0)} "
+                "tokens, at least 1 answer of 1 token is needed: leave out empty answers",
+                answers=self.answers,
+            )
+
+    def why_unfit(self, seqlen: int) -> str | None:
+        total = self.prompt + sum(self.answers)
+        if total == seqlen:
+            return None
+        return f"prompt and answers have {total} tokens, the sample {seqlen}: both must be equal"
+
+    def num_pairs(self, seqlen: int) -> int:
+        own = sum(_triangle(answer) + answer * self.prompt for answer in self.answers)
+        return _triangle(self.prompt) + own
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        ranges = _up_to_itself(seqlen)
+        start = self.prompt + self.answers[0]  # the first answer touches the prompt: one range
+        for answer in self.answers[1:]:
+            ranges[start : start + answer, 2] = start
+            ranges[start : start + answer, 3] = ranges[start : start + answer, 1]
+            ranges[start : start + answer, 1] = self.prompt
+            start += answer
+        return ranges
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(map(str, (self.prompt, *self.answers)))}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRanges(Mask):
+    """Any mask of at most two ranges of keys per token.
+
+    Attributes:
+        content: bytes of `key_ranges`, little-endian.
+    """
+
+    name = "ranges"
+    content: bytes
+
+    @classmethod
+    def of(cls, ranges: Ranges) -> KeyRanges:
+        """Return the mask of `ranges`.
+
+        Raises:
+            InvalidInputError: they are no `Mask.key_ranges`, or a token does not see itself.
+        """
+        if ranges.ndim != 2 or ranges.shape[1] != 4:
+            raise InvalidInputError(f"key ranges have the shape {ranges.shape}, [tokens, 4] is needed")
+        begin, end, second, last = ranges.T
+        own = _up_to_itself(len(ranges))[:, 1] - 1
+        ordered = (begin >= 0) & (begin <= end) & (second <= last) & ((second == last) | (end <= second))
+        inside = (end <= len(ranges)) & (last <= len(ranges))
+        sees_itself = ((begin <= own) & (own < end)) | ((second <= own) & (own < last))
+        (wrong,) = (~(ordered & inside & sees_itself)).nonzero()
+        if wrong.size:
+            row = int(wrong[0])
+            raise InvalidInputError(
+                f"token {row} of {len(ranges)} has the key ranges {ranges[row].tolist()}: give begin, end, begin, end "
+                f"with ends up to {len(ranges)}, the second range behind the first, and the token itself in one",
+                token=row,
+            )
+        return cls(ranges.astype("<i4").tobytes())
+
+    def why_unfit(self, seqlen: int) -> str | None:
+        rows = len(self.content) // 16
+        return None if rows == seqlen else f"there are key ranges of {rows} tokens, the sample has {seqlen}"
+
+    def num_pairs(self, seqlen: int) -> int:
+        begin, end, second, last = _ranges_in(self.content).T
+        return int((end - begin + last - second).sum())
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        return _ranges_in(self.content)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{base64.urlsafe_b64encode(zlib.compress(self.content)).decode()}"
+
+
+CAUSAL, FULL = Causal(), Full()
+
+MaskRule = Callable[[int], Mask | None]
+"""Tokens of a sample -> its mask; None: that of the model's layers."""
+
+
+def parse_mask(text: str) -> Mask:
+    """Return the mask whose `str` is `text`.
+
+    Raises:
+        InvalidInputError: it is none; says what is needed.
+    """
+    name, _, rest = text.partition(":")
+    if name == KeyRanges.name:
+        try:
+            return KeyRanges.of(_ranges_in(zlib.decompress(base64.urlsafe_b64decode(rest))))
+        except (binascii.Error, zlib.error, ValueError) as error:
+            raise InvalidInputError(f"mask {text[:40]!r} holds no key ranges ({error}): write it by str()") from None
+    words = rest.split(",") if rest else []
+    if all(word.isdecimal() for word in words):
+        numbers = tuple(map(int, words))
+        if name in _NUM_NUMBERS and len(numbers) in _NUM_NUMBERS[name]:
+            return _KINDS[name](*numbers)
+        if name == SharedQuestion.name and len(numbers) > 1:
+            return SharedQuestion(numbers[0], numbers[1:])
+    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}", mask=text)
+
+
+def parse_mask_rule(text: str) -> MaskRule:
+    """Return the rule that gives samples of known length their masks.
+
+    Args:
+        text: a mask, or `shared_question:4x0.2` for 4 equal answers to a prompt of a share of 0.2 of the tokens.
+            Samples that are too short for that have the mask of the layers, and with `causal` all have.
+
+    Raises:
+        InvalidInputError: it is none; says what is needed.
+    """
+    name, _, rest = text.partition(":")
+    count, by, share = rest.partition("x")
+    if name == SharedQuestion.name and by:
+        try:
+            return _SharesOf(int(count), float(share))
+        except ValueError:
+            raise InvalidInputError(f"mask {text!r} has no answers x share: use {name}:4x0.2", mask=text) from None
+    mask = None if text == CAUSAL.name else parse_mask(text)
+    return lambda _seqlen: mask
+
+
+@dataclass(frozen=True, slots=True)
+class _SharesOf:
+    """The rule for answers of equal length to a prompt that is a share of the sample."""
+
+    num_answers: int
+    prompt_share: float
+
+    def __post_init__(self) -> None:
+        require_at_least(1, num_answers=self.num_answers)
+        if not 0.0 < self.prompt_share < 1.0:
+            raise InvalidInputError(
+                f"the prompt has a share of {self.prompt_share} of the tokens, more than 0 and less than 1 is needed"
+            )
+
+    def __call__(self, seqlen: int) -> Mask | None:
+        prompt = int(seqlen * self.prompt_share)
+        answer, rest = divmod(seqlen - prompt, self.num_answers)
+        if not prompt or not answer:
+            return None
+        return SharedQuestion(prompt, (answer,) * (self.num_answers - 1) + (answer + rest,))
+
+
+_KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
+_NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
+_EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2 or shared_question:100,30,50"
+
+
+def _triangle(num_tokens: int) -> int:
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def _ranges_in(content: bytes) -> Ranges:
+    import numpy as np
+
+    return np.frombuffer(content, "<i4").reshape(-1, 4).astype(np.int32)
+
+
+def _up_to_itself(seqlen: int) -> Ranges:
+    import numpy as np
+
+    ranges = np.zeros((seqlen, 4), np.int32)
+    ranges[:, 1] = np.arange(1, seqlen + 1)
+    return ranges
+
+
+def _sink_and_window(seqlen: int, sink: int, window: int) -> Ranges:
+    ranges = _up_to_itself(seqlen)
+    first = sink + window  # tokens before see all before them: there the window touches the sink
+    ranges[first:, 2] = ranges[first:, 1] - window
+    ranges[first:, 3] = ranges[first:, 1]
+    ranges[first:, 1] = sink
+    return ranges

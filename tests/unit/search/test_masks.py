@@ -1,0 +1,172 @@
+"""Plans for samples with masks of their own: legal, exact, deterministic, above their bound, kept in every form."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.comparison import compare_policies
+from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.global_batch import GlobalBatch
+from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
+from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.flops import length_sums, plan_flops
+from dynamic_cp.search.plan_arrays import plan_lengths
+from dynamic_cp.search.planner_process import Request
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import (
+    CAUSAL,
+    CP_COMM_TYPES,
+    FULL,
+    Bucket,
+    CausalBlockwise,
+    KeyRanges,
+    Lambda,
+    Mask,
+    MicroBatch,
+    Plan,
+    PlanOptions,
+    Sample,
+    SharedQuestion,
+    Topology,
+    parse_mask_rule,
+)
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+
+LAYOUTS = ((4, 1, 1, 1), (6, 1, 1, 1), (8, 2, 1, 2), (4, 4, 1, 1), (5, 2, 2, 1))
+"""Lanes, PP, VPP, TP."""
+
+
+def drawn_mask(rng: random.Random, seqlen: int) -> Mask | None:
+    """Return a mask of some kind that fits, or none."""
+    kind = rng.randrange(7)
+    if kind == 0:
+        return None
+    if kind == 1:
+        return FULL
+    if kind == 2:
+        return Lambda(rng.randrange(20), rng.randint(1, 60))
+    if kind == 3:
+        return CausalBlockwise(rng.randint(1, 30), rng.randint(1, 3), rng.randrange(3))
+    if kind == 4:
+        return parse_mask_rule(f"shared_question:{rng.randint(1, 4)}x{rng.uniform(0.1, 0.9)}")(seqlen)
+    if kind == 5:
+        return KeyRanges.of(Lambda(3, 9).key_ranges(seqlen))
+    return CAUSAL
+
+
+def drawn_samples(rng: random.Random) -> list[Sample]:
+    """Return some samples, of which the long ones need several lanes."""
+    number = rng.randint(1, 30)
+    lengths = [rng.choice((rng.randint(1, 60), rng.randint(60, 250), rng.randint(250, 1000))) for _ in range(number)]
+    return [Sample(sample_id=i, seqlen=n, mask=drawn_mask(rng, n)) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, int, int, int]) -> None:
+    num_lanes, pp_size, vp_size, tp_size = layout
+    rng = random.Random(f"masks {layout}")
+    model = replace(TINY_MODEL, num_layers=8)
+    for _ in range(12):
+        samples = drawn_samples(rng)
+        job = {
+            "topology": Topology(
+                num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size, tp_size=tp_size, sequence_parallel=tp_size > 1
+            ),
+            "model": model,
+            "hardware": CURVED_HARDWARE,
+            "options": PlanOptions(
+                max_tokens_per_rank=rng.choice((300, 512, 1100) if tp_size == 1 else (512, 1100)),
+                cp_comm_types=rng.choice((CP_COMM_TYPES, ("a2a",))),
+                recompute=rng.choice(("none", "selective", "full")),
+            ),
+        }
+        planned = plan_global_batch(samples, **job)
+        plan = planned.plan
+        check_plan(plan, samples)
+        prices = CostModel(**job)
+        timeline = simulate(plan, prices)
+        assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * plan.num_microbatches)
+        assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)
+        for bucket in plan.buckets:
+            if any(sample.mask is not None for sample in bucket.samples):
+                assert bucket.cp_size == 1 or bucket.cp_comm_type == "a2a"
+        assert digest(plan_global_batch(rng.sample(samples, len(samples)), **job).plan) == digest(plan)
+        assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+        messages = encode_lanes(plan, PlanFacts.of(planned))
+        for lane, message in enumerate(messages):
+            assert decode_lane(message).buckets == tuple(one.bucket_of_lane(lane) for one in plan.micro_batches)
+        request = Request.of("a", samples)
+        assert list(request.samples) == samples == list(GlobalBatch.of(samples)[:])
+
+
+def test_masks_of_less_work_make_faster_plans_and_less_flops() -> None:
+    lengths = [900, 700, 300, 200, 100, 50, 50, 20] * 3
+    job = {"num_lanes": 4, "max_tokens_per_rank": 512, "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
+    masks = ("full", None, "shared_question:4x0.2", "lambda:8,64", "causal_blockwise:16,1")
+    plans = [plan_lengths(lengths, masks=mask, cp_comm_types="a2a", check_memory=False, **job) for mask in masks]
+    seconds = [one.predicted_s for one in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == len(seconds)
+    flops = [plan_flops(TINY_MODEL, one.planned.plan)[0].forward for one in plans]
+    assert flops == sorted(flops, reverse=True)
+
+
+def test_shared_questions_are_less_work_than_their_samples_apart() -> None:
+    mask = SharedQuestion(600, (100, 60, 40))
+    together = Sample(sample_id=0, seqlen=800, mask=mask)
+    apart = [Sample(sample_id=i, seqlen=600 + answer) for i, answer in enumerate(mask.answers)]
+    tokens, squared = length_sums([together])
+    assert tokens <= 0.4 * length_sums(apart)[0]
+    assert squared < 0.5 * length_sums(apart)[1]
+    # Every pair of an answer is there once; those inside the prompt once instead of three times.
+    pairs = sum(CAUSAL.num_pairs(one.seqlen) for one in apart) - 2 * CAUSAL.num_pairs(600)
+    assert mask.num_pairs(800) == pairs
+
+
+def test_a_plan_says_no_to_masks_that_its_mechanism_cannot_serve() -> None:
+    samples = (Sample(sample_id=0, seqlen=40, mask=Lambda(1, 2)),)
+    bucket = Bucket(first_lane=0, cp_size=2, samples=samples, cp_comm_type="p2p")
+    plan = Plan(topology=Topology(num_lanes=2), max_tokens_per_rank=40, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    with pytest.raises(IllegalPlanError, match=r"sample 0 has the mask lambda:1,2, which p2p cannot serve on 2 lanes"):
+        check_plan(plan)
+    served = replace(plan, micro_batches=(MicroBatch(buckets=(replace(bucket, cp_comm_type="a2a"),)),))
+    check_plan(served, samples)
+    with pytest.raises(IllegalPlanError, match="has the mask lambda:1,2 here but None was given"):
+        check_plan(served, [Sample(sample_id=0, seqlen=40)])
+
+
+def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
+    job = {"num_lanes": 4, "max_tokens_per_rank": 64, "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
+    job["check_memory"] = False
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"sample 0 has the mask full, which p2p cannot serve .* allow a2a"
+    ):
+        plan_lengths([100, 20], masks="full", **job)
+    assert set(plan_lengths([64, 20], masks="full", max_cp_size=1, **job).planned.plan.cp_histogram) == {1}
+    with pytest.raises(UnsupportedFeatureError, match="attend to all of their sample: give samples no masks"):
+        plan_lengths([9], masks="lambda:1,2", **(job | {"model": replace(TINY_MODEL, causal_attention=False)}))
+    with pytest.raises(InvalidInputError, match="there are 1 masks for 2 samples"):
+        plan_lengths([9, 8], masks=[None], **job)
+    with pytest.raises(UnsupportedFeatureError, match=r"holds 256: no other serves masks: raise max_tokens_per_rank"):
+        plan_lengths([300], masks="full", cp_comm_types="auto", **(job | {"num_lanes": 8}))
+    with pytest.raises(InvalidInputError, match=r"sample 3 cannot .*: prompt and answers have 9 tokens, the sample 8"):
+        Sample(sample_id=3, seqlen=8, mask=SharedQuestion(4, (3, 2)))
+    with pytest.raises(InvalidInputError, match="key ranges of 5 tokens, the sample has 8"):
+        Sample(sample_id=3, seqlen=8, mask=KeyRanges.of(CAUSAL.key_ranges(5)))
+
+
+def test_other_planners_are_not_compared_where_they_know_no_masks() -> None:
+    batches = [[Sample(sample_id=0, seqlen=40, mask=Lambda(1, 2)), Sample(sample_id=1, seqlen=9)]]
+    job = {"topology": Topology(num_lanes=2), "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
+    found = compare_policies(batches, options=options, **job)
+    assert all(one.batches[0].iteration_s > 0 for one in found.policies)
+    with pytest.raises(UnsupportedFeatureError, match="policy wlb knows only the causal mask: leave it out"):
+        compare_policies(batches, options=options, policies=("dynamic", "wlb"), **job)

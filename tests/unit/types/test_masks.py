@@ -1,0 +1,151 @@
+"""Masks: exact pairs, ranges of keys, text, what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.masks import (
+    CAUSAL,
+    FULL,
+    CausalBlockwise,
+    KeyRanges,
+    Lambda,
+    Mask,
+    SharedQuestion,
+    parse_mask,
+    parse_mask_rule,
+)
+
+LENGTHS = (1, 2, 3, 7, 8, 9, 31, 64, 65, 200)
+
+
+def dense(mask: Mask, seqlen: int) -> np.ndarray:
+    """Return [token, key] -> whether it is seen; a pair that two ranges hold would be counted twice."""
+    seen = np.zeros((seqlen, seqlen), np.int64)
+    for token, (begin, end, second, last) in enumerate(mask.key_ranges(seqlen).tolist()):
+        seen[token, begin:end] += 1
+        seen[token, second:last] += 1
+    return seen
+
+
+def defined(mask: Mask, seqlen: int) -> np.ndarray:
+    """Return the same from the definition of a mask, pair by pair."""
+    seen = np.zeros((seqlen, seqlen), np.int64)
+    for token in range(seqlen):
+        for key in range(seqlen):
+            seen[token, key] = _sees(mask, token, key, seqlen)
+    return seen
+
+
+def _sees(mask: Mask, token: int, key: int, seqlen: int) -> bool:
+    if mask == FULL:
+        return True
+    if key > token:
+        return False
+    if isinstance(mask, Lambda):
+        return key < mask.sink or key > token - mask.window
+    if isinstance(mask, CausalBlockwise):
+        is_last = token // mask.block_size == (seqlen - 1) // mask.block_size
+        is_sink = key // mask.block_size < mask.num_sink_blocks
+        return is_last or is_sink or key >= token - mask.num_local_blocks * mask.block_size
+    if isinstance(mask, SharedQuestion):
+        starts = np.cumsum([mask.prompt, *mask.answers])
+        return key < mask.prompt or np.searchsorted(starts, token, "right") == np.searchsorted(starts, key, "right")
+    assert mask == CAUSAL
+    return True
+
+
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, FULL, Lambda(0, 1), Lambda(3, 5), Lambda(64, 8), CausalBlockwise(8, 2), CausalBlockwise(4, 1, 3)]
+)
+@pytest.mark.parametrize("seqlen", LENGTHS)
+def test_pairs_and_ranges_are_those_of_the_definition(mask: Mask, seqlen: int) -> None:
+    expected = defined(mask, seqlen)
+    assert (dense(mask, seqlen) == expected).all()
+    assert mask.num_pairs(seqlen) == expected.sum()
+    again = KeyRanges.of(mask.key_ranges(seqlen))
+    assert again.num_pairs(seqlen) == expected.sum()
+    assert (again.key_ranges(seqlen) == mask.key_ranges(seqlen)).all()
+
+
+@pytest.mark.parametrize("mask", [SharedQuestion(1, (1,)), SharedQuestion(5, (3, 1, 7)), SharedQuestion(2, (4,) * 4)])
+def test_answers_see_the_prompt_and_themselves(mask: SharedQuestion) -> None:
+    seqlen = mask.prompt + sum(mask.answers)
+    expected = defined(mask, seqlen)
+    assert (dense(mask, seqlen) == expected).all()
+    assert mask.num_pairs(seqlen) == expected.sum()
+
+
+def test_densities_are_those_of_the_paper() -> None:
+    """6, 1.6 and 52 % of the causal pairs at 128K: DCP, arXiv 2510.10620."""
+    seqlen = 131072
+    rule = parse_mask_rule("shared_question:4x0.2")
+    found = [mask.density(seqlen) for mask in (Lambda(64, 4096), CausalBlockwise(256, 2), rule(seqlen))]
+    assert found == pytest.approx([0.0625, 0.0156, 0.52], rel=0.01)
+    assert [CAUSAL.density(seqlen) for seqlen in LENGTHS] == [1.0] * len(LENGTHS)
+    assert FULL.density(1) == 1.0
+    assert FULL.density(1000) == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["causal", "full", "lambda:64,4096", "lambda:0,1", "causal_blockwise:256,2,1", "shared_question:100,30,50"],
+)
+def test_text_and_back(text: str) -> None:
+    assert str(parse_mask(text)) == text
+    assert parse_mask(text) == parse_mask(str(parse_mask(text)))
+    assert len({parse_mask(text), parse_mask(text)}) == 1
+
+
+def test_ranges_as_text() -> None:
+    mask = KeyRanges.of(Lambda(2, 3).key_ranges(20))
+    assert parse_mask(str(mask)) == mask
+    assert len(str(KeyRanges.of(CAUSAL.key_ranges(4096)))) < 20000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("window:4", "mask 'window:4' is unknown: use causal, full, lambda:64,4096"),
+        ("lambda:64", "mask 'lambda:64' is unknown"),
+        ("lambda:4,0", "window is 0"),
+        ("lambda:4,-1", "is unknown"),
+        ("full:1", "mask 'full:1' is unknown"),
+        ("shared_question:5", "is unknown"),
+        ("shared_question:0,5", "prompt is 0"),
+        ("shared_question:5,0", "has 1 answers, the shortest of 0 tokens"),
+        ("causal_blockwise:0,2", "block_size is 0"),
+        ("ranges:none", "holds no key ranges"),
+    ],
+)
+def test_unknown_masks_are_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        parse_mask(text)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [(0, 2, 1, 3), (0, 5, 0, 0), (0, 1, 2, 9), (-1, 3, 0, 0), (0, 1, 0, 0), (2, 1, 2, 3)],
+    ids=["crossing", "outside", "second outside", "before", "not itself", "backwards"],
+)
+def test_ranges_that_cross_or_lie_outside_are_named(row: tuple[int, int, int, int]) -> None:
+    ranges = CAUSAL.key_ranges(4)
+    ranges[2] = row
+    with pytest.raises(InvalidInputError, match=r"token 2 of 4 has the key ranges"):
+        KeyRanges.of(ranges)
+    with pytest.raises(InvalidInputError, match=r"have the shape \(4,\)"):
+        KeyRanges.of(ranges[2])
+
+
+def test_rules_give_each_length_its_mask() -> None:
+    assert parse_mask_rule("causal")(9) is None
+    assert parse_mask_rule("lambda:2,3")(9) == Lambda(2, 3)
+    shares = parse_mask_rule("shared_question:3x0.25")
+    assert shares(41) == SharedQuestion(10, (10, 10, 11))
+    assert shares(3) is None
+    for text in ("shared_question:0x0.2", "shared_question:3x1.5", "shared_question:ax0.2"):
+        with pytest.raises(InvalidInputError):
+            parse_mask_rule(text)
