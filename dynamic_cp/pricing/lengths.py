@@ -31,8 +31,14 @@ class Lengths(NamedTuple):
 
 def lengths_of(samples: Sequence[Sample]) -> Lengths:
     """Return `samples`, which are descending by length, as arrays."""
-    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
-    return Lengths(seqlens, np.fromiter((sample.density for sample in samples), np.float64, len(samples)))
+    return Lengths(np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples)), densities_of(samples))
+
+
+def densities_of(samples: Sequence[Sample]) -> Floats:
+    """Return [sample] -> its density."""
+    if any(sample.mask is not None for sample in samples):
+        return np.fromiter((sample.density for sample in samples), np.float64, len(samples))
+    return np.ones(len(samples))  # mostly: in a fifth of the time
 
 
 def squared_tokens(samples: Sequence[Sample], padded: Sequence[int]) -> float:

@@ -34,7 +34,7 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths, lengths_of
+from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
@@ -345,7 +345,7 @@ def _batch_of(samples: Sequence[Sample]) -> _Batch:
             "number the samples of a global batch uniquely",
             sample_id=one.sample_id,
         )
-    return _Batch(descending, lengths_of(descending), input_order)
+    return _Batch(descending, Lengths(seqlens[order], densities_of(descending)), input_order)
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:
