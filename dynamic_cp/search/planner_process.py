@@ -28,7 +28,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
+from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.packing.static import check_static_cp_size
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
@@ -134,6 +134,7 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
     if request.hardware is not None:
         problem = replace(problem, hardware=request.hardware)
     try:
+        _check_trainable(request)
         planned = plan_problem(problem, request.samples)
         facts = PlanFacts.of(planned, planner_s=time.perf_counter() - started, fallback=fallback)
         return Answer(
@@ -147,6 +148,17 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
     except Exception as error:
         traceback.print_exc()
         return Answer(key=request.key, failure=f"the planner raised {type(error).__name__}: {error}")
+
+
+def _check_trainable(request: Request) -> None:
+    """Refuse what can be planned, but not computed by any rank."""
+    for sample_id, mask in zip(request.sample_ids.tolist(), request.masks or (), strict=False):
+        if mask is not None:
+            raise UnsupportedFeatureError(
+                f"sample {sample_id} has the mask {str(mask)[:40]}; a run trains causal attention only, others can be "
+                "planned (dynamic-cp simulate --mask): give samples without masks",
+                sample_id=sample_id,
+            )
 
 
 class PlannerProcess:

@@ -18,7 +18,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import length_sums, plan_flops
 from dynamic_cp.search.plan_arrays import plan_lengths
-from dynamic_cp.search.planner_process import Request
+from dynamic_cp.search.planner_process import Request, answer
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
     CAUSAL,
@@ -32,6 +32,7 @@ from dynamic_cp.types import (
     MicroBatch,
     Plan,
     PlanOptions,
+    Problem,
     Sample,
     SharedQuestion,
     Topology,
@@ -160,6 +161,16 @@ def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
         Sample(sample_id=3, seqlen=8, mask=SharedQuestion(4, (3, 2)))
     with pytest.raises(InvalidInputError, match="key ranges of 5 tokens, the sample has 8"):
         Sample(sample_id=3, seqlen=8, mask=KeyRanges.of(CAUSAL.key_ranges(5)))
+
+
+def test_a_run_is_told_that_it_cannot_train_them() -> None:
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
+    problem = Problem(topology=Topology(num_lanes=2), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
+    samples = [Sample(sample_id=4, seqlen=9), Sample(sample_id=7, seqlen=9, mask=FULL)]
+    error = answer(problem, Request.of("a", samples)).error
+    assert isinstance(error, UnsupportedFeatureError)
+    assert str(error).startswith("sample 7 has the mask full; a run trains causal attention only")
+    assert answer(problem, Request.of("a", samples[:1])).error is None
 
 
 def test_other_planners_are_not_compared_where_they_know_no_masks() -> None:
