@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda import library
+from tests.trainer.commandline import NO_COMPILE
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +34,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     process = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FAKE_CUDA_TIMEOUT_S": str(TIMEOUT_S - 20)},
+        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "FAKE_CUDA_TIMEOUT_S": str(TIMEOUT_S - 20)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

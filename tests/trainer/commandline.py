@@ -14,6 +14,10 @@ TRAINING = "--global-batch-size 12 --train-iters 8 --lr 1e-3 --lr-decay-style co
 SMALL = "--num-layers 2 --num-workers 0"
 """For runs whose point is neither how deep a model is nor who packs: a third less to compute."""
 
+NO_COMPILE = {"TORCHDYNAMO_DISABLE": "1"}
+"""For the environment of launched jobs: a CPU rank compiles nothing, yet importing torch's compiler is a quarter of its
+start. tests/cluster/test_requeue.py and the example under torchrun start as users do."""
+
 
 def command_line(*extra: str) -> list[str]:
     """Return the words of a command line that trains; later words of `extra` win over earlier ones."""

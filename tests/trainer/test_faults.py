@@ -15,7 +15,7 @@ import pytest
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import mock
 from tests.trainer.checkpoints import verified
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import NO_COMPILE, command_line
 from tests.trainer.training_ranks import train
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def _start(*words: str, ranks: int = 2) -> subprocess.Popen:
     return subprocess.Popen(
         [*LAUNCHER, str(ranks), "pretrain_gpt.py", *command_line(*words)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
