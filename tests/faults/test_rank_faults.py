@@ -20,6 +20,7 @@ import pytest
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.search import planner_process
@@ -106,7 +107,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
     elif phase == "reducing gradients":
         DistributedDataParallel.finish_grad_sync = dying(3, DistributedDataParallel.finish_grad_sync)
     elif phase == "gathering parameters":
-        DistributedDataParallel.start_param_sync = dying(3, DistributedDataParallel.start_param_sync)
+        _ParamAndGradBucketGroup.start_param_sync = dying(3, _ParamAndGradBucketGroup.start_param_sync)
     elif phase == "beginning a checkpoint":
         checkpoint_files.begin = dying(2, checkpoint_files.begin)
     elif phase == "writing a checkpoint":
