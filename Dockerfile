@@ -5,9 +5,10 @@
 #
 # `docker run IMAGE pretrain_gpt.py FLAG...` trains on all GPUs, or on CPU ranks; docs/how-to/docker.md has more.
 
-# megatron-core 0.16.1 is developed on this release of NGC.
-ARG NGC=25.11-py3
-ARG PYTHON=3.11.14-slim-bookworm
+# The release of NGC on which megatron-core 0.19 is developed, with Python 3.12, and the TransformerEngine it builds there.
+ARG NGC=26.06-py3
+ARG TE=v2.17.1
+ARG PYTHON=3.12.12-slim-bookworm
 
 # The project as a wheel: neither image keeps sources or build tools.
 FROM python:${PYTHON} AS wheel
@@ -40,25 +41,25 @@ ENTRYPOINT ["/opt/dynamic-cp/docker/entrypoint.sh"]
 CMD ["sh", "examples/train_cpu.sh"]
 
 
-# TransformerEngine 2.11 for A100 and H100: the first with all-to-all on packed sequences, the last that megatron-core
-# 0.16.1 accepts. NGC 25.11 brings an older one.
+# TransformerEngine for A100 and H100, without its part for MoE, which is not supported and wants a newer NCCL than NGC has.
 FROM nvcr.io/nvidia/pytorch:${NGC} AS transformer-engine
-ARG TE=v2.11
-ENV PIP_CONSTRAINT= NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="80;90"
+ARG TE
+ENV PIP_CONSTRAINT= NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="80;90" NVTE_WITH_NCCL_EP=0
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels \
     "git+https://github.com/NVIDIA/TransformerEngine.git@${TE}"
 
 
 FROM nvcr.io/nvidia/pytorch:${NGC} AS gpu
+ARG TE
 # NGC pins its packages in a file that pip reads; torch, numpy and CUDA stay NGC's by installing without dependencies.
 ENV PIP_CONSTRAINT=
 COPY --from=transformer-engine /wheels /wheels
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/transformer_engine*.whl
 COPY docker/constraints.txt /opt/dynamic-cp/docker/
 RUN python3 -c "import numpy, torch; print(f'numpy=={numpy.__version__}')" > /tmp/kept.txt \
- && grep -E '^(numba|llvmlite|click|rich|einops|psutil)==' /opt/dynamic-cp/docker/constraints.txt >> /tmp/kept.txt \
- && pip install --no-cache-dir --constraint /tmp/kept.txt numba click rich einops psutil \
- && pip install --no-cache-dir --no-deps megatron-core==0.16.1
+ && grep -E '^(numba|llvmlite|click|rich|einops|psutil|xxhash)==' /opt/dynamic-cp/docker/constraints.txt >> /tmp/kept.txt \
+ && pip install --no-cache-dir --constraint /tmp/kept.txt numba click rich einops psutil xxhash packaging tensorboard \
+ && pip install --no-cache-dir --no-deps $(grep '^megatron-core==' /opt/dynamic-cp/docker/constraints.txt)
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps /wheels/megatron_dynamic_cp*.whl
 WORKDIR /opt/dynamic-cp
@@ -70,7 +71,7 @@ RUN useradd --create-home --uid 10001 trainer \
 USER trainer
 # Fails here rather than on the cluster: versions that do not belong together, an extension that does not load.
 RUN python3 -c "import importlib.metadata as m; print({n: m.version(n) for n in ('torch', 'transformer-engine', 'megatron-core')})" \
- && python3 -c "import megatron.core, megatron.trainer.flags.arguments; from importlib.metadata import version as v; assert v('transformer-engine').startswith('2.11')" \
+ && python3 -c "import megatron.core, megatron.trainer.main, megatron.trainer.checkpoints.manifest; from importlib.metadata import version as v; assert v('transformer-engine').startswith('${TE#v}')" \
  && dynamic-cp plan --lengths github --lanes 8 --global-batch-size 64 --max-seqlen 8192 --recompute full
 ENV RUN_DIR=/runs
 ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "/opt/dynamic-cp/docker/entrypoint.sh"]

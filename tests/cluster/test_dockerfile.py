@@ -13,6 +13,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from dynamic_cp import cli
+from megatron.dynamic_cp.repairs.releases import RELEASES
 from tests.cluster.conftest import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -41,6 +42,20 @@ def instructions() -> list[Instruction]:
 ALL = instructions()
 STAGES = [one.stage for one in ALL if one.name == "FROM"]
 IMAGES = ("cpu", "gpu")
+BASES = dict(one.rest.split("=") for one in ALL if (one.stage, one.name) == ("", "ARG"))
+PYTHON = re.match(r"\d+\.\d+", BASES["PYTHON"])[0]  # type: ignore[index]
+PINS = dict(
+    line.split("==")
+    for line in (ROOT / "docker" / "constraints.txt").read_text(encoding="utf-8").lower().splitlines()
+    if not line.startswith("#")
+)
+
+
+def needed_by(*extras: str) -> list[Requirement]:
+    """Return what the project needs with these extras on the images' Python."""
+    known = [Requirement(line) for line in requires("megatron-dynamic-cp") or []]
+    environments = [{"extra": extra, "python_version": PYTHON} for extra in ("", *extras)]
+    return [one for one in known if one.marker is None or any(map(one.marker.evaluate, environments))]
 
 
 def of(stage: str, name: str) -> list[str]:
@@ -54,10 +69,9 @@ def test_it_is_read_whole() -> None:
 
 
 def test_bases_are_pinned() -> None:
-    tags = dict(one.rest.split("=") for one in ALL[:2])
-    assert set(tags) == {"NGC", "PYTHON"}
-    for tag in tags.values():
-        assert PINNED_TAG.fullmatch(tag), tag
+    assert set(BASES) == {"NGC", "TE", "PYTHON"}
+    for name in ("NGC", "PYTHON"):
+        assert PINNED_TAG.fullmatch(BASES[name]), name
     for one in ALL:
         if one.name == "FROM":
             assert re.match(r"(python:\$\{PYTHON\}|nvcr\.io/nvidia/pytorch:\$\{NGC\}) AS ", one.rest), one.rest
@@ -74,20 +88,49 @@ def test_what_pip_installs_is_pinned() -> None:
 
 
 def test_constraints_cover_what_the_trainer_needs() -> None:
-    text = (ROOT / "docker" / "constraints.txt").read_text(encoding="utf-8")
-    pins = dict(line.split("==") for line in text.lower().splitlines() if not line.startswith("#"))
-    needed = [Requirement(line) for line in requires("megatron-dynamic-cp") or []]
-    names = {
-        one.name.lower()
-        for one in needed
-        if one.marker is None or one.marker.evaluate({"extra": "train"}) or one.marker.evaluate({"extra": "report"})
-    }
+    needed = needed_by("train", "report")
+    names = {one.name.lower() for one in needed}
     assert len(names) >= 10
-    assert names - {"torch"} <= set(pins), names - set(pins)
+    assert names - {"torch"} <= set(PINS), names - set(PINS)
     for one in needed:
-        if one.name.lower() in pins:
-            assert one.specifier.contains(pins[one.name.lower()]), one
-    assert f"megatron-core=={pins['megatron-core']}" in TEXT
+        if one.name.lower() in PINS:
+            assert one.specifier.contains(PINS[one.name.lower()]), one
+
+
+def test_images_have_the_newest_release_and_a_python_for_it() -> None:
+    newest = RELEASES[-1]
+    assert PINS["megatron-core"] == newest.version
+    assert tuple(map(int, PYTHON.split("."))) >= newest.min_python
+    assert not re.search(r"megatron-core==\d", TEXT)  # the GPU image reads it from the constraints
+    (installed,) = [one for one in of("gpu", "RUN") if "megatron-core" in one and "pip install" in one]
+    assert "--no-deps $(grep '^megatron-core==' /opt/dynamic-cp/docker/constraints.txt)" in installed
+
+
+def test_the_gpu_image_has_what_the_trainer_needs() -> None:
+    (installed,) = [one for one in of("gpu", "RUN") if "--constraint" in one]
+    words = set(re.search(r"--constraint \S+ ([^&]*)", installed)[1].split())  # type: ignore[index]
+    of_ngc = {"torch", "numpy"}
+    assert {one.name for one in needed_by("train")} == words | of_ngc | {"megatron-core"}
+    pinned = set(re.search(r"\^\(([\w|]+)\)==", installed)[1].split("|"))  # type: ignore[index]
+    assert words - pinned == {"packaging", "tensorboard"}  # NGC's own, if it has them
+    assert pinned <= set(PINS)
+
+
+def test_transformer_engine_is_one_that_the_extra_permits() -> None:
+    (permitted,) = [one for one in needed_by("te") if one.name == "transformer-engine"]
+    assert permitted.specifier.contains(BASES["TE"].removeprefix("v"))
+    assert of("transformer-engine", "ARG") == of("gpu", "ARG") == ["TE"]  # the version is compared as the last step
+    assert "startswith('${TE#v}')" in of("gpu", "RUN")[-1]
+
+
+def test_the_offline_recipe_brings_what_the_trainer_needs() -> None:
+    page = (ROOT / "docs" / "GPU.md").read_text(encoding="utf-8")
+    (fetched,) = [line.split() for line in page.splitlines() if line.startswith("pip download")]
+    assert fetched[fetched.index("--python-version") + 1] == PYTHON
+    names = {Requirement(word).name for word in fetched[fetched.index("-d") + 2 :]}
+    assert f"megatron-core=={PINS['megatron-core']}" in fetched
+    # The machine has torch; without numba the planner is slower, without tensorboard there are no curves.
+    assert {one.name for one in needed_by("train")} - names == {"torch", "numba", "tensorboard"}
 
 
 def test_images_run_as_a_user_who_may_write_where_runs_go() -> None:
