@@ -138,6 +138,24 @@ FAULTS = {
         "EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)",
         "tests/cluster/test_requeue.py",
     ),
+    "get_batch of newer checkouts has a field less": Fault(
+        "        None,  # cu_seqlens_padded\n", "", "tests/megatron_lm/test_script.py"
+    ),
+    "old checkouts are taken for new ones and new for old": Fault(
+        "return _numbers(version) >= _numbers(self.since)",
+        "return _numbers(version) < _numbers(self.since)",
+        "tests/megatron_lm/test_replacements.py tests/megatron_lm/test_script.py",
+    ),
+    "what newer checkouts lack is replaced in them, too": Fault(
+        "self.until is not None and self.until.is_in(version)",
+        "False",
+        "tests/megatron_lm/test_replacements.py tests/megatron_lm/test_script.py",
+    ),
+    "a checkout builds its model from a configuration a release early": Fault(
+        'since="0.19",\n    what="`megatron.training.models` builds',
+        'since="0.18",\n    what="`megatron.training.models` builds',
+        "tests/megatron_lm/test_replacements.py",
+    ),
 }
 
 
