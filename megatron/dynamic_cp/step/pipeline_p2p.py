@@ -129,7 +129,8 @@ class PlannedP2PCommunicator(P2PCommunicator):
             if self._done[name] != len(order):
                 raise DisagreementError(
                     f"pipeline stage {self.pp_group.rank()} is done with {self._done[name]} of {len(order)} messages "
-                    f"({name}): megatron-core's schedule is not the one this version was written for; use 0.16.1",
+                    f"({name}): megatron-core's schedule is not one that this was written for; "
+                    "use a release of docs/releases.md",
                     done=self._done[name],
                     planned=len(order),
                 )
