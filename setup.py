@@ -26,7 +26,12 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3
 PARQUET = ["pyarrow>=14"]  # lengths out of parquet files; 45 MB
 # Local tokenizer.json files and chat templates; no torch. Before 3.1.6 a template could leave jinja2's sandbox.
 TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1.6"]
-HF = ["transformers==5.23.0", "accelerate==1.15.0"]  # pinned: their attention and mesh interfaces change; 26 MB in all
+# Pinned: their attention and mesh interfaces change. 26 MB in all. From 5.21 on transformers needs Python 3.11.
+HF = [
+    "transformers==5.20.2; python_version<'3.11'",
+    "transformers==5.23.0; python_version>='3.11'",
+    "accelerate==1.15.0",
+]
 MEGATRON_LM = ["six", "regex", "pyyaml"]  # what the training code of a Megatron-LM checkout imports
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]
 
