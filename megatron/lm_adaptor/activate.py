@@ -166,6 +166,7 @@ class _Adaptor:
         if self._on_cpu:
             from megatron.lm_adaptor import cpu
 
+            flags.refuse_on_cpu(parsed)
             parsed.distributed_backend = "gloo"
             cpu.enable(parsed.distributed_timeout_minutes)
         flags.refuse_without_effect(parsed)

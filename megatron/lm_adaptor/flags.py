@@ -232,6 +232,20 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
         raise InvalidInputError(f"{_LIMIT} auto needs --dynamic-cp in a checkout: add it, or leave {_LIMIT} out")
 
 
+def refuse_on_cpu(args: argparse.Namespace) -> None:
+    """Check parsed arguments of a run on CPU ranks.
+
+    Raises:
+        UnsupportedFeatureError: naming the flag.
+    """
+    worker = Unsupported(
+        flag="--use-persistent-ckpt-worker",
+        reason="on CPU ranks Megatron-LM's worker ends, for lack of a CUDA device, and the first save waits for it",
+    )
+    if getattr(args, destination(worker.flag), False):
+        raise worker.error()
+
+
 @contextlib.contextmanager
 def any_evaluation_batch(args: argparse.Namespace) -> Iterator[None]:
     """Have Megatron-LM validate another global batch for evaluation than training's, which lanes need not divide."""

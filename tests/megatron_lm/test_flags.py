@@ -233,6 +233,13 @@ def test_auto_is_refused_without_dynamic_cp() -> None:
     flags.refuse_without_effect(parse(*auto, "--dynamic-cp"))
 
 
+def test_a_worker_that_would_never_write_is_refused_on_cpu_ranks() -> None:
+    flags.refuse_on_cpu(argparse.Namespace(use_persistent_ckpt_worker=False))
+    flags.refuse_on_cpu(argparse.Namespace())
+    with pytest.raises(UnsupportedFeatureError, match="--use-persistent-ckpt-worker is not supported: on CPU ranks"):
+        flags.refuse_on_cpu(argparse.Namespace(use_persistent_ckpt_worker=True))
+
+
 @pytest.mark.parametrize(("given", "ours"), [("allgather", "all_gather"), ("a2a+p2p", "a2a+p2p"), ("auto", "auto")])
 def test_names_of_exchanges(given: str, ours: str) -> None:
     args = parse("--dynamic-cp", "--cp-comm-type", given)

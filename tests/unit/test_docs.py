@@ -256,7 +256,7 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--dist-ckpt-optim-fully-reshardable", "--dist-ckpt-strictness", "--no-save-optim"}
     others |= {"--exit-signal-handler", "--skip-train", "--tensorboard-log-interval"}
     others |= {"--data-args-path", "--train-data-path", "--per-split-data-args-path", "--legacy-tokenizer"}
-    others |= {"--eval-global-batch-size"}
+    others |= {"--eval-global-batch-size", "--use-persistent-ckpt-worker"}
     others |= {"--eod-mask-loss", "--allow-ambiguous-pad-tokens", "--rerun-mode", "--moe-token-dispatcher-type"}
     others |= {"--fim-data", "--split-sentences", "--calculate-per-token-loss"}
     named = 0
