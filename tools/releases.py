@@ -1,16 +1,17 @@
 """Tests this on every release of megatron-core, on every Python at hand: what to run each night, an hour or two.
 
-    python -m tools.releases [--python 3.12 ...] [--release 0.19.2 ...] [--only tests|checkpoints] [-- WORDS OF PYTEST]
+    python -m tools.releases [--python 3.12 ...] [--release 0.19.2 ...] [--only plans|checkpoints|tests] [-- PYTEST'S]
 
 `make` makes .venv-3.12 and its kind, each with the newest release that runs there; older ones are installed beside it,
-below runs/releases, and put first on the path. Two things are tried: the tests of steps, runs and faults on each pair
-of Python and release, and checkpoints, saved with one release and resumed with another: losses are those of the run
-that was not interrupted, on the same plans.
+below runs/releases, and put first on the path. Three things are tried: plans, which are bit-equal on each pair of
+Python and release, and the losses of a run on them; checkpoints, saved with one release and resumed with another:
+losses are those of the run that was not interrupted, on the same plans; and the tests of steps, runs and faults.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -34,6 +35,10 @@ LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pre
 TRAINING = command_line(
     f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters {LAST} --train-iters {LAST}"
 )
+
+
+PLAN = "--lengths github --lanes 8 --global-batch-size 64 --max-seqlen 8192 --recompute full --json -"
+PLANS = (PLAN, f"{PLAN} --tp 2 --pp 2 --vpp 2 --search thorough --cp-comm-type auto")
 
 
 class Installation(NamedTuple):
@@ -120,6 +125,36 @@ def losses(installed: Installation, *words: str) -> dict[int, float]:
     return {int(iteration): float(loss) for iteration, loss in found}
 
 
+def plan_digests(installed: Installation) -> list[str]:
+    """Return the digests of the planner's plans for problems of some size."""
+    found = []
+    for words in PLANS:
+        done = installed.run(["dynamic_cp.cli", "plan", *words.split()])
+        if done.returncode:
+            raise RuntimeError(f"{installed}: {done.stderr[-3000:]}")
+        found.append(json.loads(done.stdout)["digest"])
+    return found
+
+
+def compare_plans(known: Sequence[Installation]) -> bool:
+    """Plan and train with each, print how it compares; return whether plans are equal and losses nearly so."""
+    good, expected = True, None
+    for installed in known:
+        folder = WORK / "dumps" / f"{installed.python}-{installed.release.version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        digests, run = plan_digests(installed), losses(installed, "--dynamic-cp-dump", str(folder))
+        lines = map(json.loads, (folder / "plans.jsonl").read_text(encoding="utf-8").splitlines())
+        plans = {line["key"]: line["plan"] for line in lines}
+        assert len(plans) >= LAST, plans
+        expected = expected or (digests, plans, run)
+        equal = (digests, plans) == expected[:2]
+        difference = _difference(run, expected[2])
+        words = "equal" if equal else f"DIFFERENT, {digests}"
+        print(f"{installed}: {len(digests)} + {len(plans)} plans {words}; losses {difference:.1e} apart", flush=True)
+        good &= equal and difference <= TOLERANCE
+    return good
+
+
 def exchange_checkpoints(known: Sequence[Installation]) -> bool:
     """Save with each, resume with each, print the largest relative difference of losses; return if all are small."""
     whole: dict[Installation, Mapping[int, float]] = {}
@@ -153,15 +188,17 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS, metavar="3.x")
     versions = [release.version for release in RELEASES]
     parser.add_argument("--release", nargs="+", choices=versions, default=versions)
-    parser.add_argument("--only", choices=("tests", "checkpoints"))
+    parser.add_argument("--only", choices=("plans", "checkpoints", "tests"))
     parser.add_argument("--venv", default=".venv-{}", help="virtual environment of a Python, default: %(default)s")
     parser.add_argument("words", nargs="*", metavar="WORD", help=f"of pytest, default: {' '.join(TESTS)}")
     asked = parser.parse_args()
     known = list(installations(asked.python, asked.release, asked.venv))
     good = bool(known)
-    if asked.only != "tests":
+    if asked.only in (None, "plans"):
+        good &= compare_plans(known)
+    if asked.only in (None, "checkpoints"):
         good &= exchange_checkpoints(known)
-    if asked.only != "checkpoints":
+    if asked.only in (None, "tests"):
         for installed in known:
             good &= run_tests(installed, asked.words)
     return 0 if good else 1
