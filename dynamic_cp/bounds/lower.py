@@ -27,7 +27,7 @@ from dynamic_cp.bounds.work import Work, least_work, sum_of_least
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths, lengths_of
+from dynamic_cp.pricing.lengths import Lengths, density_of, lengths_of
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import Sample, Topology
@@ -252,7 +252,7 @@ def _longest_s(batch: _Batch, ways: Ways) -> float:
 def _lone_s(batch: _Batch, ways: Ways) -> Floats:
     """Return [way that the longest sample may run in, direction] -> seconds of a bucket with only that sample."""
     tokens = float(batch.lengths.seqlens[0])
-    square = float(batch.lengths.densities[0]) * tokens * tokens
+    square = float(density_of(batch.lengths.densities, 0)) * tokens * tokens
     rows = np.flatnonzero(ways.longest >= tokens).tolist()
     both = [[price(ways.terms, way, direction, tokens, square) for direction in range(2)] for way in rows]
     return np.array(both).reshape(-1, 2)
@@ -262,8 +262,7 @@ def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     """Return what paths play against; None where the prices have no shape that paths can use."""
     num_lanes, longest = batch.topology.num_lanes, batch.lengths.seqlens[0]
     padding = 2 * ways.cp_sizes.max() * (1 + batch.topology.rank_token_multiple)
-    densities = batch.lengths.densities
-    least, largest = ratio_range(ways, float(longest + padding), densities.min(), densities.max())
+    least, largest = ratio_range(ways, float(longest + padding), *batch.lengths.density_range)
     if not 1e-6 < least < np.inf:
         return None
     lanes = int(ways.cp_sizes[ways.longest >= longest].min())
@@ -374,7 +373,7 @@ def _faster_than(batch: _Batch, limit_s: float) -> Ways:
     limit_s = limit_s - others_s + 1e-6
     return batch.ways._replace(
         longest=longest_within(
-            batch.ways, float(batch.topology.pp_size), edge_s_per_token, limit_s, batch.lengths.densities.min()
+            batch.ways, float(batch.topology.pp_size), edge_s_per_token, limit_s, batch.lengths.density_range[0]
         )
     )
 

@@ -22,7 +22,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.bounds.ways import Ways
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of
 from dynamic_cp.pricing.terms import NUM_KINKS, kink_at, kinks_of, line_below
 
 _MAX_GROUPS = 256
@@ -51,7 +51,7 @@ def least_work(lengths: Lengths, ways: Ways, forward_weight: float = 1.0, backwa
     # The longest samples one by one, then one sample for each group of its neighbours; the groups grow.
     num_samples = len(lengths.seqlens)
     first = np.unique(np.geomspace(1, num_samples, _MAX_GROUPS).astype(np.int64) - 1)
-    groups = Lengths(lengths.seqlens[first], lengths.densities[first])
+    groups = lengths.take(first)
     counts = np.diff(first, append=num_samples).astype(np.float64)
     best = Work(-np.inf, np.zeros(0), np.zeros(0))
     # The ascent can get stuck where ways tie; of several starts the best one counts.
@@ -66,7 +66,7 @@ def least_work(lengths: Lengths, ways: Ways, forward_weight: float = 1.0, backwa
 
 def _exposed_at(lengths: Lengths, ways: Ways) -> Floats:
     """Return lambda 1 for the kinks that even the longest sample by itself exposes, 0 for the others."""
-    tokens, density = float(lengths.seqlens[0]), float(lengths.densities[0])
+    tokens, density = float(lengths.seqlens[0]), float(density_of(lengths.densities, 0))
     weight, constant, per_token, per_token2 = kinks_of(ways.terms)
     exposed = constant + per_token * tokens - per_token2 * density * tokens * tokens > 0.0
     return np.where(exposed & (weight > 0.0) & (constant >= 0.0), 1.0, 0.0)
@@ -78,7 +78,7 @@ def sum_of_least(lengths: Lengths, longest: Ints, per_token: Floats, per_token2:
     seqlens, densities = lengths
     total = 0.0
     for sample in range(seqlens.shape[0]):
-        tokens, density = float(seqlens[sample]), densities[sample]
+        tokens, density = float(seqlens[sample]), density_of(densities, sample)
         least = np.inf
         for way in range(longest.shape[0]):
             if tokens <= longest[way]:
@@ -134,7 +134,7 @@ def _raise_lambdas(
     for _ in range(rounds):
         for way in range(num_ways):
             for index in range(seqlens.shape[0]):
-                tokens, density = float(seqlens[index]), densities[index]
+                tokens, density = float(seqlens[index]), density_of(densities, index)
                 others[index] = np.inf
                 for other in range(num_ways):
                     if other != way and tokens <= ways.longest[other]:
@@ -155,7 +155,7 @@ def _raise_lambdas(
                             slope = 0.0
                             gain = a / ways.capacities[way] + b
                             for index in range(seqlens.shape[0]):
-                                tokens, density = float(seqlens[index]), densities[index]
+                                tokens, density = float(seqlens[index]), density_of(densities, index)
                                 price = _price(tokens, linear, density * square)
                                 if tokens <= ways.longest[way] and price < others[index]:
                                     slope += counts[index] * tokens * (gain - c * density * tokens)

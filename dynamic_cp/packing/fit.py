@@ -8,7 +8,7 @@ from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, fastest_ns
 from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of, grows_with_length
 from dynamic_cp.pricing.terms import tangent
 
 
@@ -63,7 +63,7 @@ def longest_that_fits(
 
 @inlined
 def longest_within(
-    seqlens: Ints, densities: Floats, terms: Floats, num_exchanges: Ints, multiples: Ints, capacities: Ints,
+    seqlens: Ints, densities: Floats | None, terms: Floats, num_exchanges: Ints, multiples: Ints, capacities: Ints,
     unused: Ints, start: int, k: int, tokens: float, squares: float, limit_ns: float,
 ) -> int:  # fmt: skip
     """Return `longest_that_fits`; for inner loops, which take the arrays out of their tuples once."""
@@ -89,13 +89,13 @@ def longest_within(
         else:
             low = middle + 1
     # Without kinks, padding and other masks the root is exact. Else it is close: walk from there, in growing steps.
-    if num_exchanges[k] > 1 or has_kinks or multiples[k] > 1 or densities[min(low, num_samples - 1)] != 1.0:
+    if num_exchanges[k] > 1 or has_kinks or multiples[k] > 1 or not grows_with_length(densities):
         guess, step = low, 1
         low, high = start, num_samples
         while low < high:
             middle = min(guess, high - 1)
             padded = float(padded_seqlen(seqlens[middle], multiples[k]))
-            total, total2 = tokens + padded, squares + densities[middle] * padded * padded
+            total, total2 = tokens + padded, squares + density_of(densities, middle) * padded * padded
             if padded <= room and fastest_ns(terms, num_exchanges, k, total, total2) <= limit_ns:
                 high = middle
                 guess = max((low + high) >> 1, high - step)

@@ -30,7 +30,7 @@ from dynamic_cp.packing.fit import longest_that_fits, next_unused, skip
 from dynamic_cp.packing.heap import find_room, push, sift_down
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of
 from dynamic_cp.pricing.terms import growth_while_hidden
 
 _WORTHWHILE_GAIN = 0.98
@@ -84,7 +84,7 @@ def choose_cp_sizes(lengths: Lengths, durations: Durations, base: int, quota_ns:
     for sample in range(len(seqlens)):
         least = np.inf
         for k in range(base, len(durations.capacities)):
-            alone_ns = sample_ns(durations, k, seqlens[sample], densities[sample])
+            alone_ns = sample_ns(durations, k, seqlens[sample], density_of(densities, sample))
             if alone_ns < least * _WORTHWHILE_GAIN:
                 least = alone_ns
                 chosen[sample] = k
@@ -148,7 +148,7 @@ def _gather(
     for sample in range(num_large):
         k = log2_cp_sizes[sample]
         tokens[sample] = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
-        squares[sample] = densities[sample] * tokens[sample] ** 2
+        squares[sample] = density_of(densities, sample) * tokens[sample] ** 2
         bucket_of_sample[sample] = sample
         places += 1 << (k - base)
         spare += durations.capacities[k] - tokens[sample]
@@ -178,7 +178,7 @@ def _gather(
                 padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
                 spare -= padded
                 tokens[host] += padded
-                squares[host] += densities[sample] * padded * padded
+                squares[host] += density_of(densities, sample) * padded * padded
                 bucket_of_sample[sample] = host
                 has_taken[host] = True
                 skip(unused, sample)
@@ -209,7 +209,7 @@ def _gather(
 def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, lengths: Lengths, sample: int) -> bool:
     """Return whether a sample of `seqlen` adds compute to the bucket, but no exposed exchange."""
     padded = float(padded_seqlen(lengths.seqlens[sample], durations.multiples[k]))
-    square = lengths.densities[sample] * padded * padded
+    square = density_of(lengths.densities, sample) * padded * padded
     grown_ns = bucket_ns(durations, k, tokens + padded, squares + square)
     compute_ns = np.inf
     for exchange in range(durations.num_exchanges[k]):
@@ -239,7 +239,7 @@ def _top_up(
                     break
                 padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
                 tokens[bucket] += padded
-                squares[bucket] += densities[sample] * padded * padded
+                squares[bucket] += density_of(densities, sample) * padded * padded
                 bucket_of_sample[sample] = bucket
                 missing_tokens -= seqlens[sample]
                 skip(unused, sample)
@@ -319,6 +319,6 @@ def _spread(
         sift_down(filled, own, len(own))
         minus_room[block] = filled[own[0]]
         # At the base size prices are close to additive; exactly so without an exchange.
-        end_ns[block] += bucket_ns(durations, base, padded, densities[sample] * padded * padded) - empty_ns
+        end_ns[block] += bucket_ns(durations, base, padded, density_of(densities, sample) * padded * padded) - empty_ns
         sift_down(end_ns, by_end, num_open)
     return num_missing, end_ns.max()

@@ -7,7 +7,7 @@ import numpy as np
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.plans import padding
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of
 
 padded_seqlen = inlined(padding.padded_seqlen)
 _rank_multiple = inlined(padding.rank_multiple)
@@ -35,7 +35,7 @@ def sums_of_buckets(
         padded = float(padded_seqlen(seqlens[sample], multiples[log2_cp_sizes[bucket]]))
         tokens[bucket] += padded
         squares[bucket] += last_density[bucket] * last[bucket] * last[bucket]
-        last[bucket], last_density[bucket] = padded, densities[sample]
+        last[bucket], last_density[bucket] = padded, density_of(densities, sample)
     for bucket in range(num_buckets):
         cp_size = 1 << log2_cp_sizes[bucket]
         unit = _rank_multiple(cp_size, rank_token_multiple)

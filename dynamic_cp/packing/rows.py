@@ -14,7 +14,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, sample_ns
 from dynamic_cp.packing.fit import first_unused, longest_within, next_unused, skip
 from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of
 
 
 @compiled
@@ -24,7 +24,7 @@ def alone_ns(lengths: Lengths, durations: Durations, num_sizes: int) -> Floats:
     alone = np.full((num_sizes, len(seqlens)), np.inf)
     for k in range(num_sizes):
         for sample in range(len(seqlens)):
-            alone[k, sample] = sample_ns(durations, k, seqlens[sample], densities[sample])
+            alone[k, sample] = sample_ns(durations, k, seqlens[sample], density_of(densities, sample))
     return alone
 
 
@@ -102,7 +102,7 @@ def _fill(
             while sample < num_samples:
                 padded = float(padded_seqlen(seqlens[sample], multiples[k]))
                 tokens += padded
-                squares += densities[sample] * padded * padded
+                squares += density_of(densities, sample) * padded * padded
                 bucket_of_sample[sample] = bucket
                 num_left -= 1
                 skip(unused, sample)

@@ -19,7 +19,7 @@ from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans import padding
 from dynamic_cp.pricing.capacity import capacity_tokens
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of
 from dynamic_cp.types import is_power_of_two
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _spread_evenly(lengths: Lengths, durations: Durations, k: int, num_buckets: 
         bucket = by_price[0]
         bucket_of_sample[sample] = bucket
         tokens[bucket] += padded
-        squares[bucket] += densities[sample] * padded * padded
+        squares[bucket] += density_of(densities, sample) * padded * padded
         minus_room[bucket] += padded
         price[bucket] = bucket_ns(durations, k, tokens[bucket], squares[bucket])
         sift_down(price, by_price, num_open)

@@ -18,7 +18,7 @@ from dynamic_cp.packing.static import in_rows
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.lengths import Lengths, density_of
 from dynamic_cp.pricing.terms import linear_parts
 
 SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)
@@ -58,7 +58,7 @@ def packings_like_wlb(lengths: Lengths, cost_model: CostModel, k: int) -> Iterat
 
 @compiled
 def _deal(
-    padded: Ints, densities: Floats, capacity: int, per_token: float, per_token2: float, num_buckets: int
+    padded: Ints, densities: Floats | None, capacity: int, per_token: float, per_token2: float, num_buckets: int
 ) -> tuple[bool, Ints, Floats]:
     """Return whether all samples have room, the bucket of each sample, the workload of each bucket."""
     tokens, work = np.zeros(num_buckets), np.zeros(num_buckets)
@@ -74,7 +74,7 @@ def _deal(
                 return False, bucket_of_sample, work
         bucket_of_sample[sample] = bucket
         tokens[bucket] += length
-        work[bucket] += per_token * length + per_token2 * densities[sample] * length * length
+        work[bucket] += per_token * length + per_token2 * density_of(densities, sample) * length * length
     return True, bucket_of_sample, work
 
 

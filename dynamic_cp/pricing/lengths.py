@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.types import Sample
 
@@ -14,19 +15,45 @@ from dynamic_cp.types import Sample
 class Lengths(NamedTuple):
     """Samples, descending by length: all that packers and bounds know of them.
 
+    Compiled code is compiled anew for batches with densities, and takes as long as ever for those without.
+
     Attributes:
         seqlens: [sample] tokens.
-        densities: [sample] work of attention over that of the layers' own mask, as `Sample.density`. The attention
-            price of a bucket is one of the sum of density * padded length squared.
+        densities: [sample] work of attention over that of the layers' own mask, as `Sample.density`; None: all 1. The
+            attention price of a bucket is one of the sum of density * padded length squared.
     """
 
     seqlens: Ints
-    densities: Floats
+    densities: Floats | None
 
     @property
     def squares(self) -> Floats:
         """[sample] tokens squared, as a measure of attention work."""
-        return self.densities * self.seqlens.astype(np.float64) ** 2
+        squares: Floats = self.seqlens.astype(np.float64) ** 2
+        return squares if self.densities is None else self.densities * squares
+
+    @property
+    def density_range(self) -> tuple[float, float]:
+        """The least and the largest density."""
+        return (1.0, 1.0) if self.densities is None else (float(self.densities.min()), float(self.densities.max()))
+
+    def take(self, samples: Ints) -> Lengths:
+        """Return some of them, by index."""
+        return Lengths(self.seqlens[samples], None if self.densities is None else self.densities[samples])
+
+
+@compiled
+def density_of(densities: Floats | None, sample: int) -> float:
+    """Return the density of a sample."""
+    if densities is None:
+        return 1.0
+    return densities[sample]  # type: ignore[no-any-return]
+
+
+@compiled
+def grows_with_length(densities: Floats | None) -> bool:
+    """Return whether longer samples surely are more work."""
+    return densities is None
 
 
 def lengths_of(samples: Sequence[Sample]) -> Lengths:
@@ -34,11 +61,11 @@ def lengths_of(samples: Sequence[Sample]) -> Lengths:
     return Lengths(np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples)), densities_of(samples))
 
 
-def densities_of(samples: Sequence[Sample]) -> Floats:
-    """Return [sample] -> its density."""
-    if any(sample.mask is not None for sample in samples):
-        return np.fromiter((sample.density for sample in samples), np.float64, len(samples))
-    return np.ones(len(samples))  # mostly: in a fifth of the time
+def densities_of(samples: Sequence[Sample]) -> Floats | None:
+    """Return [sample] -> its density; None: all 1."""
+    if all(sample.mask is None for sample in samples):
+        return None
+    return np.fromiter((sample.density for sample in samples), np.float64, len(samples))
 
 
 def squared_tokens(samples: Sequence[Sample], padded: Sequence[int]) -> float:

@@ -119,5 +119,4 @@ def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
 
 def causal(seqlens: Iterable[int]) -> Lengths:
     """Return samples of these lengths, descending, with the mask of the layers."""
-    lengths = np.asarray(seqlens, np.int64)
-    return Lengths(lengths, np.ones(len(lengths)))
+    return Lengths(np.asarray(seqlens, np.int64), None)
