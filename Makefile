@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
-# Tests on three processes, of which one usually waits, the costly files first (tests/conftest.py). Empty: one at a time.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Tests on four processes, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check quick costs newest parity lint kernels bench bench-planner docs clean
 
@@ -36,6 +36,8 @@ lint: $(READY)
 kernels: $(READY)
 	$(BIN)/dynamic-cp simulate --lengths github --global-batch-size 32 --batches 1 --max-seqlen 8192 \
 		--lanes 8 --tp 2 --pp 2 --vpp 2 --search thorough --cp-comm-type auto > /dev/null
+	$(BIN)/dynamic-cp plan --lengths github --global-batch-size 32 --max-seqlen 8192 --lanes 8 --tp 2 --pp 2 --vpp 2 \
+		--mask lambda:64,512 --bound > /dev/null
 
 # What a change is tried with, in a minute: lint beside the quick tests. CONTRIBUTING.md says which those are.
 check:

@@ -234,17 +234,15 @@ def ran(words, capsys):
 
 
 @pytest.fixture(scope="module")
-def swept():
+def swept(tmp_path_factory):
     """Return the JSON of SWEEP, and its text of a terminal, without line breaks."""
     import contextlib
     import io
 
-    texts = []
-    for more in ("--json -", ""):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert cli.main([*SWEEP.split(), *more.split()]) == 0
-        texts.append(out.getvalue())
-    return json.loads(texts[0]), " ".join(texts[1].split())
+    path = tmp_path_factory.mktemp("swept") / "sweep.json"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main([*SWEEP.split(), "--json", str(path)]) == 0
+    return json.loads(path.read_text()), " ".join(out.getvalue().split())
 
 
 def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept):
@@ -283,7 +281,9 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
     best = {policy: one["best"] for policy, one in data["policies"].items()}
     words = SWEEP.removeprefix("sweep").replace("--tp 2,4", "").replace("--jobs 1", "")
     one_tp = words + " --tp 2"
-    simulated = json.loads(ran(f"simulate {one_tp} --policy dynamic,balanced,wlb --json -", capsys))
+    path = tmp_path / "simulated.json"
+    text = " ".join(ran(f"simulate {one_tp} --policy dynamic,balanced,wlb --json {path}", capsys).split())
+    simulated = json.loads(path.read_text())
     assert simulated["inputs"]["is_tuned"]
     assert simulated["policies"]["wlb"]["setting"] == simulated["policies"]["dynamic"]["setting"]
     for policy in ("dynamic", "balanced"):
@@ -293,7 +293,6 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
             assert {name: best[policy][name] for name in ours["setting"]} == ours["setting"]
             assert [one["iteration_s"] for one in ours["batches"]] == pytest.approx(best[policy]["batches_s"])
     assert any(best[policy]["tp"] == 2 for policy in ("dynamic", "balanced"))
-    text = " ".join(ran(f"simulate {one_tp} --policy dynamic,balanced", capsys).split())
     assert "every policy at its own fastest layout" in text
     setting = simulated["policies"]["balanced"]["setting"]
     assert f"TP 2, PP 1, 4 lanes, limit {setting['max_tokens_per_rank']}" in text or setting["recompute"] != "none"
