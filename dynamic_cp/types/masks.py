@@ -22,7 +22,7 @@ import binascii
 import zlib
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
@@ -32,6 +32,28 @@ if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
     from numpy.typing import NDArray
 
     Ranges = NDArray[np.int32]
+    Positions = NDArray[np.int64]
+
+
+class Rectangle(NamedTuple):
+    """Neighbouring queries against neighbouring keys of one sequence.
+
+    Attributes:
+        first_row, num_rows: the queries.
+        first_column, num_columns: the keys.
+        causal: whether it is an aligned square whose i-th query sees keys 0..i; otherwise all queries see all keys.
+    """
+
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+    causal: bool
+
+    @classmethod
+    def square(cls, first: int, size: int, *, causal: bool) -> Rectangle:
+        """Return that of the tokens from `first` on against themselves."""
+        return cls(first, size, first, size, causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +81,14 @@ class Mask:
         lies behind the first, and is empty where one range says all.
         """
         raise NotImplementedError
+
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...] | None:
+        """Return it as few rectangles, which any attention kernel computes; None where it is not made of few."""
+        return None
+
+    def positions(self, seqlen: int) -> Positions | None:
+        """Return the position of each token for rotary embedding, int64 [seqlen]; None: as the tokens lie."""
+        return None
 
     def density(self, seqlen: int) -> float:
         """Return its work over that of the causal mask: 1.0 for the causal mask itself, exactly.
@@ -95,6 +125,9 @@ class Causal(Mask):
     def key_ranges(self, seqlen: int) -> Ranges:
         return _up_to_itself(seqlen)
 
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
+        return (Rectangle.square(0, seqlen, causal=True),)
+
 
 @dataclass(frozen=True, slots=True)
 class Full(Mask):
@@ -114,6 +147,9 @@ class Full(Mask):
         ranges = _up_to_itself(seqlen)
         ranges[:, 1] = seqlen
         return ranges
+
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
+        return (Rectangle.square(0, seqlen, causal=False),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +257,21 @@ class SharedQuestion(Mask):
             ranges[start : start + answer, 1] = self.prompt
             start += answer
         return ranges
+
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
+        squares = [Rectangle.square(0, self.prompt, causal=True)]
+        for answer in self.answers:
+            squares.append(Rectangle.square(squares[-1].first_row + squares[-1].num_rows, answer, causal=True))
+        return (*squares, Rectangle(self.prompt, seqlen - self.prompt, 0, self.prompt, False))
+
+    def positions(self, seqlen: int) -> Positions:
+        """Every answer goes on from the end of the prompt."""
+        positions = _up_to_itself(seqlen)[:, 1].astype("int64") - 1
+        start = self.prompt
+        for answer in self.answers:
+            positions[start : start + answer] -= start - self.prompt
+            start += answer
+        return positions
 
     def __str__(self) -> str:
         return f"{self.name}:{','.join(map(str, (self.prompt, *self.answers)))}"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.cluster.conftest import Cluster
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import NO_COMPILE, command_line
 
 # The flags of a small model on CPU ranks, behind those of the job, which they replace.
 SMALL = command_line(
@@ -19,7 +19,12 @@ SMALL = command_line(
 
 def test_a_signalled_job_saves_is_requeued_and_resumes(cluster: Cluster) -> None:
     words = ["--nodes=1", "examples/slurm/requeue.sbatch", *SMALL]
-    environment = {"PYTHON": sys.executable, "RANKS_PER_NODE": "2", "STUB_HOST": "127.0.0.1", "RESEND_S": "1"}
+    environment = {
+        "PYTHON": sys.executable,
+        "RANKS_PER_NODE": "2",
+        "STUB_HOST": "127.0.0.1",
+        "RESEND_S": "1",
+    } | NO_COMPILE
     run_dir = Path(cluster.environment["RUN_DIR"])
 
     job = cluster.start(*words, "--train-iters", "900", **environment)

@@ -87,8 +87,8 @@ def forget_a_gradient_of_the_ring() -> None:
     """Keys and values of other lanes get no gradient from here."""
     original = merge.RowGradients.attend
 
-    def only_diagonal(self, pack, kv_2SHD):
-        grad_2SHD = original(self, pack, kv_2SHD)
+    def only_diagonal(self, pack, kv_2SHD, total_2SHD=None):
+        grad_2SHD = original(self, pack, kv_2SHD, total_2SHD)
         if not pack.causal:
             grad_2SHD[0] = 0
         return grad_2SHD

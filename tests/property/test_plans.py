@@ -79,7 +79,7 @@ SOME = settings(max_examples=80, deadline=None, derandomize=True, suppress_healt
 
 def test_every_promise_of_a_plan_on_every_kind_of_case():
     covered: Counter[str] = Counter()
-    for seed in range(300, 600):
+    for seed in range(300, 540):
         case = drawn(seed)
         try:
             covered += check_case(case, seed)

@@ -16,7 +16,7 @@ SMALL = "--num-layers 2 --num-workers 0"
 
 NO_COMPILE = {"TORCHDYNAMO_DISABLE": "1"}
 """For the environment of launched jobs: a CPU rank compiles nothing, yet importing torch's compiler is a quarter of its
-start. tests/cluster/test_requeue.py and the example under torchrun start as users do."""
+start. The example under torchrun starts as users do."""
 
 
 def command_line(*extra: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Attention of many packs of rectangles: out and log-sum-exp added up in float32, gradients shared out.
 
-The first pack gives every row something, so nothing is merged where there is one pack only (a group of one lane, a2a).
+Where the first pack gives every row something and there is no other (a group of one lane, a2a), nothing is merged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RowSums:
     lse_HT: Tensor
 
     def __init__(self, q_THD: Tensor, kernel: Kernel, scale: float) -> None:
-        self._queries = _Selected(q_THD)
+        self._queries, self._num_rows = _Selected(q_THD), len(q_THD)
         self._kernel, self._scale = kernel, scale
         self._is_first = True
 
@@ -55,11 +55,14 @@ class RowSums:
         self.add(pack.rows, *self._kernel.forward(query, key, value, pack, self._scale))
 
     def add(self, rows: Tensor | None, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """Merge a pack's result for `rows` (None: all, as of the first pack), each of which saw at least one key."""
+        """Merge a pack's result for `rows` (None: all), each of which saw at least one key."""
         if self._is_first:
-            assert rows is None
-            self.out_THD, self.lse_HT, self._is_first = out_THD, lse_HT, False
-            return
+            self._is_first = False
+            if rows is None:
+                self.out_THD, self.lse_HT = out_THD, lse_HT
+                return
+            self.out_THD = out_THD.new_zeros((self._num_rows, *out_THD.shape[1:]), dtype=SUM_DTYPE)
+            self.lse_HT = lse_HT.new_full((len(lse_HT), self._num_rows), -torch.inf, dtype=SUM_DTYPE)
         self.out_THD, self.lse_HT = self.out_THD.to(SUM_DTYPE), self.lse_HT.to(SUM_DTYPE)
         if rows is None:
             old_out, old_lse = self.out_THD, self.lse_HT
@@ -87,7 +90,7 @@ class RowGradients:
     def __init__(
         self, grad_THD: Tensor, q_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, kernel: Kernel, scale: float
     ) -> None:
-        self._rows = _Selected(grad_THD, q_THD, out_THD, lse_HT.t())
+        self._rows, self._num_rows = _Selected(grad_THD, q_THD, out_THD, lse_HT.t()), len(q_THD)
         self._kernel, self._scale = kernel, scale
         self._is_first = True
 
@@ -112,9 +115,11 @@ class RowGradients:
 
     def _add(self, rows: Tensor | None, grad_q_THD: Tensor) -> None:
         if self._is_first:
-            assert rows is None
-            self.grad_q_THD, self._is_first = grad_q_THD, False
-            return
+            self._is_first = False
+            if rows is None:
+                self.grad_q_THD = grad_q_THD
+                return
+            self.grad_q_THD = grad_q_THD.new_zeros((self._num_rows, *grad_q_THD.shape[1:]), dtype=SUM_DTYPE)
         self.grad_q_THD = self.grad_q_THD.to(SUM_DTYPE)
         if rows is None:
             self.grad_q_THD += grad_q_THD

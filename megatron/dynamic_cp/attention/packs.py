@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamic_cp.types import CAUSAL, FULL, Mask
+from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
 
 
@@ -97,6 +97,50 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Return `values` on the device, without waiting for it."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
+    """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring.
+
+    The first of its own packs give every query a key.
+    """
+    if params.rectangles is None:
+        return [ring_pack(params, kv_rank, device)]
+    assert params.ring_size == 1, "masks are planned for one lane or a2a"
+    if "by mask" not in params.packs:
+        params.packs["by mask"] = [*_packs_of(params.rectangles, params.padded_seqlens, device)]
+    return params.packs["by mask"]
+
+
+def _packs_of(
+    rectangles: Sequence[Sequence[Rectangle]], padded_seqlens: Sequence[int], device: torch.device
+) -> Iterator[Pack]:
+    """Yield a pack of all causal squares, and one of all that is full."""
+    starts = boundaries(padded_seqlens)
+    for causal in (True, False):
+        chosen = np.array(
+            [
+                (start + one.first_row, one.num_rows, start + one.first_column, one.num_columns)
+                for start, of_sequence in zip(starts[:-1].tolist(), rectangles, strict=True)
+                for one in of_sequence
+                if one.causal == causal
+            ],
+            np.int64,
+        ).reshape(-1, 4)
+        if len(chosen):
+            rows, columns = _ranges(chosen[:, 0], chosen[:, 1]), _ranges(chosen[:, 2], chosen[:, 3])
+            yield Pack.build(
+                chosen[:, 1].tolist(),
+                chosen[:, 3].tolist(),
+                mask=CAUSAL if causal else FULL,
+                device=device,
+                rows=None if _is_all(rows, starts[-1]) else rows,
+                columns=None if _is_all(columns, starts[-1]) else columns,
+            )
+
+
+def _is_all(tokens: NDArray[np.int64], number: int) -> bool:
+    return len(tokens) == number and bool((np.diff(tokens) == 1).all())
 
 
 def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> Pack:

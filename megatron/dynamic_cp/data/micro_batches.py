@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import Bucket, CpCommType, Sample
+from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Rectangle, Sample
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
@@ -50,13 +50,18 @@ class ChunkNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBucket:
-    """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place."""
+    """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place.
+
+    Attributes:
+        rectangles: as in `DynamicPackedSeqParams`.
+    """
 
     first_lane: int
     cp_size: int
     cp_comm_type: CpCommType
     inner_cp_size: int
     padded_seqlens: tuple[int, ...]
+    rectangles: tuple[tuple[Rectangle, ...], ...] | None = None
 
     @property
     def rank_tokens(self) -> int:
@@ -70,7 +75,7 @@ class PackedStep:
 
     Attributes:
         buckets: one per micro-batch.
-        positions: int64 [T], position of each local token within its sequence.
+        positions: int64 [T], as in `DynamicPackedSeqParams`.
         cu_seqlens: int32, the boundaries of the padded sequences of each bucket, bucket after bucket.
         columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
         loss_mask: float32 [T], 0 for padding; None where `columns` is.
@@ -123,13 +128,14 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
                 cp_comm_type=bucket.cp_comm_type,
                 inner_cp_size=bucket.inner_cp_size,
                 padded_seqlens=tuple(seqlens),
+                rectangles=_rectangles(bucket, seqlens),
             )
         )
         shard = packed_shard_positions(seqlens, bucket.cp_size, plan.lane - bucket.first_lane)
-        positions.append(shard)
+        shards = np.split(shard, np.cumsum(seqlens)[:-1] // bucket.cp_size)
+        positions += [_positions(sample, one) for sample, one in zip(bucket.samples, shards, strict=False)] or [shard]
         if read_sample is not None:
-            ends = np.cumsum(seqlens) // bucket.cp_size
-            for name, part in read_shard(bucket, np.split(shard, ends[:-1]), read_sample).items():
+            for name, part in read_shard(bucket, shards, read_sample).items():
                 columns[name].append(part)
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
     return PackedStep(
@@ -149,11 +155,48 @@ def read_shard(bucket: Bucket, shards: Sequence[NDArray[np.int64]], read_sample:
     """
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
     read = [_read(sample, read_sample) for sample in bucket.samples] or [_EMPTY_PLACE]
-    for values, shard in zip(read, shards, strict=True):
+    for values, sample, shard in zip(read, bucket.samples or (None,), shards, strict=True):
         for name in ("tokens", "labels", "loss_mask"):
             columns[name].append(take_shard(getattr(values, name), shard))
-        columns["position_ids"].append(take_shard(np.arange(len(values.tokens)), shard))
+        own = np.arange(len(values.tokens)) if sample is None else _positions(sample, np.arange(sample.seqlen))
+        columns["position_ids"].append(take_shard(own, shard))
     return {name: np.concatenate(column) for name, column in columns.items()}
+
+
+def _positions(sample: Sample, shard: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions of a shard's tokens, from those in the sequence; padding keeps its own."""
+    by_mask = None if sample.mask is None else sample.mask.positions(sample.seqlen)
+    if by_mask is None:
+        return shard
+    return np.where(shard < sample.seqlen, take_shard(by_mask, shard), shard)
+
+
+def rectangles_of(sample: Sample) -> tuple[Rectangle, ...]:
+    """Return what attention computes for a sample.
+
+    Raises:
+        UnsupportedFeatureError: its mask is not made of few rectangles, and no kernel here computes it.
+    """
+    rectangles = (sample.mask or CAUSAL).rectangles(sample.seqlen)
+    if rectangles is None:
+        raise UnsupportedFeatureError(
+            f"sample {sample.sample_id} has the mask {str(sample.mask)[:40]}, which can be planned, but no kernel here "
+            "computes: train with causal, full or shared_question",
+            sample_id=sample.sample_id,
+        )
+    return rectangles
+
+
+def _rectangles(bucket: Bucket, padded: Sequence[int]) -> tuple[tuple[Rectangle, ...], ...] | None:
+    """Return what each sequence of a bucket computes, its padding by itself; None: all are causal."""
+    if all(sample.mask is None for sample in bucket.samples):
+        return None
+    found = []
+    for sample, tokens in zip(bucket.samples, padded, strict=True):
+        rest = tokens - sample.seqlen
+        of_padding = (Rectangle.square(sample.seqlen, rest, causal=True),) if rest else ()
+        found.append(rectangles_of(sample) + of_padding)
+    return tuple(found)
 
 
 def _read(sample: Sample, read_sample: ReadSample) -> HasTokens:
@@ -198,6 +241,7 @@ def micro_batches(
                 cu_seqlens=cu_seqlens,
                 cp_comm_type=bucket.cp_comm_type,
                 levels=levels,
+                rectangles=bucket.rectangles,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,

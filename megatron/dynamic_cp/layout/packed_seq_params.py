@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dynamic_cp.types import CpCommType
+from dynamic_cp.types import CpCommType, Rectangle
 
 try:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -62,7 +62,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     Attributes:
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
-        positions: position within its sequence of each local token, int64 [T].
+        rectangles: what each sequence computes where samples bring masks of their own; None: all are causal.
+        positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
         cp_comm_type: how keys and values are exchanged.
         heads_group: lanes that exchange heads for rows; None: heads stay where they are.
         ring_group: lanes that pass keys and values round; None: no others. The bucket's inner_cp_size decides both
@@ -75,6 +76,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     """
 
     padded_seqlens: tuple[int, ...] = ()
+    rectangles: tuple[tuple[Rectangle, ...], ...] | None = None
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
     heads_group: dist.ProcessGroup | None = None
@@ -117,12 +119,14 @@ class DynamicPackedSeqParams(PackedSeqParams):
         cp_comm_type: CpCommType = "p2p",
         cu_seqlens: torch.Tensor | None = None,
         levels: Levels | None = None,
+        rectangles: tuple[tuple[Rectangle, ...], ...] | None = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
         Args:
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
+            rectangles: as the attribute.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -139,6 +143,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             local_cp_size=cp_group.size(),
             cp_group=cp_group,
             padded_seqlens=padded_seqlens,
+            rectangles=rectangles,
             positions=positions,
             cp_comm_type=cp_comm_type,
             heads_group=heads_group,

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.types import Problem, Sample
+from dynamic_cp.types import Problem, Sample, SharedQuestion
 from megatron.dynamic_cp.data.micro_batches import pack_step
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.dynamic_cp.outside.lanes import LaneStep, plan_for_lane
 
 IGNORED = -100
@@ -41,20 +42,30 @@ class PlannedCollator:
         Args:
             features: one mapping a sample with "input_ids" [S] and, if some tokens have no loss, "labels" [S] that are
                 -100 there. Labels are not shifted yet, as transformers wants them: labels[i] is that of input_ids[i].
-                Shifting happens here, before sharding: afterwards a token's successor may be on another lane.
+                Shifting happens here, before sharding: afterwards a token's successor may be on another lane. Or one
+                with "prompt_ids" [P] and "response_ids", a list of [A]: one sample that trains all responses
+                (`data.shared_question`).
 
         Raises:
             DataError: labels of another length, or samples that are padded.
+            InvalidInputError: a prompt of fewer than 2 tokens, or without a response.
             InfeasibleSampleError: a sample that no CP size can hold.
         """
-        values = [_values(index, feature) for index, feature in enumerate(features)]
-        samples = [Sample(sample_id=index, seqlen=len(one.tokens)) for index, one in enumerate(values)]
+        read = [_read(index, feature) for index, feature in enumerate(features)]
+        values = [one for one, _ in read]
+        samples = [Sample(sample_id=index, seqlen=len(one.tokens), mask=mask) for index, (one, mask) in enumerate(read)]
         plan = plan_for_lane(self.problem, samples, self.lane)
         digest = hashlib.sha256(plan.facts.digest.encode())
         for one in values:
             digest.update(one.tokens)
             digest.update(one.labels)
         return LaneStep(plan=plan, packed=pack_step(plan, values.__getitem__), digest=digest.hexdigest())
+
+
+def _read(index: int, feature: Mapping[str, Any]) -> tuple[SampleTokens, SharedQuestion | None]:
+    if "prompt_ids" in feature:
+        return shared_question(feature["prompt_ids"], feature["response_ids"])
+    return _values(index, feature), None
 
 
 def _values(index: int, feature: Mapping[str, Any]) -> SampleTokens:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
 from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift, Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
-from megatron.dynamic_cp.attention.packs import ring_pack
+from megatron.dynamic_cp.attention.packs import ring_packs
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
@@ -46,7 +46,8 @@ class Ring(ShardExecutor):
         for step in range(size):
             with span("ring step %d of %d", step + 1, size):
                 shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
-                sums.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
+                for pack in ring_packs(params, (rank - step) % size, kv_2THD.device):
+                    sums.attend(pack, kv_2THD)
                 if shift is not None:
                     spare = kv_2THD if step else None  # not the lane's own: backward needs it
                     kv_2THD = shift.wait()
@@ -65,7 +66,10 @@ class Ring(ShardExecutor):
         for step in range(size):
             with span("ring step %d of %d, backward", step + 1, size):
                 shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
-                grad_kv = rows.attend(ring_pack(params, (rank - step) % size, kv_2THD.device), kv_2THD)
+                grad_kv = None
+                for pack in ring_packs(params, (rank - step) % size, kv_2THD.device):
+                    grad_kv = rows.attend(pack, kv_2THD, grad_kv)
+                assert grad_kv is not None
                 if own_grad is None:
                     own_grad = grad_kv
                 else:
