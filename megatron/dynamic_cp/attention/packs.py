@@ -100,10 +100,7 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
-    """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring.
-
-    The first of its own packs give every query a key.
-    """
+    """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
     if params.rectangles is None:
         return [ring_pack(params, kv_rank, device)]
     assert params.ring_size == 1, "masks are planned for one lane or a2a"
@@ -144,7 +141,7 @@ def _is_all(tokens: NDArray[np.int64], number: int) -> bool:
 
 
 def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> Pack:
-    """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring."""
+    """Return `ring_packs` of causal sequences."""
     whole = params.ring_seqlens
     halves = tuple(seqlen // 2 for seqlen in whole)
     if kv_rank == params.ring_rank:
