@@ -49,7 +49,7 @@ quick: kernels
 # The quick tests and those of parity on Python 3.12 and what megatron-core is newest there; in an environment of its own.
 newest:
 	@python=$$(sh tools/find_python.sh 3.12); test -z "$$python" && echo "no Python 3.12: not tested with it" || \
-		$(MAKE) --no-print-directory VENV=.venv-3.12 PYTHON="$$python" quick parity
+		$(MAKE) --no-print-directory -j 2 VENV=.venv-3.12 PYTHON="$$python" quick parity
 
 parity: kernels
 	$(BIN)/python -m pytest -q $(PARALLEL) tests/distributed/test_parity.py
