@@ -7,6 +7,7 @@ what `-e` names. A path of the image is taken to be that of this repository.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -91,7 +92,8 @@ def srun(words: list[str]) -> int:
 
     def signal_all(number: int, _frame: object) -> None:
         for child in psutil.Process().children(recursive=True):
-            os.kill(child.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(child.pid, number)
 
     signal.signal(signal.SIGUSR1, signal_all)
     for node in range(int(options["nodes"])):
