@@ -20,7 +20,7 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
     masked = next((sample for sample in samples if sample.mask is not None), None)
     if masked is None:
         return options
-    what = f"sample {masked.sample_id} has the mask {str(masked.mask)[:40]}"
+    what = masked.mask_in_words
     if not model.causal_attention:
         raise UnsupportedFeatureError(
             f"{what}, but tokens of this model attend to all of their sample: give samples no masks",

@@ -144,8 +144,8 @@ def _why_illegal(bucket: Bucket, topology: Topology) -> str | None:
         for sample in bucket.samples:
             if sample.mask is not None:
                 return (
-                    f"sample {sample.sample_id} has the mask {str(sample.mask)[:40]}, which {mechanism.name} cannot "
-                    f"serve on {bucket.cp_size} lanes: use a2a, or one lane"
+                    f"{sample.mask_in_words}, which {mechanism.name} cannot serve on {bucket.cp_size} lanes: "
+                    "use a2a, or one lane"
                 )
     return mechanism.why_illegal(bucket, topology)
 

@@ -24,7 +24,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.global_batch import GlobalBatch
-from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_of, padded_seqlens
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
@@ -261,9 +261,7 @@ def plan_arrays(planned: PlannedBatch) -> PlanArrays:
     for index, micro_batch in enumerate(plan.micro_batches):
         for bucket in micro_batch.buckets:
             ids = [sample.sample_id for sample in bucket.samples]
-            padded = padded_seqlens(
-                (sample.seqlen for sample in bucket.samples), bucket.cp_size, topology.rank_token_multiple
-            )
+            padded = padded_of(bucket, topology.rank_token_multiple)
             of_sample[:3, ids] = [[index], [bucket.first_lane], [bucket.cp_size]]
             of_sample[3, ids] = padded[: len(ids)]
             lanes = slice(bucket.lanes.start, bucket.lanes.stop)

@@ -152,13 +152,15 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
 
 def _check_trainable(request: Request) -> None:
     """Refuse what can be planned, but not computed by any rank."""
-    for sample_id, mask in zip(request.sample_ids.tolist(), request.masks or (), strict=False):
-        if mask is not None:
-            raise UnsupportedFeatureError(
-                f"sample {sample_id} has the mask {str(mask)[:40]}; a run trains causal attention only, others can be "
-                "planned (dynamic-cp simulate --mask): give samples without masks",
-                sample_id=sample_id,
-            )
+    if request.masks is None:
+        return
+    masked = next((sample for sample in request.samples if sample.mask is not None), None)
+    if masked is not None:
+        raise UnsupportedFeatureError(
+            f"{masked.mask_in_words}; a run trains causal attention only, others can be planned (dynamic-cp simulate "
+            "--mask): give samples without masks",
+            sample_id=masked.sample_id,
+        )
 
 
 class PlannerProcess:

@@ -56,6 +56,11 @@ class Sample:
         return 1.0 if self.mask is None else self.mask.density(self.seqlen)
 
     @property
+    def mask_in_words(self) -> str:
+        """Which sample has which mask, for messages; the text of some masks is long."""
+        return f"sample {self.sample_id} has the mask {str(self.mask)[:40]}"
+
+    @property
     def squared_tokens(self) -> int:
         """Work of its attention, as the square of the length of a sample with the mask of the layers."""
         return self.seqlen * self.seqlen if self.mask is None else self.mask.squared_tokens(self.seqlen)

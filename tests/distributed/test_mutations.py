@@ -45,8 +45,8 @@ def rotate_with_the_static_group() -> None:
 def shift_labels_after_sharding() -> None:
     original = micro_batches.read_shard
 
-    def shifted(bucket, shards, read_sample):
-        columns = original(bucket, shards, read_sample)
+    def shifted(*of_bucket):
+        columns = original(*of_bucket)
         return columns | {"labels": np.roll(columns["tokens"], -1)}
 
     micro_batches.read_shard = shifted
@@ -76,8 +76,8 @@ def leave_padding_unmasked() -> None:
 def count_an_empty_place() -> None:
     original = micro_batches.read_shard
 
-    def unmasked(bucket, shards, read_sample):
-        columns = original(bucket, shards, read_sample)
+    def unmasked(bucket, *shards_and_places):
+        columns = original(bucket, *shards_and_places)
         return columns if bucket.samples else columns | {"loss_mask": np.ones_like(columns["loss_mask"])}
 
     micro_batches.read_shard = unmasked

@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from dynamic_cp.search import planner_process
+from tests.trainer.commandline import NO_COMPILE
 from tests.trainer.conftest import few_documents, forked_planners  # noqa: F401 (fixtures of every test here)
 from tests.trainer.forked_planner import warm_up
 
@@ -13,6 +14,13 @@ from tests.trainer.forked_planner import warm_up
 def warm_planners(forked_planners):  # noqa: F811
     """Let them have their compiled loops, too."""
     warm_up()
+
+
+@pytest.fixture
+def no_compile(monkeypatch):
+    """Let launched jobs leave out torch's compiler."""
+    for name, value in NO_COMPILE.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

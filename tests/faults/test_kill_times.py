@@ -3,13 +3,10 @@
 import json
 import re
 
-from tests.trainer.commandline import NO_COMPILE
 from tools import kill_times
 
 
-def test_real_jobs_end_soon_after_a_kill_and_say_so_in_one_line(capfd, monkeypatch):
-    for name, value in NO_COMPILE.items():
-        monkeypatch.setenv(name, value)
+def test_real_jobs_end_soon_after_a_kill_and_say_so_in_one_line(capfd, no_compile):
     code = kill_times.main(["--kills", "2", "--start-s", "0.5", "--seed", "2"])
     said = capfd.readouterr().out
     assert code == 0, said

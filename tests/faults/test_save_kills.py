@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.commandline import NO_COMPILE
 from tools.save_kills import Trial, run
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,10 +33,8 @@ TRIALS = [
 
 
 def test_whoever_is_killed_or_stopped_while_saving_the_job_ends_or_goes_on_and_resumes_equal(
-    tmp_path, capfd, monkeypatch
+    tmp_path, capfd, no_compile
 ):
-    for name, value in NO_COMPILE.items():
-        monkeypatch.setenv(name, value)
     checks = run(TRIALS, tmp_path)
     assert checks.wrong == [], capfd.readouterr().out
     assert len(checks.end_seconds) == 4, "all but the planner's end their job"

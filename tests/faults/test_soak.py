@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.commandline import NO_COMPILE
 from tools import soak
 
 
@@ -26,9 +25,7 @@ def test_what_is_held_at_the_end_is_what_was_held_before(fds, wrong):
 
 
 @pytest.mark.usefixtures("fresh_planners")
-def test_a_run_with_random_kills_trains_what_an_undisturbed_one_trains(capsys, monkeypatch):
-    for name, value in NO_COMPILE.items():
-        monkeypatch.setenv(name, value)
+def test_a_run_with_random_kills_trains_what_an_undisturbed_one_trains(capsys, no_compile):
     # Memory says nothing after so few steps.
     words = ["--steps", "40", "--kills", "5", "--ranks", "2", "--save-interval", "5", "--max-slope-mb", "1000"]
     code = soak.main(words)

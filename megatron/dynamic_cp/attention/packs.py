@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,9 +107,8 @@ def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
     if params.rectangles is None:
         return [ring_pack(params, kv_rank, device)]
     assert params.ring_size == 1, "masks are planned for one lane or a2a"
-    if "by mask" not in params.packs:
-        params.packs["by mask"] = [*_packs_of(params.rectangles, params.padded_seqlens, device)]
-    return params.packs["by mask"]
+    rectangles = params.rectangles
+    return _kept(params, "by mask", lambda: [*_packs_of(rectangles, params.padded_seqlens, device)])
 
 
 def _packs_of(
@@ -186,7 +188,7 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
     return packs
 
 
-def _kept(params: DynamicPackedSeqParams, name: str, build: Callable[[], Pack]) -> Pack:
+def _kept(params: DynamicPackedSeqParams, name: str, build: Callable[[], Kept]) -> Kept:
     if name not in params.packs:
         params.packs[name] = build()
     return params.packs[name]

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.plans.padding import padded_of
 from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Rectangle, Sample
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -118,24 +118,24 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
     packed, positions = [], []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
     for bucket in plan.buckets:
-        seqlens = padded_seqlens(
-            (sample.seqlen for sample in bucket.samples), bucket.cp_size, plan.facts.rank_token_multiple
-        )
+        seqlens = padded_of(bucket, plan.facts.rank_token_multiple)
         packed.append(
             PackedBucket(
                 first_lane=bucket.first_lane,
                 cp_size=bucket.cp_size,
                 cp_comm_type=bucket.cp_comm_type,
                 inner_cp_size=bucket.inner_cp_size,
-                padded_seqlens=tuple(seqlens),
+                padded_seqlens=seqlens,
                 rectangles=_rectangles(bucket, seqlens),
             )
         )
         shard = packed_shard_positions(seqlens, bucket.cp_size, plan.lane - bucket.first_lane)
         shards = np.split(shard, np.cumsum(seqlens)[:-1] // bucket.cp_size)
-        positions += [_positions(sample, one) for sample, one in zip(bucket.samples, shards, strict=False)] or [shard]
+        # An empty place has a shard, but no sample.
+        places = [_positions(sample, one) for sample, one in zip(bucket.samples, shards, strict=False)] or shards
+        positions += places
         if read_sample is not None:
-            for name, part in read_shard(bucket, shards, read_sample).items():
+            for name, part in read_shard(bucket, shards, places, read_sample).items():
                 columns[name].append(part)
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
     return PackedStep(
@@ -147,19 +147,24 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
     )
 
 
-def read_shard(bucket: Bucket, shards: Sequence[NDArray[np.int64]], read_sample: ReadSample) -> dict[str, NDArray[Any]]:
+def read_shard(
+    bucket: Bucket,
+    shards: Sequence[NDArray[np.int64]],
+    places: Sequence[NDArray[np.int64]],
+    read_sample: ReadSample,
+) -> dict[str, NDArray[Any]]:
     """Return tokens, labels, loss mask and position ids of the local tokens, 0 in all of them for padding.
 
     Args:
-        shards: for each sequence of the pack the positions that this rank holds.
+        shards: for each sequence of the pack which of its tokens this rank holds.
+        places: their positions, of `_positions`.
     """
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
     read = [_read(sample, read_sample) for sample in bucket.samples] or [_EMPTY_PLACE]
-    for values, sample, shard in zip(read, bucket.samples or (None,), shards, strict=True):
+    for values, shard, positions in zip(read, shards, places, strict=True):
         for name in ("tokens", "labels", "loss_mask"):
             columns[name].append(take_shard(getattr(values, name), shard))
-        own = np.arange(len(values.tokens)) if sample is None else _positions(sample, np.arange(sample.seqlen))
-        columns["position_ids"].append(take_shard(own, shard))
+        columns["position_ids"].append(np.where(shard < len(values.tokens), positions, 0))
     return {name: np.concatenate(column) for name, column in columns.items()}
 
 
@@ -180,8 +185,8 @@ def rectangles_of(sample: Sample) -> tuple[Rectangle, ...]:
     rectangles = (sample.mask or CAUSAL).rectangles(sample.seqlen)
     if rectangles is None:
         raise UnsupportedFeatureError(
-            f"sample {sample.sample_id} has the mask {str(sample.mask)[:40]}, which can be planned, but no kernel here "
-            "computes: train with causal, full or shared_question",
+            f"{sample.mask_in_words}, which can be planned, but no kernel here computes: train with causal, full or "
+            "shared_question",
             sample_id=sample.sample_id,
         )
     return rectangles
