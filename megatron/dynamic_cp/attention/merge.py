@@ -1,6 +1,7 @@
 """Attention of many packs of rectangles: out and log-sum-exp added up in float32, gradients shared out.
 
-Where the first pack gives every row something and there is no other (a group of one lane, a2a), nothing is merged.
+A single pack gives out and gradients in the dtype of the model. Where the first pack has all rows and there is no other
+(a group of one lane, a2a), nothing is merged.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
+from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
 from megatron.dynamic_cp.attention.packs import Pack
-
-# What is added up over packs; a single pack gives out and gradients in the dtype of the model.
-SUM_DTYPE = torch.float32
 
 
 class _Selected:
@@ -55,7 +54,7 @@ class RowSums:
         self.add(pack.rows, *self._kernel.forward(query, key, value, pack, self._scale))
 
     def add(self, rows: Tensor | None, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """Merge a pack's result for `rows` (None: all), each of which saw at least one key."""
+        """Merge a pack's result for `rows` (None: all); rows that saw no key have the output 0 and the lse -inf."""
         if self._is_first:
             self._is_first = False
             if rows is None:
@@ -68,11 +67,9 @@ class RowSums:
             old_out, old_lse = self.out_THD, self.lse_HT
         else:
             old_out, old_lse = self.out_THD.index_select(0, rows), self.lse_HT.index_select(1, rows)
-        new_lse = torch.logaddexp(old_lse, lse_HT.to(SUM_DTYPE))
-        old_share, new_share = (torch.exp(x - new_lse).t().unsqueeze(-1) for x in (old_lse, lse_HT))
-        new_out = old_out.mul_(old_share).add_(out_THD.to(SUM_DTYPE).mul_(new_share))
+        new_out, new_lse = merged(old_out, old_lse, out_THD, lse_HT)
         if rows is None:
-            self.lse_HT = new_lse
+            self.out_THD, self.lse_HT = new_out, new_lse
         else:
             self.out_THD.index_copy_(0, rows, new_out)
             self.lse_HT.index_copy_(1, rows, new_lse)
@@ -97,7 +94,8 @@ class RowGradients:
     def attend(self, pack: Pack, kv_2SHD: Tensor, total_2SHD: Tensor | None = None) -> Tensor:
         """Return the gradient of kv_2SHD from `pack`, in its dtype, and add its rows' to `grad_q_THD`.
 
-        The dtype is enough: a key or value gets one or two shares here, the ring adds the rest.
+        The dtype is enough: a key or value gets one or two shares here, the ring adds the rest. Where it gets more, in
+        many packs or in many sequences of one, give a float32 total.
 
         Args:
             total_2SHD: of other packs, added to and returned.
@@ -111,7 +109,9 @@ class RowGradients:
             return share
         if total_2SHD is None:
             total_2SHD = torch.zeros_like(kv_2SHD)
-        return total_2SHD.add_(share) if pack.columns is None else total_2SHD.index_add_(1, pack.columns, share)
+        if pack.columns is None:
+            return total_2SHD.add_(share)
+        return total_2SHD.index_add_(1, pack.columns, share.to(total_2SHD.dtype))
 
     def _add(self, rows: Tensor | None, grad_q_THD: Tensor) -> None:
         if self._is_first:

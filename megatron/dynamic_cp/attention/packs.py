@@ -4,6 +4,9 @@ A step of the ring is one `Pack` for any number of sequences: flash kernels take
 local tokens of a sequence, the steps are (L, L) causal for the lane's own keys, (L, L/2) for those of an earlier lane
 (the first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries).
 
+Masks that are made of few rectangles give a pack of the causal squares and one of what is full; all others give a
+*ranged* pack, which has two ranges of keys for every row.
+
 Everything is made on the host from the lengths that came with the plan, once per micro-batch, and kept in
 `DynamicPackedSeqParams.packs`: no layer asks the device for anything.
 """
@@ -11,9 +14,9 @@ Everything is made on the host from the lengths that came with the plan, once pe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle
+from megatron.dynamic_cp.attention.key_ranges import SeenKeys, row_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
 
 Kept = TypeVar("Kept")
@@ -32,19 +36,28 @@ class Pack:
 
     Attributes:
         mask: which keys of its rectangle a row sees; with CAUSAL all are aligned squares and row i sees keys 0..i.
+            None: those of `key_ranges`; the pack is ranged.
         row_seqlens, column_seqlens: queries and keys of each sequence, at least 1.
         cu_rows, cu_columns: their boundaries on the device, int32 [num_sequences + 1].
-        rows: which of the local tokens the queries are, int64 [sum(row_seqlens)]; None: all, in order.
-        columns: which of the keys at hand, none twice, int64 [sum(column_seqlens)]; None: all, in order.
+        rows: which of the local tokens the queries are, none twice, int64 [sum(row_seqlens)]; None: all, in order.
+        columns: which of the keys at hand, int64 [sum(column_seqlens)]; None: all, in order. A key may be there for
+            several sequences; its gradient is the sum of theirs.
+        key_ranges: two half-open ranges of keys for each row, which share none, counted from the first column of its
+            rectangle, int32 [sum(row_seqlens), 4]; both may be empty. None: the pack is not ranged.
+        host_ranges: the same on the host.
+        kept: what kernels derive from it, by name, filled by the first layer.
     """
 
-    mask: Mask
+    mask: Mask | None
     row_seqlens: tuple[int, ...]
     column_seqlens: tuple[int, ...]
     cu_rows: Tensor
     cu_columns: Tensor
     rows: Tensor | None = None
     columns: Tensor | None = None
+    key_ranges: Tensor | None = None
+    host_ranges: NDArray[np.int32] | None = None
+    kept: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -56,21 +69,31 @@ class Pack:
         device: torch.device,
         rows: NDArray[np.int64] | None = None,
         columns: NDArray[np.int64] | None = None,
+        key_ranges: NDArray[np.int32] | None = None,
     ) -> Pack:
-        """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries."""
+        """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries.
+
+        Args:
+            mask: of all rectangles, where there are no `key_ranges`.
+            key_ranges: as the attribute; makes the pack ranged.
+        """
         row_seqlens = tuple(row_seqlens)
         column_seqlens = row_seqlens if column_seqlens is None else tuple(column_seqlens)
-        assert mask != CAUSAL or row_seqlens == column_seqlens, "a causal rectangle is a square"
+        ranged = key_ranges is not None
+        assert ranged or mask != CAUSAL or row_seqlens == column_seqlens, "a causal rectangle is a square"
+        assert not ranged or _are_inside(key_ranges, np.repeat(column_seqlens, row_seqlens)), "ranges cross or leave"
         cu_rows = to_device(boundaries(row_seqlens), device)
         same = column_seqlens == row_seqlens
         return cls(
-            mask=mask,
+            mask=None if ranged else mask,
             row_seqlens=row_seqlens,
             column_seqlens=column_seqlens,
             cu_rows=cu_rows,
             cu_columns=cu_rows if same else to_device(boundaries(column_seqlens), device),
             rows=None if rows is None else to_device(rows, device),
             columns=None if columns is None else to_device(columns, device),
+            key_ranges=to_device(key_ranges, device) if ranged else None,
+            host_ranges=key_ranges,
         )
 
     @property
@@ -94,6 +117,27 @@ class Pack:
         for num_rows, num_columns in zip(self.row_seqlens, self.column_seqlens, strict=True):
             yield slice(row, row + num_rows), slice(column, column + num_columns)
             row, column = row + num_rows, column + num_columns
+
+    def seen_keys(self, block_rows: int) -> list[SeenKeys | None]:
+        """Return for each sequence what its rows see, in blocks of `block_rows`; None where `mask` says it."""
+        if self.key_ranges is None or self.host_ranges is None:
+            return [None] * len(self.row_seqlens)
+        name = ("seen keys", block_rows)
+        if name not in self.kept:
+            self.kept[name] = [
+                SeenKeys(self.key_ranges[rows], row_blocks(self.host_ranges[rows], block_rows))
+                for rows, _ in self.slices()
+            ]
+        found: list[SeenKeys | None] = self.kept[name]
+        return found
+
+
+def _are_inside(ranges: NDArray[np.int32], num_columns: NDArray[np.int64]) -> bool:
+    """Return whether the two ranges of every row lie in its columns and share none."""
+    begin, end, second, last = ranges.T
+    ordered = (begin >= 0) & (begin <= end) & (second >= 0) & (second <= last)
+    apart = (end <= second) | (last <= begin) | (begin == end) | (second == last)
+    return bool((ordered & apart & (np.maximum(end, last) <= num_columns)).all())
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:

@@ -54,12 +54,15 @@ def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
 
     def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
         how = {"causal": pack.causal, "scale": scale}
-        if len(pack.row_seqlens) == 1:
-            return rectangle.forward(q_THD, k_THD, v_THD, **how)  # type: ignore[no-any-return]
+        seen_keys = pack.seen_keys(rectangle.BLOCK_ROWS)
+        if len(seen_keys) == 1:
+            return rectangle.forward(q_THD, k_THD, v_THD, **how, seen=seen_keys[0])  # type: ignore[no-any-return]
         out_THD = torch.empty_like(q_THD)
         lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
-        for rows, columns in pack.slices():
-            out_THD[rows], lse_HT[:, rows] = rectangle.forward(q_THD[rows], k_THD[columns], v_THD[columns], **how)
+        for (rows, columns), seen in zip(pack.slices(), seen_keys, strict=True):
+            out_THD[rows], lse_HT[:, rows] = rectangle.forward(
+                q_THD[rows], k_THD[columns], v_THD[columns], **how, seen=seen
+            )
         return out_THD, lse_HT
 
     def backward(
@@ -73,10 +76,12 @@ def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         how = {"causal": pack.causal, "scale": scale}
-        if len(pack.row_seqlens) == 1:
-            return rectangle.backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, **how)  # type: ignore[no-any-return]
+        seen_keys = pack.seen_keys(rectangle.BLOCK_ROWS)
+        if len(seen_keys) == 1:
+            found = rectangle.backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, **how, seen=seen_keys[0])
+            return found  # type: ignore[no-any-return]
         dq, dk, dv = (torch.empty_like(x) for x in (q_THD, k_THD, v_THD))
-        for rows, columns in pack.slices():
+        for (rows, columns), seen in zip(pack.slices(), seen_keys, strict=True):
             dq[rows], dk[columns], dv[columns] = rectangle.backward(
                 grad_THD[rows],
                 q_THD[rows],
@@ -85,6 +90,7 @@ def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
                 out_THD[rows],
                 lse_HT[:, rows],
                 **how,
+                seen=seen,
             )
         return dq, dk, dv
 

@@ -24,6 +24,7 @@ _SMALLEST_LENGTH = 128
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out_THD in q's dtype, lse_HT float32)."""
+    assert pack.key_ranges is None, "this kernel knows no ranges of keys"
     out_THD, lse_HT, *_ = torch.ops.aten._cudnn_attention_forward(
         q_THD.contiguous(),
         k_THD.contiguous(),

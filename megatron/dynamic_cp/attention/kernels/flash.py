@@ -25,6 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out_THD in q's dtype, lse_HT float32)."""
+    assert pack.key_ranges is None, "this kernel knows no ranges of keys"
     out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         q_THD,
         k_THD,

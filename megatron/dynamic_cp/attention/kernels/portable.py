@@ -6,45 +6,72 @@ kernel takes. Several times slower than a flash kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from megatron.dynamic_cp.attention.kernels.log_sum_exp import for_weights
+from megatron.dynamic_cp.attention.key_ranges import SeenKeys
+
 # Rows and columns of a block: 512 x 512 float32 scores are 1 MiB per head.
-BLOCK_TOKENS = 512
+BLOCK_ROWS = BLOCK_TOKENS = 512
 
 
-def _blocks(num_tokens: int) -> list[slice]:
-    return [slice(start, min(start + BLOCK_TOKENS, num_tokens)) for start in range(0, num_tokens, BLOCK_TOKENS)]
+def _blocks(of: slice) -> Iterator[slice]:
+    for start in range(of.start, of.stop, BLOCK_TOKENS):
+        yield slice(start, min(start + BLOCK_TOKENS, of.stop))
 
 
-def _scores_GRTS(q_THD: Tensor, k_THD: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float) -> Tensor:
-    """Return the float32 scores of a block, [kv_heads, heads per kv head, rows, columns], -inf above the diagonal."""
+def _blocks_of_rows(
+    num_rows: int, num_columns: int, causal: bool, seen: SeenKeys | None
+) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield blocks of rows, each with the blocks of columns that it meets."""
+    if seen is None:
+        for rows in _blocks(slice(0, num_rows)):
+            yield rows, list(_blocks(slice(0, min(num_columns, rows.stop) if causal else num_columns)))
+    else:
+        for block in seen.blocks:
+            yield block.rows, [one for run in (*block.seen_by_all, *block.seen_by_some) for one in _blocks(run)]
+
+
+def _scores_GRTS(
+    q_THD: Tensor, k_THD: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float, seen: SeenKeys | None
+) -> Tensor:
+    """Return the float32 scores of a block, [kv_heads, heads per kv head, rows, columns], -inf where none is seen."""
     kv_heads = k_THD.shape[1]
     q = q_THD[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     k = k_THD[columns].float().permute(1, 2, 0)
     scores = torch.matmul(q, k[:, None]) * scale
-    if causal and columns.stop > rows.start + 1:
-        row = torch.arange(rows.start, rows.stop, device=q.device)
-        column = torch.arange(columns.start, columns.stop, device=q.device)
-        scores = scores.masked_fill(column[None, :] > row[:, None], float("-inf"))
-    return scores
+    if seen is None and not (causal and columns.stop > rows.start + 1):
+        return scores
+    column = torch.arange(columns.start, columns.stop, device=q.device)
+    if seen is not None:
+        return scores.masked_fill(~seen.sees(rows, column), -torch.inf)
+    row = torch.arange(rows.start, rows.stop, device=q.device)
+    return scores.masked_fill(column[None, :] > row[:, None], -torch.inf)
 
 
-def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v."""
+def forward(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float, seen: SeenKeys | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v.
+
+    Args:
+        seen: what each row sees; None: all keys, or with `causal` those up to its own.
+    """
     kv_heads = k_THD.shape[1]
     out_THD = torch.empty_like(q_THD)
     lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
-    for rows in _blocks(len(q_THD)):
+    for rows, blocks in _blocks_of_rows(len(q_THD), len(k_THD), causal, seen):
         num_rows = rows.stop - rows.start
         shape = (kv_heads, q_THD.shape[1] // kv_heads, num_rows)
-        row_max = q_THD.new_full(shape, float("-inf"), dtype=torch.float32)
+        # Not -inf: the difference of two of those is no number, where a row sees nothing.
+        row_max = q_THD.new_full(shape, torch.finfo(torch.float32).min, dtype=torch.float32)
         row_sum = torch.zeros_like(row_max)
         total = q_THD.new_zeros((*shape, v_THD.shape[2]), dtype=torch.float32)
-        for columns in _blocks(len(k_THD)):
-            if causal and columns.start >= rows.stop:
-                break
-            scores = _scores_GRTS(q_THD, k_THD, rows, columns, causal=causal, scale=scale)
+        for columns in blocks:
+            scores = _scores_GRTS(q_THD, k_THD, rows, columns, causal=causal, scale=scale, seen=seen)
             new_max = torch.maximum(row_max, scores.amax(-1))
             weights = torch.exp(scores - new_max[..., None])
             shrink = torch.exp(row_max - new_max)
@@ -52,7 +79,8 @@ def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale:
             values = v_THD[columns].float().permute(1, 0, 2)[:, None]
             total = total * shrink[..., None] + torch.matmul(weights, values)
             row_max = new_max
-        out_THD[rows] = (total / row_sum[..., None]).permute(2, 0, 1, 3).flatten(1, 2).to(out_THD.dtype)
+        row_weight = row_sum.clamp_min(torch.finfo(torch.float32).tiny)  # at least 1 where a row sees something
+        out_THD[rows] = (total / row_weight[..., None]).permute(2, 0, 1, 3).flatten(1, 2).to(out_THD.dtype)
         lse_HT[:, rows] = (row_max + row_sum.log()).flatten(0, 1)
     return out_THD, lse_HT
 
@@ -67,6 +95,7 @@ def backward(
     *,
     causal: bool,
     scale: float,
+    seen: SeenKeys | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rectangle's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_HT`."""
     kv_heads = k_THD.shape[1]
@@ -77,14 +106,13 @@ def backward(
         return split.permute(1, 2, 0, *range(3, split.dim()))
 
     delta_TH = (grad_THD.float() * out_THD.float()).sum(-1)
+    lse_HT = lse_HT if seen is None else for_weights(lse_HT)
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_THD, k_THD, v_THD))
-    for rows in _blocks(len(q_THD)):
+    for rows, blocks in _blocks_of_rows(len(q_THD), len(k_THD), causal, seen):
         q, grad = by_kv_head(q_THD[rows]), by_kv_head(grad_THD[rows])
         lse, delta = lse_HT[:, rows].unflatten(0, (kv_heads, -1))[..., None], by_kv_head(delta_TH[rows])[..., None]
-        for columns in _blocks(len(k_THD)):
-            if causal and columns.start >= rows.stop:
-                break
-            scores = _scores_GRTS(q_THD, k_THD, rows, columns, causal=causal, scale=scale)
+        for columns in blocks:
+            scores = _scores_GRTS(q_THD, k_THD, rows, columns, causal=causal, scale=scale, seen=seen)
             weights = torch.exp(scores - lse)
             dv[columns] += torch.einsum("grts,grtd->sgd", weights, grad)
             dweights = torch.matmul(grad, v_THD[columns].float().permute(1, 2, 0)[:, None])

@@ -1,0 +1,76 @@
+"""The judge of ranged packs: a softmax over the whole matrix of scores, in float64, of rows that see what they may."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.dynamic_cp.attention.kernels.choice import Kernel
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.packs import Pack
+from tests.distributed.naive_attention import SCALE, assert_close
+
+
+def sees_of(pack: Pack, num_rows: int, num_columns: int) -> Tensor:
+    """Return how often `pack` lets a row see a key, [num_rows, num_columns], pair by pair."""
+    ranges = pack.host_ranges
+    rows = np.arange(num_rows) if pack.rows is None else pack.rows.numpy()
+    columns = np.arange(num_columns) if pack.columns is None else pack.columns.numpy()
+    seen = np.zeros((num_rows, num_columns), np.int64)
+    for of_rows, of_columns in pack.slices():
+        for row in range(of_rows.start, of_rows.stop):
+            for begin, end in (ranges[row, :2], ranges[row, 2:]):
+                np.add.at(seen, (rows[row], columns[of_columns][begin:end]), 1)
+    return torch.from_numpy(seen)
+
+
+def exact(inputs: list[Tensor], seen: Tensor) -> list[Tensor]:
+    """Return out, lse_HT, and the gradients of q, k, v, in float64; a key counts as often as `seen` says."""
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
+    group = q.shape[1] // k.shape[1]
+    some = seen.any(1)  # a softmax over nothing has no gradient
+    scores = torch.einsum("thd,shd->hts", q[some], k.repeat_interleave(group, 1)) * SCALE + seen[some].double().log()
+    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf)
+    out[some] = torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(group, 1))
+    lse[:, some] = scores.detach().logsumexp(-1)
+    grads = torch.autograd.grad(out, (q, k, v), inputs[3].double())
+    return [out.detach(), lse, *grads]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor], tolerance: float = 5e-6) -> None:
+    """Check out, log-sum-exp and gradients."""
+    for name, found, wanted in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        nothing = wanted.isneginf()
+        assert found.isneginf().equal(nothing), name
+        assert name == "lse" or not nothing.any(), name
+        try:
+            assert_close(*(x.masked_fill(nothing, 0.0) for x in (found, wanted)), tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def attend(inputs: list[Tensor], packs: list[Pack], kernel: Kernel) -> list[Tensor]:
+    """Return the same by `kernel`, from the packs one after the other."""
+    q, k, v, grad = inputs
+    kv = torch.stack((k, v))
+    sums = RowSums(q, kernel, SCALE)
+    for pack in packs:
+        sums.attend(pack, kv)
+    rows = RowGradients(grad, q, sums.out_THD.to(q.dtype), sums.lse_HT, kernel, SCALE)
+    total = torch.zeros_like(kv, dtype=torch.float32)
+    for pack in packs:
+        total = rows.attend(pack, kv, total)
+    return [sums.out_THD, sums.lse_HT, rows.grad_q_THD, *total]
+
+
+def random_ranges(num_rows: int, num_columns: int, seed: int) -> NDArray[np.int32]:
+    """Return two ranges for each row that share no key, in any order; many are empty."""
+    random = np.random.default_rng(seed)
+    ranges = np.sort(random.integers(0, num_columns + 1, (num_rows, 4)), axis=1).astype(np.int32)
+    kind = random.integers(0, 5, num_rows)
+    ranges[kind == 0] = ranges[kind == 0][:, [2, 3, 0, 1]]
+    ranges[kind == 1, 2:] = 0
+    ranges[kind == 2] = 0
+    return ranges

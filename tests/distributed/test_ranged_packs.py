@@ -1,0 +1,149 @@
+"""Packs whose rows see ranges of keys: out, log-sum-exp and gradients equal a dense softmax, by every CPU kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, SharedQuestion
+from megatron.dynamic_cp.attention.kernels import cpu as kernels_cpu
+from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
+from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
+from megatron.dynamic_cp.attention.key_ranges import row_blocks
+from megatron.dynamic_cp.attention.packs import Pack
+from tests.distributed.naive_attention import HEADS, KV_HEADS, assert_close, random_qkv
+from tests.distributed.ranged import assert_equal, attend, exact, random_ranges, sees_of
+
+BLOCK = 16
+HOST = torch.device("cpu")
+KERNELS = pytest.mark.parametrize("kernel", [CPU, PORTABLE], ids=lambda kernel: kernel.name)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows, and several portions of keys, in short sequences."""
+    monkeypatch.setattr(kernels_cpu, "BLOCK_ROWS", BLOCK)
+    monkeypatch.setattr(kernels_cpu, "MASKED_COLUMNS", 2 * BLOCK)
+    monkeypatch.setattr(kernels_portable, "BLOCK_ROWS", BLOCK)
+    monkeypatch.setattr(kernels_portable, "BLOCK_TOKENS", BLOCK)
+
+
+@KERNELS
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+@pytest.mark.parametrize(
+    "mask",
+    [Lambda(3, 5), Lambda(0, 2), Lambda(40, 30), CausalBlockwise(8, 2), SharedQuestion(20, (30, 17, 4)), CAUSAL, FULL],
+    ids=str,
+)
+def test_masks(mask: Mask, kv_heads: int, kernel: Kernel) -> None:
+    seqlens = (71,) if isinstance(mask, SharedQuestion) else (71, 1, 3 * BLOCK)
+    ranges = np.concatenate([mask.key_ranges(seqlen) for seqlen in seqlens])
+    pack = Pack.build(seqlens, device=HOST, key_ranges=ranges)
+    inputs = random_qkv(sum(seqlens), sum(seqlens), kv_heads)
+    seen = sees_of(pack, sum(seqlens), sum(seqlens))
+    assert seen.sum() == sum(mask.num_pairs(seqlen) for seqlen in seqlens)
+    assert_equal(attend([x.float() for x in inputs], [pack], kernel), exact(inputs, seen))
+
+
+@KERNELS
+@pytest.mark.parametrize("seed", range(6))
+def test_rectangles_of_any_ranges(seed: int, kernel: Kernel) -> None:
+    """Rectangles of their own numbers of rows and columns, rows in any order, keys that several of them meet."""
+    random = np.random.default_rng(seed)
+    row_seqlens, column_seqlens = random.integers(1, 50, (2, 3)).tolist()
+    num_rows, num_columns = sum(row_seqlens) + 3, 60
+    ranges = [random_ranges(*shape, seed) for shape in zip(row_seqlens, column_seqlens, strict=True)]
+    pack = Pack.build(
+        row_seqlens,
+        column_seqlens,
+        device=HOST,
+        rows=random.permutation(num_rows)[: sum(row_seqlens)],
+        columns=np.concatenate([random.permutation(num_columns)[:number] for number in column_seqlens]),
+        key_ranges=np.concatenate(ranges),
+    )
+    inputs = random_qkv(num_rows, num_columns)
+    seen = sees_of(pack, num_rows, num_columns)
+    assert (seen.sum(1) == 0).sum() >= 3, "some rows see nothing"
+    assert seen.max() == 1
+    assert_equal(attend([x.float() for x in inputs], [pack], kernel), exact(inputs, seen))
+
+
+@KERNELS
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_packs_add_up_where_rows_see_nothing_of_some(order: tuple[int, ...], kernel: Kernel) -> None:
+    """Three parts of the keys, one after the other; of a window most rows see one, the last rows none at all."""
+    seqlen, parts = 70, (slice(0, 20), slice(20, 47), slice(47, 70))
+    ranges = Lambda(0, 9).key_ranges(seqlen)
+    ranges[-5:] = 0
+    packs = []
+    for index in order:
+        part = parts[index]
+        clipped = np.clip(ranges, part.start, part.stop) - part.start
+        columns = np.arange(part.start, part.stop)
+        packs.append(Pack.build((seqlen,), (len(columns),), device=HOST, columns=columns, key_ranges=clipped))
+    inputs = random_qkv(seqlen, seqlen)
+    seen = sum(sees_of(pack, seqlen, seqlen) for pack in packs)
+    assert seen.max() == 1
+    assert (seen.sum(1) == 0).sum() == 5
+    assert all((sees_of(pack, seqlen, seqlen).sum(1) == 0).sum() > 9 for pack in packs)
+    assert_equal(attend([x.float() for x in inputs], packs, kernel), exact(inputs, seen))
+
+
+@KERNELS
+def test_a_key_that_one_row_meets_twice_counts_twice(kernel: Kernel) -> None:
+    columns = np.array([3, 4, 5, 4, 5, 6])
+    pack = Pack.build((8,), (6,), device=HOST, columns=columns, key_ranges=Lambda(2, 2).key_ranges(8).clip(max=6))
+    inputs = random_qkv(8, 7)
+    seen = sees_of(pack, 8, 7)
+    assert seen.max() == 2
+    assert_equal(attend([x.float() for x in inputs], [pack], kernel), exact(inputs, seen))
+
+
+@KERNELS
+def test_bfloat16_is_as_close_as_that_of_causal_packs(kernel: Kernel) -> None:
+    inputs = [x.bfloat16() for x in random_qkv(90, 90)]
+    causal = Pack.build((90,), mask=CAUSAL, device=HOST)
+    ranged = Pack.build((90,), device=HOST, key_ranges=CAUSAL.key_ranges(90))
+    expected = exact(inputs, sees_of(ranged, 90, 90))
+    for index, wanted in enumerate(expected):
+        errors = [
+            float((attend(inputs, [pack], kernel)[index].double() - wanted).norm() / wanted.norm())
+            for pack in (causal, ranged)
+        ]
+        assert errors[0] < 0.01
+        assert errors[1] <= max(1e-4, 1.5 * errors[0])
+
+
+@KERNELS
+def test_a_wrong_row_range_is_noticed(kernel: Kernel) -> None:
+    seqlen = 60
+    inputs = random_qkv(seqlen, seqlen)
+    right = Lambda(2, 20).key_ranges(seqlen)
+    expected = exact(inputs, sees_of(Pack.build((seqlen,), device=HOST, key_ranges=right), seqlen, seqlen))
+    last = right.copy()
+    last[-1, 2] += 1
+    for wrong in (Lambda(2, 21).key_ranges(seqlen), Lambda(3, 20).key_ranges(seqlen), last):
+        pack = Pack.build((seqlen,), device=HOST, key_ranges=wrong)
+        found = attend([x.float() for x in inputs], [pack], kernel)
+        for index in range(5):
+            with pytest.raises(AssertionError, match="error"):
+                assert_close(found[index], expected[index])
+
+
+@pytest.mark.parametrize("mask", [Lambda(64, 1024), CausalBlockwise(256, 2), SharedQuestion(3000, (500,) * 4)], ids=str)
+def test_work_goes_with_what_is_touched(mask: Mask) -> None:
+    seqlen = 5000
+    blocks = row_blocks(mask.key_ranges(seqlen), 256)
+    pairs = 0
+    for block in blocks:
+        some, every = (sum(run.stop - run.start for run in runs) for runs in (block.seen_by_some, block.seen_by_all))
+        assert every or some
+        pairs += (block.rows.stop - block.rows.start) * (some + every)
+    assert 1.0 <= pairs / mask.num_pairs(seqlen) < 1.35
+
+
+def test_ranges_that_cross_or_leave_their_rectangle_are_a_bug() -> None:
+    for row in ((0, 3, 2, 4), (0, 5, 0, 0), (-1, 3, 0, 0), (3, 1, 0, 0)):
+        with pytest.raises(AssertionError, match="cross or leave"):
+            Pack.build((1,), (4,), device=HOST, key_ranges=np.array([row], np.int32))
