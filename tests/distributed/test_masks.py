@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +15,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
-from dynamic_cp.types import FULL, Bucket, Lambda, Mask, Plan, Sample, SharedQuestion, Topology
+from dynamic_cp.types import (
+    FULL,
+    Bucket,
+    CausalBlockwise,
+    KeyRanges,
+    Lambda,
+    Mask,
+    Plan,
+    Sample,
+    SharedQuestion,
+    Topology,
+)
 from dynamic_cp.types.plan import MicroBatch, PlannedBatch
+from examples import torch_device_mesh
 from examples.torch_device_mesh import VOCAB_SIZE, Document, TinyTransformer, loss_sum, problem_for
+from megatron.dynamic_cp.attention import packs
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
@@ -30,10 +45,28 @@ from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import HEADS, KV_HEADS, SCALE, assert_close, random_qkv
 
 TOLERANCE = 5e-6
+
+
+def any_ranges(seqlen: int) -> KeyRanges:
+    """Return a mask of which tokens see their own sevenths of the sample, ahead and behind, and some keys before."""
+    ranges = np.zeros((seqlen, 4), np.int32)
+    own = np.arange(seqlen) // 7 * 7
+    ranges[:, 1] = own // 3
+    ranges[:, 2], ranges[:, 3] = own, np.minimum(own + 7, seqlen)
+    return KeyRanges.of(ranges)
+
+
 PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
     "answers": ((23, SharedQuestion(9, (6, 3, 5))), (11, SharedQuestion(1, (1,) * 10)), (2, SharedQuestion(1, (1,)))),
     "full": ((17, FULL), (1, FULL), (6, FULL)),
-    "all kinds": ((13, None), (15, FULL), (1, None), (20, SharedQuestion(4, (9, 7))), (3, FULL), (8, None)),
+    "rectangles": ((13, None), (15, FULL), (1, None), (20, SharedQuestion(4, (9, 7))), (3, FULL), (8, None)),
+    "windows": ((41, Lambda(2, 5)), (1, Lambda(0, 1)), (30, Lambda(0, 3)), (6, Lambda(64, 4096))),
+    "blocks": ((37, CausalBlockwise(4, 2)), (1, CausalBlockwise(8, 1)), (16, CausalBlockwise(4, 1, 2))),
+    "ranges": ((29, any_ranges(29)), (1, any_ranges(1))),
+    "all kinds": (
+        *((13, None), (25, Lambda(3, 4)), (15, FULL), (1, any_ranges(1)), (20, SharedQuestion(4, (9, 7))), (1, None)),
+        *((22, any_ranges(22)), (19, CausalBlockwise(5, 1)), (3, FULL), (8, None)),
+    ),
 }
 
 
@@ -41,10 +74,20 @@ def samples_of(pack: str) -> tuple[Sample, ...]:
     return tuple(Sample(sample_id=i, seqlen=n, mask=mask) for i, (n, mask) in enumerate(PACKS[pack]))
 
 
-def attend(pack: str, cp_size: int, fault: str) -> tuple[Tensor, ...]:
-    """Return for this rank's tokens: which they are in the pack, output and gradients; padding left out."""
+@lru_cache
+def attended(cp_size: int) -> list[dict[str, tuple[Tensor, ...]]]:
+    """Return for each rank pack -> `attend`, in one job."""
+    return run_ranks(cp_size, attend_all, cp_size, tuple(PACKS))
+
+
+def attend_all(cp_size: int, names: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
     initialize_model_parallel()
     groups = DynamicCPGroups.build(Topology(num_lanes=cp_size), timeout_s=30, exchanges=("a2a",))
+    return {name: attend(name, cp_size, groups) for name in names}
+
+
+def attend(pack: str, cp_size: int, groups: DynamicCPGroups) -> tuple[Tensor, ...]:
+    """Return for this rank's tokens: which they are in the pack, output and gradients; padding left out."""
     bucket = Bucket(
         first_lane=0, cp_size=cp_size, samples=samples_of(pack), cp_comm_type="a2a" if cp_size > 1 else "p2p"
     )
@@ -55,8 +98,6 @@ def attend(pack: str, cp_size: int, fault: str) -> tuple[Tensor, ...]:
     packed = pack_step(lane_plan(plan, groups.lane, facts), None)
     (batch,) = micro_batches(packed, groups, torch.device("cpu"), "test", ExchangeStats())
     params = batch["packed_seq_params"]
-    if fault == "a rectangle is dropped":
-        params.rectangles = tuple(tuple(one for one in of[:2]) + of[3:] for of in params.rectangles)
     padded = params.padded_seqlens
     local = packed_shard_positions(padded, cp_size, groups.lane)
     starts = np.repeat(np.cumsum((0, *padded[:-1])), np.array(padded) // cp_size)
@@ -72,6 +113,14 @@ def attend(pack: str, cp_size: int, fault: str) -> tuple[Tensor, ...]:
     return tuple(x.detach()[real] for x in (tokens, out, *grads))
 
 
+def sees_of(sample: Sample) -> Tensor:
+    """Return which keys each token of a sample sees, pair by pair."""
+    keys = torch.arange(sample.seqlen)
+    ranges = (sample.mask or Lambda(0, sample.seqlen)).key_ranges(sample.seqlen)
+    begin, end, second, last = (torch.from_numpy(x.astype(np.int64))[:, None] for x in ranges.T)
+    return ((keys >= begin) & (keys < end)) | ((keys >= second) & (keys < last))
+
+
 def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
     """Return the same of all real tokens, by a softmax over each whole sample, in float64."""
     multiple = 2 * cp_size if cp_size > 1 else 1
@@ -83,12 +132,8 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
         real = slice(start, start + sample.seqlen)
         q, k, v = (x[real] for x in inputs)
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-        ranges = (sample.mask or Lambda(0, sample.seqlen)).key_ranges(sample.seqlen)
-        keys = torch.arange(sample.seqlen)
-        begin, end, second, last = (torch.from_numpy(x.astype(np.int64))[:, None] for x in ranges.T)
-        sees = ((keys >= begin) & (keys < end)) | ((keys >= second) & (keys < last))
         scores = torch.einsum("thd,shd->hts", q, k) * SCALE
-        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v))
+        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(~sees_of(sample), -torch.inf).softmax(-1), v))
         kept.append(torch.arange(real.start, real.stop))
         start += tokens
     chosen, out = torch.cat(kept), torch.cat(outs)
@@ -96,10 +141,10 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
     return (chosen, out.detach(), *(x[chosen] for x in grads))
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("pack", PACKS)
 def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
-    ranks = run_ranks(cp_size, attend, pack, cp_size, "")
+    ranks = [of_rank[pack] for of_rank in attended(cp_size)]
     expected = dense(pack, cp_size)
     order = torch.cat([rank[0] for rank in ranks]).argsort()
     assert torch.equal(torch.cat([rank[0] for rank in ranks])[order], expected[0])
@@ -107,10 +152,45 @@ def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
         assert_close(torch.cat([rank[part] for rank in ranks])[order], expected[part])
 
 
-def test_a_dropped_rectangle_is_noticed() -> None:
-    (found,) = run_ranks(1, attend, "answers", 1, "a rectangle is dropped")
-    with pytest.raises(AssertionError, match="error"):
-        assert_close(found[1], dense("answers", 1)[1])
+def drop_a_rectangle() -> None:
+    original = SharedQuestion.rectangles
+    SharedQuestion.rectangles = lambda self, seqlen: original(self, seqlen)[:2] + original(self, seqlen)[3:]
+
+
+def widen_windows_by_one() -> None:
+    original = Lambda.key_ranges
+    Lambda.key_ranges = lambda self, seqlen: original(Lambda(self.sink, self.window + 1), seqlen)
+
+
+def give_rows_the_ranges_of_the_row_before() -> None:
+    original = packs._with_padding
+    packs._with_padding = lambda ranges, padded: np.concatenate((ranges[:1], original(ranges, padded)[:-1]))
+
+
+def plant_and_attend(fault: str) -> dict[str, tuple[Tensor, ...]]:
+    FAULTS[fault][0]()
+    return attend_all(1, tuple(PACKS))
+
+
+FAULTS = {
+    plant.__name__: (plant, noticed)
+    for plant, noticed in (
+        (drop_a_rectangle, ("answers", "rectangles", "all kinds")),
+        (widen_windows_by_one, ("windows", "blocks", "all kinds")),
+        (give_rows_the_ranges_of_the_row_before, ("windows", "blocks", "ranges", "all kinds")),
+    )
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed_where_they_matter_and_nowhere_else(fault: str) -> None:
+    (found,) = run_ranks(1, plant_and_attend, fault)
+    for pack, (_, out, *_) in found.items():
+        if pack in FAULTS[fault][1]:
+            with pytest.raises(AssertionError, match="error"):
+                assert_close(out, dense(pack, 1)[1])
+        else:
+            assert_close(out, dense(pack, 1)[1])
 
 
 def questions() -> list[tuple[list[int], list[list[int]]]]:
@@ -182,20 +262,77 @@ def test_a_shared_question_trains_as_its_samples_apart(num_lanes: int, collated:
             assert error <= TOLERANCE, f"{name}: {error:.1e}"
 
 
-def refused() -> list[str]:
+MASKED = tuple(
+    Sample(sample_id=i, seqlen=n, mask=mask)
+    for i, (n, mask) in enumerate(
+        (
+            *((600, Lambda(8, 40)), (180, CausalBlockwise(32, 2)), (90, any_ranges(90)), (25, None), (1, Lambda(0, 1))),
+            *((64, FULL), (33, Lambda(0, 4))),
+        )
+    )
+)
+
+
+def train_masked_alone() -> tuple[float, dict[str, Tensor]]:
+    """Train each sample by itself with torch's attention and its mask pair by pair."""
+    model, total = new_model(), 0.0
+    torch_attention = torch_device_mesh.F.scaled_dot_product_attention
+    num_tokens = sum(Document(sample).loss_mask.sum() for sample in MASKED)
+    for sample in MASKED:
+        document, sees = Document(sample), sees_of(sample)
+
+        def attention(
+            q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool, sees: Tensor = sees
+        ) -> Tensor:
+            return torch_attention(q, k, v, attn_mask=sees, enable_gqa=enable_gqa)
+
+        with mock.patch.object(torch_device_mesh.F, "scaled_dot_product_attention", attention):
+            columns = (torch.from_numpy(x)[None] for x in (document.tokens, document.labels))
+            losses = model(*columns, torch.arange(sample.seqlen)[None])
+        loss = (losses * torch.from_numpy(document.loss_mask)).sum() / num_tokens
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def train_masked_on_lanes() -> tuple[float, dict[str, Tensor], Any]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", "a2a"), timeout_s=60)
+    wrapped = DistributedDataParallel(new_model(), process_group=lanes.mesh.get_group())
+    step = lanes.step(MASKED, lambda index: Document(MASKED[index]))
+    result = train_step(lanes, wrapped, step, loss_sum, label="step")
+    gradients = {name: parameter.grad for name, parameter in wrapped.module.named_parameters()}
+    return result.loss, gradients, step.plan.facts.cp_histogram
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_samples_with_masks_train_as_with_dense_masks(num_lanes: int) -> None:
+    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
+    loss, expected = train_masked_alone()
+    for found, gradients, sizes in run_ranks(num_lanes, train_masked_on_lanes, shims_without=shims, timeout_s=120):
+        assert max(sizes) == num_lanes
+        assert abs(found - loss) <= TOLERANCE * loss
+        for name, gradient in gradients.items():
+            error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+            assert error <= TOLERANCE, f"{name}: {error:.1e}"
+
+
+def refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p"), timeout_s=60)
     sample = Sample(sample_id=3, seqlen=40, mask=Lambda(1, 8))
-    with pytest.raises(UnsupportedFeatureError) as no_kernel:
+    with pytest.raises(UnsupportedFeatureError) as not_served:
         lanes.step([sample], lambda _: Document(sample))
     with pytest.raises(InvalidInputError) as short:
         PlannedCollator(lanes.problem, lanes.lane)([{"prompt_ids": [1], "response_ids": [[2]]}])
-    return [str(no_kernel.value), str(short.value)]
+    return [str(not_served.value), str(short.value)]
 
 
-def test_masks_without_a_kernel_and_prompts_that_are_too_short_are_refused_on_all_ranks() -> None:
+def test_masks_that_no_exchange_serves_and_prompts_that_are_too_short_are_refused_on_all_ranks() -> None:
     shims = tuple(shim.name for shim in cpu_backend.SHIMS)
     ranks = run_ranks(2, refused, shims_without=shims, timeout_s=120)
     assert ranks[0] == ranks[1]
-    assert ranks[0][0].startswith("sample 3 has the mask lambda:1,8, which can be planned, but no kernel here computes")
+    assert ranks[0][0].startswith(
+        "sample 3 has the mask lambda:1,8, which p2p cannot serve on several lanes: allow a2a"
+    )
     assert ranks[0][1].startswith("a prompt of 1 tokens has 1 responses, the shortest of 1: at least 2 tokens")

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle
+from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle, Sample
 from megatron.dynamic_cp.attention.key_ranges import SeenKeys, row_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
 
@@ -148,38 +148,58 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
     """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
-    if params.rectangles is None:
+    samples = params.masked_samples
+    if samples is None:
         return [ring_pack(params, kv_rank, device)]
     assert params.ring_size == 1, "masks are planned for one lane or a2a"
-    rectangles = params.rectangles
-    return _kept(params, "by mask", lambda: [*_packs_of(rectangles, params.padded_seqlens, device)])
+    return _kept(params, "by mask", lambda: [*_packs_of(samples, params.padded_seqlens, device)])
 
 
-def _packs_of(
-    rectangles: Sequence[Sequence[Rectangle]], padded_seqlens: Sequence[int], device: torch.device
-) -> Iterator[Pack]:
-    """Yield a pack of all causal squares, and one of all that is full."""
-    starts = boundaries(padded_seqlens)
+def _packs_of(samples: Sequence[Sample], padded_seqlens: Sequence[int], device: torch.device) -> Iterator[Pack]:
+    """Yield a pack of all causal squares, one of all that is full, and a ranged one of the masks that are neither."""
+    rectangles: list[Rectangle] = []
+    ranged: list[Rectangle] = []
+    key_ranges: list[NDArray[np.int32]] = []
+    *starts, num_tokens = boundaries(padded_seqlens).tolist()
+    for start, sample, padded in zip(starts, samples, padded_seqlens, strict=True):
+        mask = sample.mask or CAUSAL
+        found = mask.rectangles(sample.seqlen)
+        if found is None:
+            ranged.append(Rectangle.square(start, padded, causal=False))
+            key_ranges.append(_with_padding(mask.key_ranges(sample.seqlen), padded))
+            continue
+        if padded > sample.seqlen:
+            found += (Rectangle.square(sample.seqlen, padded - sample.seqlen, causal=True),)
+        rectangles += (
+            one._replace(first_row=start + one.first_row, first_column=start + one.first_column) for one in found
+        )
     for causal in (True, False):
-        chosen = np.array(
-            [
-                (start + one.first_row, one.num_rows, start + one.first_column, one.num_columns)
-                for start, of_sequence in zip(starts[:-1].tolist(), rectangles, strict=True)
-                for one in of_sequence
-                if one.causal == causal
-            ],
-            np.int64,
-        ).reshape(-1, 4)
-        if len(chosen):
-            rows, columns = _ranges(chosen[:, 0], chosen[:, 1]), _ranges(chosen[:, 2], chosen[:, 3])
-            yield Pack.build(
-                chosen[:, 1].tolist(),
-                chosen[:, 3].tolist(),
-                mask=CAUSAL if causal else FULL,
-                device=device,
-                rows=None if _is_all(rows, starts[-1]) else rows,
-                columns=None if _is_all(columns, starts[-1]) else columns,
-            )
+        chosen = [one for one in rectangles if one.causal == causal]
+        if chosen:
+            yield _pack_of(chosen, num_tokens, device, mask=CAUSAL if causal else FULL)
+    if ranged:
+        yield _pack_of(ranged, num_tokens, device, key_ranges=np.concatenate(key_ranges))
+
+
+def _with_padding(ranges: NDArray[np.int32], padded: int) -> NDArray[np.int32]:
+    """Return the key ranges of a sequence with those of its padding, which is a causal sequence of its own."""
+    of_padding = CAUSAL.key_ranges(padded - len(ranges))
+    of_padding[:, :2] += len(ranges)
+    return np.concatenate((ranges, of_padding))
+
+
+def _pack_of(rectangles: Sequence[Rectangle], num_tokens: int, device: torch.device, **which: Any) -> Pack:
+    """Return the pack of `rectangles` of a sequence of `num_tokens`; `which` keys they see: as `Pack.build`."""
+    first_row, num_rows, first_column, num_columns, _ = np.array(rectangles).T
+    rows, columns = _ranges(first_row, num_rows), _ranges(first_column, num_columns)
+    return Pack.build(
+        num_rows.tolist(),
+        num_columns.tolist(),
+        device=device,
+        rows=None if _is_all(rows, num_tokens) else rows,
+        columns=None if _is_all(columns, num_tokens) else columns,
+        **which,
+    )
 
 
 def _is_all(tokens: NDArray[np.int64], number: int) -> bool:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynamic_cp.errors import DataError, UnsupportedFeatureError
+from dynamic_cp.errors import DataError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of
-from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Rectangle, Sample
+from dynamic_cp.types import Bucket, CpCommType, Sample
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
@@ -53,7 +53,7 @@ class PackedBucket:
     """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place.
 
     Attributes:
-        rectangles: as in `DynamicPackedSeqParams`.
+        masked_samples: as in `DynamicPackedSeqParams`.
     """
 
     first_lane: int
@@ -61,7 +61,7 @@ class PackedBucket:
     cp_comm_type: CpCommType
     inner_cp_size: int
     padded_seqlens: tuple[int, ...]
-    rectangles: tuple[tuple[Rectangle, ...], ...] | None = None
+    masked_samples: tuple[Sample, ...] | None = None
 
     @property
     def rank_tokens(self) -> int:
@@ -126,7 +126,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
                 cp_comm_type=bucket.cp_comm_type,
                 inner_cp_size=bucket.inner_cp_size,
                 padded_seqlens=seqlens,
-                rectangles=_rectangles(bucket, seqlens),
+                masked_samples=bucket.samples if any(one.mask is not None for one in bucket.samples) else None,
             )
         )
         shard = packed_shard_positions(seqlens, bucket.cp_size, plan.lane - bucket.first_lane)
@@ -176,34 +176,6 @@ def _positions(sample: Sample, shard: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(shard < sample.seqlen, take_shard(by_mask, shard), shard)
 
 
-def rectangles_of(sample: Sample) -> tuple[Rectangle, ...]:
-    """Return what attention computes for a sample.
-
-    Raises:
-        UnsupportedFeatureError: its mask is not made of few rectangles, and no kernel here computes it.
-    """
-    rectangles = (sample.mask or CAUSAL).rectangles(sample.seqlen)
-    if rectangles is None:
-        raise UnsupportedFeatureError(
-            f"{sample.mask_in_words}, which can be planned, but no kernel here computes: train with causal, full or "
-            "shared_question",
-            sample_id=sample.sample_id,
-        )
-    return rectangles
-
-
-def _rectangles(bucket: Bucket, padded: Sequence[int]) -> tuple[tuple[Rectangle, ...], ...] | None:
-    """Return what each sequence of a bucket computes, its padding by itself; None: all are causal."""
-    if all(sample.mask is None for sample in bucket.samples):
-        return None
-    found = []
-    for sample, tokens in zip(bucket.samples, padded, strict=True):
-        rest = tokens - sample.seqlen
-        of_padding = (Rectangle.square(sample.seqlen, rest, causal=True),) if rest else ()
-        found.append(rectangles_of(sample) + of_padding)
-    return tuple(found)
-
-
 def _read(sample: Sample, read_sample: ReadSample) -> HasTokens:
     values = read_sample(sample.sample_id)
     lengths = [len(values.tokens), len(values.labels), len(values.loss_mask)]
@@ -246,7 +218,7 @@ def micro_batches(
                 cu_seqlens=cu_seqlens,
                 cp_comm_type=bucket.cp_comm_type,
                 levels=levels,
-                rectangles=bucket.rectangles,
+                masked_samples=bucket.masked_samples,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dynamic_cp.types import CpCommType, Rectangle
+from dynamic_cp.types import CpCommType, Sample
 
 try:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -62,7 +62,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     Attributes:
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
-        rectangles: what each sequence computes where samples bring masks of their own; None: all are causal.
+        masked_samples: the samples of the pack, where one brings a mask of its own; padding behind a sample is a causal
+            sequence of its own. None: all is causal.
         positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
         cp_comm_type: how keys and values are exchanged.
         heads_group: lanes that exchange heads for rows; None: heads stay where they are.
@@ -76,7 +77,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     """
 
     padded_seqlens: tuple[int, ...] = ()
-    rectangles: tuple[tuple[Rectangle, ...], ...] | None = None
+    masked_samples: tuple[Sample, ...] | None = None
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
     heads_group: dist.ProcessGroup | None = None
@@ -119,14 +120,14 @@ class DynamicPackedSeqParams(PackedSeqParams):
         cp_comm_type: CpCommType = "p2p",
         cu_seqlens: torch.Tensor | None = None,
         levels: Levels | None = None,
-        rectangles: tuple[tuple[Rectangle, ...], ...] | None = None,
+        masked_samples: tuple[Sample, ...] | None = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
         Args:
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
-            rectangles: as the attribute.
+            masked_samples: as the attribute.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -143,7 +144,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             local_cp_size=cp_group.size(),
             cp_group=cp_group,
             padded_seqlens=padded_seqlens,
-            rectangles=rectangles,
+            masked_samples=masked_samples,
             positions=positions,
             cp_comm_type=cp_comm_type,
             heads_group=heads_group,

@@ -21,7 +21,7 @@ from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
-from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step, rectangles_of
+from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 
@@ -150,13 +150,7 @@ class Lanes:
 
 
 def plan_for_lane(problem: Problem, samples: Sequence[Sample], lane: int) -> LanePlan:
-    """Return the part of `lane` in the plan of a global batch; a pure function.
-
-    Raises:
-        UnsupportedFeatureError: a mask that can be planned, but that no kernel here computes.
-    """
-    for sample in samples:
-        rectangles_of(sample)
+    """Return the part of `lane` in the plan of a global batch; a pure function."""
     planned = plan_problem(problem, samples)
     return lane_plan(planned.plan, lane, PlanFacts.of(planned))
 
