@@ -22,6 +22,7 @@ from dynamic_cp.pipeline.longest_path import Grid, end_times
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.table import PriceTable, best_options
+from dynamic_cp.xorshift import draw, next_state, share
 
 _SMALL = 1000
 _HOTTEST, _COLDEST = 0.02, 0.0003
@@ -100,8 +101,8 @@ def _anneal(
         if not changed or not _is_legal(lengths.seqlens, table, num_rows, num_lanes, trial):
             continue
         then = _makespan(lengths, table, graph, vp_size, grid, ends, trial)
-        state = _next(state)
-        if then <= now or _share(state) < np.exp((now - then) / temperature):
+        state = next_state(state)
+        if then <= now or share(state) < np.exp((now - then) / temperature):
             now = then
             for part in range(4):
                 current[part][:] = trial[part]
@@ -113,39 +114,18 @@ def _anneal(
 
 
 @compiled
-def _next(state: int) -> int:
-    """Return the next state of a 64-bit xorshift generator. Source: Marsaglia 2003, "Xorshift RNGs"."""
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    state ^= state << np.uint64(17)
-    return state
-
-
-@compiled
-def _share(state: int) -> float:
-    """Return a number in [0, 1)."""
-    return float(state >> np.uint64(11)) / 9007199254740992.0
-
-
-@compiled
-def _draw(state: int, bound: int) -> int:
-    """Return an integer in 0 .. bound - 1."""
-    return int(_share(state) * bound)
-
-
-@compiled
 def _move(
     state: int, seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: tuple[Ints, Ints, Ints, Ints]
 ) -> tuple[int, bool]:
     """Change `trial` in place; return (state of the generator, whether something changed). May be illegal."""
     bucket_of_sample, row_of, first_of, size_of = trial
     num_samples = len(seqlens)
-    state = _next(state)
-    kind = _draw(state, 14)
-    state = _next(state)
-    sample = _draw(state, num_samples)
-    state = _next(state)
-    other = _draw(state, num_samples)
+    state = next_state(state)
+    kind = draw(state, 14)
+    state = next_state(state)
+    sample = draw(state, num_samples)
+    state = next_state(state)
+    other = draw(state, num_samples)
     bucket = bucket_of_sample[sample]
     if kind < 4:  # into another bucket
         if bucket_of_sample[other] == bucket:
@@ -157,8 +137,8 @@ def _move(
         bucket_of_sample[sample], bucket_of_sample[other] = bucket_of_sample[other], bucket
     elif kind < 9:  # a sample into a new bucket, or a whole bucket to another place
         num_sizes = len(table.capacities)
-        state = _next(state)
-        k = _draw(state, num_sizes)
+        state = next_state(state)
+        k = draw(state, num_sizes)
         if table.capacities[k] == 0 or 1 << k > num_lanes:
             return state, False
         if kind == 6:
@@ -167,10 +147,10 @@ def _move(
                 return state, False
             bucket_of_sample[sample] = slot
             bucket = slot
-        state = _next(state)
-        row_of[bucket] = _draw(state, num_rows)
-        state = _next(state)
-        first_of[bucket] = _draw(state, num_lanes >> k) << k
+        state = next_state(state)
+        row_of[bucket] = draw(state, num_rows)
+        state = next_state(state)
+        first_of[bucket] = draw(state, num_lanes >> k) << k
         size_of[bucket] = k
     elif kind < 11:  # split a bucket
         slot = _free_slot(bucket_of_sample)
@@ -181,8 +161,8 @@ def _move(
         size_of[bucket] = k
         for member in range(num_samples):
             if bucket_of_sample[member] == bucket:
-                state = _next(state)
-                if member != sample and _share(state) < 0.5:
+                state = next_state(state)
+                if member != sample and share(state) < 0.5:
                     bucket_of_sample[member] = slot
     elif kind < 13:  # merge two buckets into one of twice the size
         other_bucket = bucket_of_sample[other]
@@ -197,10 +177,10 @@ def _move(
             if bucket_of_sample[member] == other_bucket:
                 bucket_of_sample[member] = bucket
     else:  # exchange two rows
-        state = _next(state)
-        one = _draw(state, num_rows)
-        state = _next(state)
-        two = _draw(state, num_rows)
+        state = next_state(state)
+        one = draw(state, num_rows)
+        state = next_state(state)
+        two = draw(state, num_rows)
         if one == two:
             return state, False
         for slot in range(num_samples):

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "dynamic_cp": (
-        *("types", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds", "peers"),
-        *("search", "comparison", "report", "sweep", "lengths", "learning", "cli", "calibration"),
+        *("types", "mechanisms", "placement", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
+        *("peers", "search", "comparison", "report", "sweep", "lengths", "learning", "cli", "calibration"),
     ),
     "megatron.dynamic_cp": (
         *("agreement", "flags", "measuring", "layout", "attention", "groups", "plans", "data", "model", "step"),

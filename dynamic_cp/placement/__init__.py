@@ -1,0 +1,41 @@
+"""Which lane holds which tokens of a micro-batch, and which lane computes which tile of its attention.
+
+A sample is cut into *homes*, each on one lane; a *tile* is the attention of the queries of a home to the keys of one.
+Homes are placed so that tokens come out even, tiles so that work does, and both so that little has to travel: queries
+and outputs (a *row*) or keys and values (a *column*) once to each node and lane that needs them. Read in this order:
+
+- `problem`: what a micro-batch is placed for
+- `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
+- `blocks`: a micro-batch as a graph of blocks and tiles
+- `documents`: where a search begins, whole documents where they fit
+- `row_search`: moves blocks with all tiles of their queries
+- `tile_search`: moves tiles by rows and columns
+- `levels`: all that over nodes, then over the lanes of each node
+- `evening`: cuts blocks so that tokens come out even
+- `placed`: the result as arrays
+- `portfolio`: the ways to place by name, and the candidates of a micro-batch
+- `metric`: bytes that travel, and balance
+"""
+
+from dynamic_cp.placement.metric import Traffic, traffic_of
+from dynamic_cp.placement.placed import Placed
+from dynamic_cp.placement.portfolio import (
+    candidates,
+    place_greedily,
+    place_whole,
+    place_zigzag,
+    search_placement,
+)
+from dynamic_cp.placement.problem import PlacementProblem
+
+__all__ = [
+    "Placed",
+    "PlacementProblem",
+    "Traffic",
+    "candidates",
+    "place_greedily",
+    "place_whole",
+    "place_zigzag",
+    "search_placement",
+    "traffic_of",
+]

@@ -1,0 +1,146 @@
+"""Makes tokens come out even: cuts blocks where a lane holds too much, and gives the piece to a lane that holds less.
+
+Linear layers pay for every token that the fullest lane holds above the mean, so this is done to the end, while the
+search only tries. First short samples move with their tiles, which costs nothing. Of the others a piece moves, and what
+is computed stays where it is: the piece's queries travel, within the node as long as there is room.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+
+_GRAIN = 16
+"""Pieces are cut to multiples of so many tokens where that is little against what a lane may hold."""
+
+
+class Pieces(NamedTuple):
+    """Parts of blocks, ascending by (block, start).
+
+    Attributes:
+        blocks, starts, stops: [piece] of which block, and from which to before which of its tokens.
+        lanes: [piece] its home.
+    """
+
+    blocks: Ints
+    starts: Ints
+    stops: Ints
+    lanes: Ints
+
+
+@compiled
+def even_out(
+    sizes: Ints, lanes: Ints, short_work: Floats, lane_work: Floats, node_lanes: int, most_tokens: int, most_work: float
+) -> Pieces:
+    """Return homes of which no lane has more than `most_tokens`.
+
+    Args:
+        sizes: [block] tokens.
+        lanes: [block] home; changed where a short sample moves.
+        short_work: [block] touched pairs of a short sample, which is one block with one tile; -1: it is another.
+        lane_work: [lane] touched pairs; changed where a short sample moves.
+        node_lanes: lanes of a node.
+        most_tokens: of a lane; at least the mean.
+        most_work: of a lane that short samples move to, in touched pairs.
+    """
+    num_blocks, num_lanes = len(sizes), len(lane_work)
+    held = np.zeros(num_lanes, np.int64)
+    for block in range(num_blocks):
+        held[lanes[block]] += sizes[block]
+    left = sizes.copy()
+    cut = np.empty((4, 4 * num_lanes + num_blocks), np.int64)  # a cut ends a block, an excess or a room
+    count = 0
+    by_lane, first = _by_lane(lanes, num_lanes)
+    for step in range(4):
+        is_anywhere, is_cutting = step % 2 == 1, step >= 2
+        for lane in np.argsort(-held, kind="mergesort"):
+            low, high = lane // node_lanes * node_lanes, min((lane // node_lanes + 1) * node_lanes, num_lanes)
+            if is_anywhere:
+                low, high = 0, num_lanes
+            own = by_lane[first[lane] : first[lane + 1]]
+            while held[lane] > most_tokens:
+                there = low + np.argmin(held[low:high])
+                excess, room = held[lane] - most_tokens, most_tokens - held[there]
+                if room <= 0:
+                    break
+                free_work = most_work - lane_work[there]
+                block = _short_to_move(own, lane, lanes, left, sizes, short_work, excess, room, free_work)
+                if block >= 0:
+                    size = sizes[block]
+                    lanes[block] = there
+                    lane_work[lane] -= short_work[block]
+                    lane_work[there] += short_work[block]
+                elif not is_cutting:
+                    break
+                else:
+                    block = _largest(own, lane, lanes, left)
+                    grain = _GRAIN if room >= 2 * _GRAIN else 1
+                    size = min(-(-excess // grain) * grain, room // grain * grain, left[block])
+                    left[block] -= size
+                    cut[:, count] = (block, left[block], left[block] + size, there)
+                    count += 1
+                held[lane] -= size
+                held[there] += size
+    return _pieces(sizes, lanes, left, cut[:, :count])
+
+
+@compiled
+def _by_lane(lanes: Ints, num_lanes: int) -> tuple[Ints, Ints]:
+    """Return (blocks by lane, [lane + 1] -> place of its first)."""
+    first = np.zeros(num_lanes + 1, np.int64)
+    for lane in lanes:
+        first[lane + 1] += 1
+    for lane in range(num_lanes):
+        first[lane + 1] += first[lane]
+    return np.argsort(lanes, kind="mergesort"), first
+
+
+@compiled
+def _short_to_move(
+    own: Ints, lane: int, lanes: Ints, left: Ints, sizes: Ints, short_work: Floats, excess: int, room: int,
+    free_work: float,
+) -> int:  # fmt: skip
+    """Return the short sample on a lane that is nearest to what it has too much, among those that fit; -1: none."""
+    best, least = -1, 0
+    for block in own:
+        is_whole = lanes[block] == lane and left[block] == sizes[block]
+        if is_whole and 0 <= short_work[block] <= free_work and sizes[block] <= room:
+            away = abs(sizes[block] - excess)
+            if best < 0 or away < least:
+                best, least = block, away
+    return best
+
+
+@compiled
+def _largest(own: Ints, lane: int, lanes: Ints, left: Ints) -> int:
+    """Return the block on a lane of which most is left."""
+    best = -1
+    for block in own:
+        if lanes[block] == lane and (best < 0 or left[block] > left[best]):
+            best = block
+    return best
+
+
+@compiled
+def _pieces(sizes: Ints, lanes: Ints, left: Ints, cut: Ints) -> Pieces:
+    """Return what is left of blocks, and what was cut off, in order."""
+    num_blocks, count = len(sizes), cut.shape[1]
+    found = np.empty((4, num_blocks + count), np.int64)
+    keys = np.empty(num_blocks + count, np.int64)
+    widest = sizes.max() + 1
+    num_pieces = 0
+    for block in range(num_blocks):
+        if left[block]:
+            found[:, num_pieces] = (block, 0, left[block], lanes[block])
+            num_pieces += 1
+    for place in range(count):
+        found[:, num_pieces] = cut[:, place]
+        num_pieces += 1
+    for piece in range(num_pieces):
+        keys[piece] = found[0, piece] * widest + found[1, piece]
+    found = found[:, :num_pieces][:, np.argsort(keys[:num_pieces], kind="mergesort")]
+    return Pieces(found[0].copy(), found[1].copy(), found[2].copy(), found[3].copy())

@@ -1,0 +1,93 @@
+"""Ways to place a micro-batch, by name, and the few settings of them among which simulation chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.blocks import Blocks, blocks_of
+from dynamic_cp.placement.documents import Caps, emptiest
+from dynamic_cp.placement.levels import Effort, place_graph
+from dynamic_cp.placement.placed import Placed, placed_of
+from dynamic_cp.placement.problem import PlacementProblem
+from dynamic_cp.placement.runs import SUB_TILE
+from dynamic_cp.types.counts import MAX_COUNT, largest_power_of_two
+from dynamic_cp.types.plan import Sample
+
+_NUM_SWEEPS = 20
+_NUM_ROUNDS = 6
+
+
+def place_whole(samples: Sequence[Sample], problem: PlacementProblem) -> Placed:
+    """Return whole samples on lanes, longest first, each on the lane that is least full: nothing travels."""
+    blocks = blocks_of(samples, MAX_COUNT, problem.row_bytes, problem.column_bytes, share_bins=False)
+    lanes = _least_full(blocks.graph.tokens, blocks.graph.work.astype(np.float64), problem.num_lanes)
+    return placed_of("documents", blocks, lanes, lanes, problem, is_even=False)
+
+
+def place_zigzag(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
+    """Return blocks dealt to lanes 0, 1, ..., K - 1, K - 1, ..., 0 and so on; a tile is where its queries are."""
+    blocks = _blocks_of(samples, problem, block_size)
+    turns = np.arange(len(blocks.graph.tokens)) % (2 * problem.num_lanes)
+    homes = np.minimum(turns, 2 * problem.num_lanes - 1 - turns)
+    return placed_of(f"zigzag {block_size}", blocks, homes, homes[blocks.graph.ends[0]], problem)
+
+
+def place_greedily(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
+    """Return whole documents where they fit, the others split over few nodes and lanes; nothing is moved any more."""
+    return _searched(f"greedy {block_size}", samples, problem, block_size, Effort(0, 0, problem.seed))
+
+
+def search_placement(
+    samples: Sequence[Sample], problem: PlacementProblem, block_size: int, *, moves_rows: bool = True
+) -> Placed:
+    """Return what a local search over rows (with `moves_rows`) and then over tiles makes of such a beginning."""
+    effort = Effort(_NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, problem.seed)
+    return _searched(f"{'search' if moves_rows else 'tiles'} {block_size}", samples, problem, block_size, effort)
+
+
+def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Placed]:
+    """Yield placements to choose from, best guess first: what is best depends on what is simulated.
+
+    Block sizes are an eighth, a quarter and half of the tokens of a lane, as powers of two.
+    """
+    mean = max(1, sum(sample.seqlen for sample in samples) // problem.num_lanes)
+    half, quarter = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (2, 4))
+    yield search_placement(samples, problem, half)
+    yield search_placement(samples, problem, half, moves_rows=False)
+    if quarter != half:
+        yield search_placement(samples, problem, quarter)
+    yield place_greedily(samples, problem, half)
+    yield place_zigzag(samples, problem, half)
+    yield place_whole(samples, problem)
+
+
+def _searched(
+    name: str, samples: Sequence[Sample], problem: PlacementProblem, block_size: int, effort: Effort
+) -> Placed:
+    blocks = _blocks_of(samples, problem, block_size)
+    homes, lanes = place_graph(
+        blocks.graph, problem.num_lanes, problem.node_lanes, problem.token_tolerance, problem.work_tolerance, effort
+    )
+    return placed_of(name, blocks, homes, lanes, problem)
+
+
+def _blocks_of(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Blocks:
+    return blocks_of(samples, block_size, problem.row_bytes, problem.column_bytes)
+
+
+@compiled
+def _least_full(sample_tokens: Ints, sample_work: Floats, num_lanes: int) -> Ints:
+    """Return [sample] -> lane; samples are descending by length."""
+    lanes = np.empty(len(sample_tokens), np.int64)
+    tokens, work = np.zeros(num_lanes), np.zeros(num_lanes)
+    caps = Caps(np.full(num_lanes, float(sample_tokens.sum())), np.full(num_lanes, sample_work.sum()))
+    for sample in range(len(lanes)):
+        lane, _ = emptiest(sample_tokens[sample], sample_work[sample], tokens, work, caps)
+        lanes[sample] = lane
+        tokens[lane] += sample_tokens[sample]
+        work[lane] += sample_work[sample]
+    return lanes

@@ -1,0 +1,192 @@
+"""Moves rows between parts: a vertex, together with the tiles of its queries, or two vertices in exchange.
+
+What counts are the bytes of keys that each part needs besides its own, and what a part holds above its caps. Queries
+stay where they are, except for *pushed* rows: those whose queries go to the keys, since few others need these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.blocks import Graph
+from dynamic_cp.placement.documents import Caps
+from dynamic_cp.xorshift import draw, next_state
+
+_NUM_PARTNERS = 8
+"""Vertices of the wanted part that are tried in exchange."""
+
+
+class Prices(NamedTuple):
+    """Bytes that one more is worth above the caps.
+
+    Attributes:
+        token, pair: of a token, and of a touched pair.
+    """
+
+    token: float
+    pair: float
+
+
+@compiled
+def pushed_rows(graph: Graph, num_parts: int) -> Ints:
+    """Return [vertex] -> 1 where its queries go to the keys: fetching keys that few others need would cost more."""
+    tokens = graph.tokens.sum()
+    pushed = np.zeros(len(graph.tokens), np.int64)
+    for vertex in range(len(pushed)):
+        alone_bytes, document_tokens = 0.0, 0.0
+        for place in range(graph.starts[0, vertex], graph.starts[0, vertex + 1]):
+            key = graph.ends[1, graph.members[0, place]]
+            users = graph.starts[1, key + 1] - graph.starts[1, key]
+            alone_bytes += graph.net_bytes[1, key] / users
+            document_tokens += graph.tokens[key]
+        num_others = min(np.ceil(num_parts * document_tokens / max(tokens, 1)), num_parts - 1)
+        pushed[vertex] = alone_bytes > graph.net_bytes[0, vertex] * max(num_others, 1)
+    return pushed
+
+
+@compiled
+def work_of_vertices(graph: Graph, pushed: Ints) -> Floats:
+    """Return [vertex] -> touched pairs of the tiles that go where it goes."""
+    work = np.zeros(len(graph.tokens))
+    for tile in range(len(graph.work)):
+        work[graph.ends[pushed[graph.ends[0, tile]], tile]] += graph.work[tile]
+    return work
+
+
+@compiled
+def improve_rows(
+    graph: Graph, vertex_work: Floats, pushed: Ints, parts: Ints, caps: Caps, prices: Prices, num_sweeps: int, seed: int
+) -> None:
+    """Change `parts` [vertex] where that saves bytes, until nothing does or for `num_sweeps` sweeps."""
+    num_vertices, num_parts = len(parts), len(caps.tokens)
+    users = _users_of_keys(graph, pushed, parts, num_parts)
+    tokens, work = np.zeros(num_parts), np.zeros(num_parts)
+    for vertex in range(num_vertices):
+        tokens[parts[vertex]] += graph.tokens[vertex]
+        work[parts[vertex]] += vertex_work[vertex]
+    state = next_state(np.uint64(88172645463325252 + seed * 7919000021))
+    saved = np.empty(num_parts)
+    for sweep in range(num_sweeps):
+        num_changes = 0
+        for place in range(num_vertices):
+            vertex = place
+            if sweep > 0:
+                state = next_state(state)
+                vertex = draw(state, num_vertices)
+            here = parts[vertex]
+            _saved_by_moving(graph, pushed[vertex], vertex, here, users, saved)
+            best, most, wanted, wanted_most = -1, 0.5, -1, 0.5
+            for part in range(num_parts):
+                if part == here:
+                    continue
+                relief = _relief(here, part, graph.tokens[vertex], vertex_work[vertex], tokens, work, caps, prices)
+                if saved[part] + relief > most:
+                    best, most = part, saved[part] + relief
+                if saved[part] > wanted_most:
+                    wanted, wanted_most = part, saved[part]
+            if best >= 0:
+                _move(graph, vertex_work, pushed[vertex], vertex, best, parts, users, tokens, work)
+                num_changes += 1
+                continue
+            if wanted < 0:
+                continue
+            for _ in range(_NUM_PARTNERS):
+                state = next_state(state)
+                other = draw(state, num_vertices)
+                if parts[other] != wanted:
+                    continue
+                relief = _relief(
+                    here, wanted, graph.tokens[vertex] - graph.tokens[other], vertex_work[vertex] - vertex_work[other],
+                    tokens, work, caps, prices,
+                )  # fmt: skip
+                if wanted_most + relief <= 0.5:
+                    continue
+                _move(graph, vertex_work, pushed[vertex], vertex, wanted, parts, users, tokens, work)
+                _saved_by_moving(graph, pushed[other], other, wanted, users, saved)
+                if wanted_most + saved[here] + relief > 0.5:
+                    _move(graph, vertex_work, pushed[other], other, here, parts, users, tokens, work)
+                    num_changes += 1
+                    break
+                _move(graph, vertex_work, pushed[vertex], vertex, here, parts, users, tokens, work)
+        if num_changes == 0 and sweep > 1:
+            break
+
+
+@compiled
+def _users_of_keys(graph: Graph, pushed: Ints, parts: Ints, num_parts: int) -> Ints:
+    """Return [vertex, part] -> why the part has its keys: one for each row there that sees them, one for its home."""
+    users = np.zeros((len(parts), num_parts), np.int64)
+    for vertex in range(len(parts)):
+        users[vertex, parts[vertex]] += 1
+    for tile in range(len(graph.work)):
+        row = graph.ends[0, tile]
+        if not pushed[row]:
+            users[graph.ends[1, tile], parts[row]] += 1
+    return users
+
+
+@compiled
+def _saved_by_moving(graph: Graph, is_pushed: int, vertex: int, here: int, users: Ints, saved: Floats) -> None:
+    """Fill `saved` [part] with the bytes that are saved by moving a vertex there."""
+    saved[:] = 0.0
+    left = 0.0
+    sees_itself = False
+    if not is_pushed:
+        for place in range(graph.starts[0, vertex], graph.starts[0, vertex + 1]):
+            key = graph.ends[1, graph.members[0, place]]
+            sees_itself |= key == vertex
+            size = graph.net_bytes[1, key]
+            if users[key, here] == (2 if key == vertex else 1):
+                left += size
+            for part in range(len(saved)):
+                if users[key, part] == 0:
+                    saved[part] -= size
+    if not sees_itself:  # its keys move all the same
+        size = graph.net_bytes[1, vertex]
+        if users[vertex, here] == 1:
+            left += size
+        for part in range(len(saved)):
+            if users[vertex, part] == 0:
+                saved[part] -= size
+    saved += left
+
+
+@compiled
+def _relief(
+    here: int, there: int, more_tokens: float, more_work: float, tokens: Floats, work: Floats, caps: Caps,
+    prices: Prices,
+) -> float:  # fmt: skip
+    """Return what is saved above the caps, in bytes, by moving so much from one part to another."""
+    before = max(0.0, tokens[here] - caps.tokens[here]) + max(0.0, tokens[there] - caps.tokens[there])
+    after = max(0.0, tokens[here] - more_tokens - caps.tokens[here]) + max(
+        0.0, tokens[there] + more_tokens - caps.tokens[there]
+    )
+    before_work = max(0.0, work[here] - caps.work[here]) + max(0.0, work[there] - caps.work[there])
+    after_work = max(0.0, work[here] - more_work - caps.work[here]) + max(
+        0.0, work[there] + more_work - caps.work[there]
+    )
+    return prices.token * (before - after) + prices.pair * (before_work - after_work)  # type: ignore[no-any-return]
+
+
+@compiled
+def _move(
+    graph: Graph, vertex_work: Floats, is_pushed: int, vertex: int, there: int, parts: Ints, users: Ints,
+    tokens: Floats, work: Floats,
+) -> None:  # fmt: skip
+    here = parts[vertex]
+    users[vertex, here] -= 1
+    users[vertex, there] += 1
+    if not is_pushed:
+        for place in range(graph.starts[0, vertex], graph.starts[0, vertex + 1]):
+            key = graph.ends[1, graph.members[0, place]]
+            users[key, here] -= 1
+            users[key, there] += 1
+    tokens[here] -= graph.tokens[vertex]
+    tokens[there] += graph.tokens[vertex]
+    work[here] -= vertex_work[vertex]
+    work[there] += vertex_work[vertex]
+    parts[vertex] = there

@@ -1,0 +1,288 @@
+"""Masks as runs of rows, from which pairs between any two stretches of a sample are counted in closed form.
+
+A run is a stretch of rows whose range of keys stays as it is or moves on by one key per row, at either end: one run is
+a causal sample, a handful is any other mask made by a rule. A row has at most two runs, and no key twice.
+
+Kernels compute *sub-tiles* of SUB_TILE queries and keys, counted from the start of the sample, as soon as they hold one
+allowed pair. Pairs of such sub-tiles are *touched*: work is counted in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Ints
+from dynamic_cp.types.masks import CAUSAL, Mask
+from dynamic_cp.types.plan import Sample
+
+if TYPE_CHECKING:
+    from dynamic_cp.types.masks import Ranges
+
+SUB_TILE = 128
+"""Queries and keys of a sub-tile: what attention kernels compute at a time."""
+_MIN_BLOCK = 64
+"""Changes of a mask that lie closer together, in tokens, count as one."""
+
+
+class Runs(NamedTuple):
+    """The runs of some samples.
+
+    Attributes:
+        seqlens: [sample] tokens.
+        starts: [sample + 1] -> run: those of a sample are neighbours, ascending by their first row.
+        table: [run, 6] first row, row behind the last, begin and end of the keys of the first row, and what is added
+            to begin and to end from row to row, 0 or 1.
+    """
+
+    seqlens: Ints
+    starts: Ints
+    table: Ints
+
+
+class Tiles(NamedTuple):
+    """Pairs of blocks between which a mask allows any pair, ascending by (row, column).
+
+    Attributes:
+        rows, columns: [tile] -> block, of the queries and of the keys; blocks are counted over all samples.
+        pairs: [tile] pairs that the mask allows.
+        touched: [tile] pairs that a kernel computes.
+    """
+
+    rows: Ints
+    columns: Ints
+    pairs: Ints
+    touched: Ints
+
+
+def runs_of(samples: Sequence[Sample]) -> Runs:
+    """Return the runs of `samples`; those without a mask are causal."""
+    tables = [_table_of(sample.mask or CAUSAL, sample.seqlen) for sample in samples]
+    starts = np.zeros(len(tables) + 1, np.int64)
+    np.cumsum([len(table) for table in tables], out=starts[1:])
+    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
+    return Runs(seqlens, starts, np.concatenate(tables))
+
+
+@lru_cache(maxsize=4096)
+def _table_of(mask: Mask, seqlen: int) -> Ints:
+    rectangles = mask.rectangles(seqlen)
+    if rectangles is None:
+        return _runs_in(mask.key_ranges(seqlen))
+    table = [
+        (one.first_row, one.first_row + one.num_rows, one.first_column,
+         one.first_column + (1 if one.causal else one.num_columns), 0, int(one.causal))
+        for one in rectangles
+    ]  # fmt: skip
+    return np.array(sorted(table), np.int64)
+
+
+@compiled
+def _runs_in(ranges: Ranges) -> Ints:
+    """Return the runs of `Mask.key_ranges`."""
+    num_rows = len(ranges)
+    table = np.empty((2 * num_rows, 6), np.int64)
+    count = 0
+    open_run = np.full(2, -1)
+    for row in range(num_rows):
+        for half in range(2):
+            begin, end = np.int64(ranges[row, 2 * half]), np.int64(ranges[row, 2 * half + 1])
+            run = open_run[half]
+            if run >= 0 and begin < end:
+                length = row - table[run, 0]
+                if length == 1:
+                    begin_step, end_step = begin - table[run, 2], end - table[run, 3]
+                    if 0 <= begin_step <= 1 and 0 <= end_step <= 1:
+                        table[run, 4], table[run, 5] = begin_step, end_step
+                if begin == table[run, 2] + length * table[run, 4] and end == table[run, 3] + length * table[run, 5]:
+                    table[run, 1] = row + 1
+                    continue
+            open_run[half] = -1
+            if begin < end:
+                table[count] = (row, row + 1, begin, end, 0, 0)
+                open_run[half] = count
+                count += 1
+    return table[:count].copy()  # type: ignore[no-any-return]
+
+
+@compiled
+def cut_samples(runs: Runs, block_size: int) -> tuple[Ints, Ints]:
+    """Return ([sample + 1] -> cut, [cut] token): where samples are cut into blocks, their two ends included.
+
+    Samples of up to `block_size` tokens are one block. Others are cut where their mask changes, and between in equal
+    parts of whole sub-tiles.
+
+    Args:
+        runs: of the samples.
+        block_size: most tokens of a block; rounded up to whole sub-tiles.
+    """
+    num_samples = len(runs.seqlens)
+    starts = np.zeros(num_samples + 1, np.int64)
+    most = 0
+    for sample in range(num_samples):
+        most += 2 + 2 * (runs.seqlens[sample] // _MIN_BLOCK)
+    cuts = np.empty(most, np.int64)
+    count = 0
+    for sample in range(num_samples):
+        seqlen = runs.seqlens[sample]
+        cuts[count] = 0
+        count += 1
+        if seqlen > block_size:
+            for change in _changes(runs, sample, block_size):
+                first = cuts[count - 1]
+                num_parts = -(-(change - first) // block_size)
+                size = -(-(change - first) // (num_parts * SUB_TILE)) * SUB_TILE
+                for cut in range(first + size, change, size):
+                    cuts[count] = cut
+                    count += 1
+                cuts[count] = change
+                count += 1
+        else:
+            cuts[count] = seqlen
+            count += 1
+        starts[sample + 1] = count
+    return starts, cuts[:count].copy()
+
+
+@compiled
+def _changes(runs: Runs, sample: int, block_size: int) -> Ints:
+    """Return the tokens at which rows or keys of a sample begin to be treated in another way, and its end."""
+    seqlen = runs.seqlens[sample]
+    first, stop = runs.starts[sample], runs.starts[sample + 1]
+    if (stop - first) * block_size > 8 * block_size + 2 * seqlen:  # changes everywhere
+        return np.array([seqlen])
+    points = np.empty(4 * (stop - first), np.int64)
+    count = 0
+    for run in range(first, stop):
+        for part in range(4):
+            if part < 2 or runs.table[run, part + 2] == 0:
+                points[count] = runs.table[run, part]
+                count += 1
+    kept = np.empty(count + 1, np.int64)
+    num_kept, last = 0, 0
+    for point in np.sort(points[:count]):
+        if point - last >= _MIN_BLOCK and seqlen - point >= _MIN_BLOCK:
+            kept[num_kept] = point
+            num_kept, last = num_kept + 1, point
+    kept[num_kept] = seqlen
+    return kept[: num_kept + 1]
+
+
+@compiled
+def count_tiles(runs: Runs, starts: Ints, cuts: Ints) -> Tiles:
+    """Return the tiles between the blocks of each sample, which lie between two cuts.
+
+    Args:
+        runs: of the samples.
+        starts, cuts: as `cut_samples` returns them.
+    """
+    most, widest = 0, 0
+    for sample in range(len(runs.seqlens)):
+        num_blocks = starts[sample + 1] - starts[sample] - 1
+        most += num_blocks * num_blocks
+        widest = max(widest, num_blocks)
+    found = np.empty((4, most), np.int64)
+    count = 0
+    pairs, touched = np.empty(widest, np.int64), np.empty(widest, np.int64)
+    keys = np.empty((2 * SUB_TILE + 2, 2), np.int64)
+    for sample in range(len(runs.seqlens)):
+        own = cuts[starts[sample] : starts[sample + 1]]
+        table = runs.table[runs.starts[sample] : runs.starts[sample + 1]]
+        seqlen = runs.seqlens[sample]
+        first_block = starts[sample] - sample
+        first_run = 0
+        for row in range(len(own) - 1):
+            pairs[:] = 0
+            touched[:] = 0
+            while table[first_run, 1] <= own[row] // SUB_TILE * SUB_TILE:
+                first_run += 1
+            for run in range(first_run, len(table)):
+                if table[run, 0] >= own[row + 1]:
+                    break
+                _add_pairs(table[run], own[row], own[row + 1], own, pairs)
+            for sub_row in range(own[row] // SUB_TILE, (own[row + 1] - 1) // SUB_TILE + 1):
+                low, high = sub_row * SUB_TILE, min((sub_row + 1) * SUB_TILE, seqlen)
+                num_rows = min(high, own[row + 1]) - max(low, own[row])
+                for part in range(_touched_keys(table, first_run, low, high, seqlen, keys)):
+                    _add_keys(keys[part, 0], keys[part, 1], num_rows, own, touched)
+            for column in range(len(own) - 1):
+                if pairs[column]:
+                    found[0, count] = first_block + row
+                    found[1, count] = first_block + column
+                    found[2, count] = pairs[column]
+                    found[3, count] = touched[column]
+                    count += 1
+    found = found[:, :count]
+    return Tiles(found[0].copy(), found[1].copy(), found[2].copy(), found[3].copy())
+
+
+@compiled
+def _add_pairs(run: Ints, first_row: int, row_stop: int, cuts: Ints, pairs: Ints) -> None:
+    """Add to `pairs` [column] those of some rows of a run with the keys between two cuts."""
+    low, high = max(run[0], first_row), min(run[1], row_stop)
+    if low >= high:
+        return
+    num_rows, offset = high - low, low - run[0]
+    begin, end = run[2] + offset * run[4], run[3] + offset * run[5]
+    last_end = end + (num_rows - 1) * run[5]
+    column = np.searchsorted(cuts, begin, side="right") - 1
+    while column < len(cuts) - 1 and cuts[column] < last_end:
+        low, high = cuts[column], cuts[column + 1]
+        pairs[column] += _sum_within(end, run[5], num_rows, low, high) - _sum_within(begin, run[4], num_rows, low, high)
+        column += 1
+
+
+@compiled
+def _sum_within(first: int, step: int, count: int, low: int, high: int) -> int:
+    """Return the sum of `count` numbers from `first` on, each `step` (0 or 1) above the last, clipped to low..high."""
+    if step == 0:
+        return count * min(max(first, low), high)
+    num_below = min(max(low - first, 0), count)
+    num_above = min(max(first + count - 1 - high, 0), count)
+    num_inside = count - num_below - num_above
+    inside = num_inside * (first + num_below) + num_inside * (num_inside - 1) // 2
+    return num_below * low + num_above * high + inside
+
+
+@compiled
+def _touched_keys(table: Ints, first_run: int, low: int, high: int, seqlen: int, keys: Ints) -> int:
+    """Fill `keys` with the ranges of keys in sub-tiles that the rows from `low` to before `high` touch.
+
+    Returns:
+        how many ranges there are; they are disjoint.
+    """
+    count = 0
+    for run in range(first_run, len(table)):
+        if table[run, 0] >= high:
+            break
+        from_row, to_row = max(table[run, 0], low), min(table[run, 1], high)
+        if from_row >= to_row:
+            continue
+        begin = table[run, 2] + (from_row - table[run, 0]) * table[run, 4]
+        end = table[run, 3] + (to_row - 1 - table[run, 0]) * table[run, 5]
+        begin, end = begin // SUB_TILE * SUB_TILE, min(-(-end // SUB_TILE) * SUB_TILE, seqlen)
+        place = 0
+        while place < count:  # swallow those that it meets
+            if keys[place, 0] <= end and begin <= keys[place, 1]:
+                begin, end = min(begin, keys[place, 0]), max(end, keys[place, 1])
+                count -= 1
+                keys[place] = keys[count]
+                place = 0
+            else:
+                place += 1
+        keys[count] = (begin, end)
+        count += 1
+    return count
+
+
+@compiled
+def _add_keys(begin: int, end: int, num_rows: int, cuts: Ints, touched: Ints) -> None:
+    """Add to `touched` [column] the pairs of some rows with the keys of a range."""
+    column = np.searchsorted(cuts, begin, side="right") - 1
+    while column < len(cuts) - 1 and cuts[column] < end:
+        touched[column] += num_rows * (min(end, cuts[column + 1]) - max(begin, cuts[column]))
+        column += 1

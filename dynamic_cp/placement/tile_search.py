@@ -1,0 +1,275 @@
+"""Moves tiles between parts: those of one row, or of one column, that a part computes.
+
+All tiles of a row on a part need its queries there, all of a column its keys. So tiles move by *lines* (a row or a
+column): all that a part has of it, or those that are glad to leave, because on the other part their crossing lines are
+known and here nobody else needs these. First parts above their cap of work are relieved at the least bytes per pair;
+then lines move where that saves bytes and keeps the caps. By such moves queries go to keys, and keys to queries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.blocks import Graph
+from dynamic_cp.placement.documents import Caps
+
+_LEAST = 0.5
+"""Bytes that a move has to save."""
+_NUM_SCANS = 4
+"""How often the lines of a part that is above its cap are looked at."""
+
+
+class State(NamedTuple):
+    """Where vertices and tiles are, and what follows from it.
+
+    Attributes:
+        homes: [vertex] part.
+        lanes: [tile] part.
+        users: [2, vertex, part] why the part has its queries (0) or keys (1): one for each tile, one for the home.
+        tokens, work: [part].
+    """
+
+    homes: Ints
+    lanes: Ints
+    users: Ints
+    tokens: Floats
+    work: Floats
+
+
+@compiled
+def state_of(graph: Graph, homes: Ints, lanes: Ints, num_parts: int) -> State:
+    """Return the state in which vertices and tiles are there."""
+    users = np.zeros((2, len(homes), num_parts), np.int64)
+    tokens, work = np.zeros(num_parts), np.zeros(num_parts)
+    for vertex in range(len(homes)):
+        users[:, vertex, homes[vertex]] += 1
+        tokens[homes[vertex]] += graph.tokens[vertex]
+    for tile in range(len(lanes)):
+        for side in range(2):
+            users[side, graph.ends[side, tile], lanes[tile]] += 1
+        work[lanes[tile]] += graph.work[tile]
+    return State(homes, lanes, users, tokens, work)
+
+
+@compiled
+def moved_bytes(graph: Graph, users: Ints) -> int:
+    """Return the bytes that enter or leave parts, each block once for each part that needs it besides its home."""
+    total = 0
+    for side in range(2):
+        for vertex in range(users.shape[1]):
+            total += graph.net_bytes[side, vertex] * (np.count_nonzero(users[side, vertex]) - 1)
+    return total
+
+
+@compiled
+def improve_tiles(graph: Graph, state: State, caps: Caps, num_rounds: int) -> None:
+    """Change `state` until no part is above its cap of work and no move saves bytes, or for `num_rounds` rounds."""
+    num_parts = len(caps.work)
+    saved, whole, work = np.empty(num_parts), np.empty(num_parts), np.empty(num_parts)
+    for _ in range(num_rounds):
+        num_moves = 0
+        for part in range(num_parts):
+            num_moves += _relieve(graph, state, caps, part, saved, whole, work)
+        for side in range(2):
+            for vertex in range(len(state.homes)):
+                num_moves += _improve_line(graph, state, caps, side, vertex, saved, whole, work)
+        num_moves += _improve_homes(graph, state, caps)
+        if num_moves == 0:
+            break
+
+
+@compiled
+def _weigh_line(
+    graph: Graph, state: State, side: int, vertex: int, here: int, least: float, saved: Floats, whole: Floats,
+    work: Floats,
+) -> float:  # fmt: skip
+    """Fill in what moving the tiles of a line from a part to each other part saves, in bytes.
+
+    Args:
+        saved: [part] by those tiles alone that save at least `least` each.
+        whole: [part] by all of them.
+        work: [part] touched pairs of the former.
+
+    Returns:
+        touched pairs of all.
+    """
+    saved[:] = 0.0
+    whole[:] = 0.0
+    work[:] = 0.0
+    count, all_work = 0, 0.0
+    for place in range(graph.starts[side, vertex], graph.starts[side, vertex + 1]):
+        tile = graph.members[side, place]
+        if state.lanes[tile] != here:
+            continue
+        count += 1
+        all_work += graph.work[tile]
+        crossing = graph.ends[1 - side, tile]
+        size = graph.net_bytes[1 - side, crossing]
+        left = size if state.users[1 - side, crossing, here] == 1 else 0
+        for part in range(len(saved)):
+            gain = left if state.users[1 - side, crossing, part] else left - size
+            whole[part] += gain
+            if gain >= least:
+                saved[part] += gain
+                work[part] += graph.work[tile]
+    size = graph.net_bytes[side, vertex]
+    is_only_for_these = state.users[side, vertex, here] == count
+    for part in range(len(saved)):
+        arriving = 0 if state.users[side, vertex, part] else size
+        saved[part] -= arriving
+        whole[part] += (size if is_only_for_these else 0) - arriving
+        if work[part] == all_work:
+            saved[part] = whole[part]
+    return all_work
+
+
+@compiled
+def _move_line(
+    graph: Graph, state: State, side: int, vertex: int, here: int, there: int, least: float, excess: float, room: float
+) -> float:
+    """Move those tiles of a line that save at least `least` bytes each.
+
+    Args:
+        excess: touched pairs that are enough.
+        room: touched pairs that are the most.
+
+    Returns:
+        touched pairs that moved.
+    """
+    moved = 0.0
+    for place in range(graph.starts[side, vertex], graph.starts[side, vertex + 1]):
+        tile = graph.members[side, place]
+        if state.lanes[tile] != here:
+            continue
+        crossing = graph.ends[1 - side, tile]
+        size = graph.net_bytes[1 - side, crossing]
+        gain = (size if state.users[1 - side, crossing, here] == 1 else 0) - (
+            0 if state.users[1 - side, crossing, there] else size
+        )
+        if gain < least or moved >= excess or moved + graph.work[tile] > room:
+            continue
+        state.lanes[tile] = there
+        for one in range(2):
+            state.users[one, graph.ends[one, tile], here] -= 1
+            state.users[one, graph.ends[one, tile], there] += 1
+        moved += graph.work[tile]
+    state.work[here] -= moved
+    state.work[there] += moved
+    return moved
+
+
+@compiled
+def _improve_line(
+    graph: Graph, state: State, caps: Caps, side: int, vertex: int, saved: Floats, whole: Floats, work: Floats
+) -> int:
+    """Move the tiles of a line from each part that has some to where it saves most; return the number of moves."""
+    num_moves = 0
+    num_parts = len(saved)
+    for here in range(num_parts):
+        if state.users[side, vertex, here] - (state.homes[vertex] == here) <= 0:
+            continue
+        all_work = _weigh_line(graph, state, side, vertex, here, _LEAST, saved, whole, work)
+        best, most, least = -1, _LEAST, -np.inf
+        for part in range(num_parts):
+            if part == here:
+                continue
+            room = caps.work[part] - state.work[part]
+            if whole[part] > most and all_work <= room:
+                best, most, least = part, whole[part], -np.inf
+            if saved[part] > most and work[part] <= room:
+                best, most, least = part, saved[part], _LEAST
+        if best >= 0:
+            _move_line(graph, state, side, vertex, here, best, least, np.inf, np.inf)
+            num_moves += 1
+    return num_moves
+
+
+@compiled
+def _relieve(graph: Graph, state: State, caps: Caps, here: int, saved: Floats, whole: Floats, work: Floats) -> int:
+    """Move tiles from a part above its cap at the least bytes per touched pair; return the number of moves."""
+    num_vertices = len(state.homes)
+    num_moves = 0
+    ratios = np.empty(2 * num_vertices)
+    for _ in range(_NUM_SCANS):
+        if state.work[here] <= caps.work[here]:
+            break
+        for line in range(2 * num_vertices):
+            side, vertex = line // num_vertices, line % num_vertices
+            ratios[line], _, _ = _cheapest_relief(graph, state, caps, side, vertex, here, saved, whole, work)
+        before = num_moves
+        for line in np.argsort(ratios, kind="mergesort"):
+            excess = state.work[here] - caps.work[here]
+            if excess <= 0.0 or ratios[line] == np.inf:
+                break
+            side, vertex = line // num_vertices, line % num_vertices
+            ratio, there, least = _cheapest_relief(graph, state, caps, side, vertex, here, saved, whole, work)
+            if there < 0 or ratio > ratios[line] + abs(ratios[line]):
+                continue  # what made it cheap has moved
+            room = caps.work[there] - state.work[there]
+            if _move_line(graph, state, side, vertex, here, there, least, excess, room) > 0.0:
+                num_moves += 1
+        if num_moves == before:
+            break
+    return num_moves
+
+
+@compiled
+def _cheapest_relief(
+    graph: Graph, state: State, caps: Caps, side: int, vertex: int, here: int, saved: Floats, whole: Floats,
+    work: Floats,
+) -> tuple[float, int, float]:  # fmt: skip
+    """Return (bytes per touched pair, part, what a tile has to save) of the best move of a line away from a part."""
+    if state.users[side, vertex, here] - (state.homes[vertex] == here) <= 0:
+        return np.inf, -1, 0.0
+    all_work = _weigh_line(graph, state, side, vertex, here, 0.0, saved, whole, work)
+    excess = state.work[here] - caps.work[here]
+    best, lowest, least = -1, np.inf, 0.0
+    for part in range(len(saved)):
+        room = caps.work[part] - state.work[part]
+        if part == here or room <= 0.0:
+            continue
+        if work[part] > 0.0:
+            ratio = -saved[part] / min(work[part], excess, room)
+            if ratio < lowest:
+                best, lowest, least = part, ratio, 0.0
+        if all_work > 0.0:
+            ratio = -whole[part] / min(all_work, excess, room)
+            if ratio < lowest:
+                best, lowest, least = part, ratio, -np.inf
+    return lowest, best, least
+
+
+@compiled
+def _improve_homes(graph: Graph, state: State, caps: Caps) -> int:
+    """Move homes, without tiles, to where more of their tiles are, as far as tokens allow; return how many moved."""
+    num_moves = 0
+    for vertex in range(len(state.homes)):
+        here = state.homes[vertex]
+        left = 0
+        for side in range(2):
+            if state.users[side, vertex, here] == 1:
+                left += graph.net_bytes[side, vertex]
+        if left == 0:
+            continue
+        best, most = -1, _LEAST
+        for part in range(len(caps.tokens)):
+            if part == here or state.tokens[part] + graph.tokens[vertex] > caps.tokens[part]:
+                continue
+            gain = left
+            for side in range(2):
+                if state.users[side, vertex, part] == 0:
+                    gain -= graph.net_bytes[side, vertex]
+            if gain > most:
+                best, most = part, gain
+        if best >= 0:
+            state.users[:, vertex, here] -= 1
+            state.users[:, vertex, best] += 1
+            state.tokens[here] -= graph.tokens[vertex]
+            state.tokens[best] += graph.tokens[vertex]
+            state.homes[vertex] = best
+            num_moves += 1
+    return num_moves
