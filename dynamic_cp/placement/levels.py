@@ -13,8 +13,8 @@ from dynamic_cp.placement.documents import Caps, place_documents
 from dynamic_cp.placement.row_search import Prices, improve_rows, pushed_rows, work_of_vertices
 from dynamic_cp.placement.tile_search import improve_tiles, moved_bytes, state_of
 
-_NUM_SWEEPS = 20
-_NUM_ROUNDS = 6
+_ROUNDING = 1e-6
+"""Tokens or pairs above a cap that are none."""
 _WORK_PRICE = 32.0
 """Bytes of all keys that all work above a cap is worth."""
 
@@ -46,29 +46,40 @@ def place_graph(
             half of it.
         effort: of the search.
     """
-    num_nodes = -(-num_lanes // node_lanes)
-    lanes_of = np.full(num_nodes, node_lanes)
-    lanes_of[num_nodes - 1] = num_lanes - (num_nodes - 1) * node_lanes
-    tokens, work = graph.tokens.sum() / num_lanes, graph.work.sum() / num_lanes
-    caps = Caps(
-        lanes_of * (tokens * (1 + token_tolerance / 2)) + 1e-6, lanes_of * (work * (1 + work_tolerance / 2)) + 1e-6
-    )
-    nodes, tile_nodes = _place_over(graph, caps, effort)
+    of_nodes, of_lanes = caps_of(graph, num_lanes, node_lanes, token_tolerance, work_tolerance)
+    nodes, tile_nodes = _place_over(graph, of_nodes, effort)
     if node_lanes == 1:
         return nodes, tile_nodes
     homes, lanes = np.empty_like(nodes), np.empty_like(tile_nodes)
-    for node in range(num_nodes):
-        part, vertices, tiles = _part_of(graph, nodes, tile_nodes, node)
-        count = lanes_of[node]
-        caps = Caps(
-            np.full(count, tokens * (1 + token_tolerance) + 1e-6), np.full(count, work * (1 + work_tolerance) + 1e-6)
-        )
+    for node in range(len(of_nodes.tokens)):
+        part, vertices, tiles = part_of(graph, nodes, tile_nodes, node)
+        first, stop = node * node_lanes, min((node + 1) * node_lanes, num_lanes)
+        caps = Caps(of_lanes.tokens[first:stop], of_lanes.work[first:stop])
         part_homes, part_lanes = _place_over(part, caps, effort)
         for place in range(len(vertices)):
             if nodes[vertices[place]] == node:
                 homes[vertices[place]] = node * node_lanes + part_homes[place]
         lanes[tiles] = node * node_lanes + part_lanes
     return homes, lanes
+
+
+@compiled
+def caps_of(
+    graph: Graph, num_lanes: int, node_lanes: int, token_tolerance: float, work_tolerance: float
+) -> tuple[Caps, Caps]:
+    """Return what each node and what each lane may hold; arguments as for `place_graph`."""
+    num_nodes = -(-num_lanes // node_lanes)
+    tokens, work = graph.tokens.sum() / num_lanes, graph.work.sum() / num_lanes
+    of_nodes = Caps(np.empty(num_nodes), np.empty(num_nodes))
+    of_lanes = Caps(np.empty(num_lanes), np.empty(num_lanes))
+    for node in range(num_nodes):
+        count = min(node_lanes, num_lanes - node * node_lanes)
+        of_nodes.tokens[node] = count * tokens * (1.0 + token_tolerance / 2.0) + _ROUNDING
+        of_nodes.work[node] = count * work * (1.0 + work_tolerance / 2.0) + _ROUNDING
+    for lane in range(num_lanes):
+        of_lanes.tokens[lane] = tokens * (1.0 + token_tolerance) + _ROUNDING
+        of_lanes.work[lane] = work * (1.0 + work_tolerance) + _ROUNDING
+    return of_nodes, of_lanes
 
 
 @compiled
@@ -114,7 +125,7 @@ def _overload(held: Floats, caps: Floats) -> float:
 
 
 @compiled
-def _part_of(graph: Graph, nodes: Ints, tile_nodes: Ints, node: int) -> tuple[Graph, Ints, Ints]:
+def part_of(graph: Graph, nodes: Ints, tile_nodes: Ints, node: int) -> tuple[Graph, Ints, Ints]:
     """Return (the graph of one node, its vertices, its tiles).
 
     Blocks of other nodes that tiles here read are among its vertices, with no tokens: the lane where the search puts
