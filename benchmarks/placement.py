@@ -7,19 +7,19 @@ Batches are filled to 131072 tokens with documents as they come, and used if the
 lanes, 4096 bytes per token of queries and outputs, 1024 of keys and values (8 query heads, 2 KV heads, 128 channels,
 bf16). Planning times are the least of five, from samples to arrays, on one core, with no mask known beforehand.
 
-mtkahypar cuts the same graph at the same two levels: vertices are blocks and tiles, a net is a row or a column. It knows
-one weight per vertex, so that blocks and tiles weigh their share of all tokens and of all work; then whole rows leave
-nodes and lanes with too many tokens, and our search over tiles repairs work and improves what it finds.
+mtkahypar cuts the same graph at the same two levels: vertices are blocks and tiles, a net is a row or a column. It
+knows one weight per vertex, so that blocks and tiles weigh their share of all tokens and of all work; then whole rows
+leave nodes and lanes with too many tokens, and our search over tiles repairs work and improves what it finds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from dynamic_cp.placement import (
     Placed,
     PlacementProblem,
     candidates,
-    place_whole,
     search_placement,
     traffic_of,
 )
@@ -108,7 +107,7 @@ def print_times() -> None:
             ("131 072 tokens of sft_longalign", next(batches(DATA[0], 1)), NODES_OF_8, 1024),
             ("131 072 tokens of sft_longalign", next(batches(DATA[0], 1)), NODES_OF_8, 512),
             ("one of 131 072 tokens", [NUM_TOKENS], NODES_OF_8, 1024),
-            ("a million tokens of sft_longalign", sum(batches(DATA[0], 8), []), million, 2048),
+            ("a million tokens of sft_longalign", list(chain.from_iterable(batches(DATA[0], 8))), million, 2048),
             ("one of a million tokens", [1 << 20], million, 2048),
         ):
             samples = samples_of(seqlens, mask)
@@ -177,7 +176,8 @@ def partitioned(partition: Partition, samples: list[Sample], problem: PlacementP
     nodes, tile_nodes = part_and_repair(partition, graph, of_nodes)
     homes, lanes = np.empty_like(nodes), np.empty_like(tile_nodes)
     for node in range(len(of_nodes.tokens)):
-        part, vertices, tiles = part_of(graph, nodes, tile_nodes, node)
+        tiles = np.flatnonzero(tile_nodes == node)
+        part, vertices = part_of(graph, nodes, tiles, node)
         caps = Caps(*(one[node * node_lanes : (node + 1) * node_lanes] for one in of_lanes))
         part_homes, part_lanes = part_and_repair(partition, part, caps)
         is_here = nodes[vertices] == node

@@ -154,16 +154,24 @@ def _graph_of(
 def graph_of(tokens: Ints, documents: Ints, net_bytes: Ints, ends: Ints, work: Ints) -> Graph:
     """Return the graph of these vertices and tiles."""
     num_vertices, num_tiles = len(tokens), len(work)
-    starts = np.zeros((2, num_vertices + 1), np.int64)
+    starts = np.empty((2, num_vertices + 1), np.int64)
     members = np.empty((2, num_tiles), np.int64)
     for side in range(2):
-        for tile in range(num_tiles):
-            starts[side, ends[side, tile] + 1] += 1
-        for vertex in range(num_vertices):
-            starts[side, vertex + 1] += starts[side, vertex]
-        place = starts[side, :-1].copy()
-        for tile in range(num_tiles):
-            vertex = ends[side, tile]
-            members[side, place[vertex]] = tile
-            place[vertex] += 1
+        members[side], starts[side] = sorted_by(ends[side], num_vertices)
     return Graph(tokens, documents, net_bytes, ends, work, starts, members)
+
+
+@compiled
+def sorted_by(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
+    """Return ([place] -> index of `keys`, ascending by key and index; [key + 1] -> place of its first)."""
+    starts = np.zeros(num_keys + 1, np.int64)
+    for key in keys:
+        starts[key + 1] += 1
+    for key in range(num_keys):
+        starts[key + 1] += starts[key]
+    places = starts[:-1].copy()
+    order = np.empty(len(keys), np.int64)
+    for index in range(len(keys)):
+        order[places[keys[index]]] = index
+        places[keys[index]] += 1
+    return order, starts

@@ -13,6 +13,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.blocks import sorted_by
 
 _GRAIN = 16
 """Pieces are cut to multiples of so many tokens where that is little against what a lane may hold."""
@@ -54,7 +55,7 @@ def even_out(
     left = sizes.copy()
     cut = np.empty((4, 4 * num_lanes + num_blocks), np.int64)  # a cut ends a block, an excess or a room
     count = 0
-    by_lane, first = _by_lane(lanes, num_lanes)
+    by_lane, first = sorted_by(lanes, num_lanes)
     for step in range(4):
         is_anywhere, is_cutting = step % 2 == 1, step >= 2
         for lane in np.argsort(-held, kind="mergesort"):
@@ -86,17 +87,6 @@ def even_out(
                 held[lane] -= size
                 held[there] += size
     return _pieces(sizes, lanes, left, cut[:, :count])
-
-
-@compiled
-def _by_lane(lanes: Ints, num_lanes: int) -> tuple[Ints, Ints]:
-    """Return (blocks by lane, [lane + 1] -> place of its first)."""
-    first = np.zeros(num_lanes + 1, np.int64)
-    for lane in lanes:
-        first[lane + 1] += 1
-    for lane in range(num_lanes):
-        first[lane + 1] += first[lane]
-    return np.argsort(lanes, kind="mergesort"), first
 
 
 @compiled

@@ -8,13 +8,15 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Graph, graph_of
+from dynamic_cp.placement.blocks import Graph, graph_of, sorted_by
 from dynamic_cp.placement.documents import Caps, place_documents
 from dynamic_cp.placement.row_search import Prices, improve_rows, pushed_rows, work_of_vertices
 from dynamic_cp.placement.tile_search import improve_tiles, moved_bytes, state_of
 
 _ROUNDING = 1e-6
 """Tokens or pairs above a cap that are none."""
+_LEAST_SWEEPS, _MOST_LOOKS = 4, 6_000_000
+"""Sweeps over rows, of which each looks at all tiles once for each part; large graphs get few."""
 _WORK_PRICE = 32.0
 """Bytes of all keys that all work above a cap is worth."""
 
@@ -51,8 +53,10 @@ def place_graph(
     if node_lanes == 1:
         return nodes, tile_nodes
     homes, lanes = np.empty_like(nodes), np.empty_like(tile_nodes)
+    by_node, first_tiles = sorted_by(tile_nodes, len(of_nodes.tokens))
     for node in range(len(of_nodes.tokens)):
-        part, vertices, tiles = part_of(graph, nodes, tile_nodes, node)
+        tiles = by_node[first_tiles[node] : first_tiles[node + 1]]
+        part, vertices = part_of(graph, nodes, tiles, node)
         first, stop = node * node_lanes, min((node + 1) * node_lanes, num_lanes)
         caps = Caps(of_lanes.tokens[first:stop], of_lanes.work[first:stop])
         part_homes, part_lanes = _place_over(part, caps, effort)
@@ -94,6 +98,8 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
     prices = Prices(
         (graph.net_bytes[0].sum() + keys_bytes) / tokens, _WORK_PRICE * keys_bytes / max(graph.work.sum(), 1)
     )
+    looks = max(1, len(graph.work) * num_parts)
+    num_sweeps = min(effort.num_sweeps, max(_LEAST_SWEEPS, _MOST_LOOKS // looks))
     pushed = pushed_rows(graph, num_parts)
     lowest = np.inf
     for start in range(4):
@@ -104,8 +110,8 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
             pushed[:] = 0
         vertex_work = work_of_vertices(graph, pushed)
         homes = place_documents(graph, vertex_work, caps, is_spread)
-        if effort.num_sweeps:
-            improve_rows(graph, vertex_work, pushed, homes, caps, prices, effort.num_sweeps, effort.seed)
+        if num_sweeps:
+            improve_rows(graph, vertex_work, pushed, homes, caps, prices, num_sweeps, effort.seed)
         lanes = np.empty(len(graph.work), np.int64)
         for tile in range(len(lanes)):
             lanes[tile] = homes[graph.ends[pushed[graph.ends[0, tile]], tile]]
@@ -125,13 +131,12 @@ def _overload(held: Floats, caps: Floats) -> float:
 
 
 @compiled
-def part_of(graph: Graph, nodes: Ints, tile_nodes: Ints, node: int) -> tuple[Graph, Ints, Ints]:
-    """Return (the graph of one node, its vertices, its tiles).
+def part_of(graph: Graph, nodes: Ints, tiles: Ints, node: int) -> tuple[Graph, Ints]:
+    """Return (the graph of one node, which computes these tiles, its vertices).
 
     Blocks of other nodes that tiles here read are among its vertices, with no tokens: the lane where the search puts
     one passes it on.
     """
-    tiles = np.flatnonzero(tile_nodes == node)
     is_used = nodes == node
     for tile in tiles:
         is_used[graph.ends[0, tile]] = True
@@ -145,4 +150,4 @@ def part_of(graph: Graph, nodes: Ints, tile_nodes: Ints, node: int) -> tuple[Gra
         ends[side] = number[graph.ends[side][tiles]]
         net_bytes[side] = graph.net_bytes[side][vertices]
     tokens = np.where(nodes[vertices] == node, graph.tokens[vertices], 0)
-    return graph_of(tokens, graph.documents[vertices], net_bytes, ends, graph.work[tiles]), vertices, tiles
+    return graph_of(tokens, graph.documents[vertices], net_bytes, ends, graph.work[tiles]), vertices

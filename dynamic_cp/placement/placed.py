@@ -114,14 +114,9 @@ def _inherited(old: Tiles, old_lanes: Ints, blocks: Ints, tiles: Tiles) -> Ints:
         tiles: between pieces.
     """
     lanes = np.empty(len(tiles.rows), np.int64)
+    firsts = np.searchsorted(old.rows, np.arange(blocks[-1] + 2))
     for tile in range(len(lanes)):
         row, column = blocks[tiles.rows[tile]], blocks[tiles.columns[tile]]
-        low, high = 0, len(old.rows)
-        while low < high:  # the first that is not before (row, column)
-            middle = (low + high) // 2
-            if old.rows[middle] < row or (old.rows[middle] == row and old.columns[middle] < column):
-                low = middle + 1
-            else:
-                high = middle
-        lanes[tile] = old_lanes[low]
+        low, high = firsts[row], firsts[row + 1]
+        lanes[tile] = old_lanes[low + np.searchsorted(old.columns[low:high], column)]
     return lanes

@@ -18,7 +18,7 @@ from dynamic_cp.types.counts import MAX_COUNT, largest_power_of_two
 from dynamic_cp.types.plan import Sample
 
 _NUM_SWEEPS = 20
-_NUM_ROUNDS = 6
+_NUM_ROUNDS = 2
 
 
 def place_whole(samples: Sequence[Sample], problem: PlacementProblem) -> Placed:

@@ -19,8 +19,6 @@ from dynamic_cp.placement.documents import Caps
 
 _LEAST = 0.5
 """Bytes that a move has to save."""
-_NUM_SCANS = 4
-"""How often the lines of a part that is above its cap are looked at."""
 
 
 class State(NamedTuple):
@@ -38,6 +36,21 @@ class State(NamedTuple):
     users: Ints
     tokens: Floats
     work: Floats
+
+
+class Line(NamedTuple):
+    """What moving the tiles that a part has of a row or column to another part would do.
+
+    Attributes:
+        bytes: [part] saved by moving all of them there.
+        work: [1] their touched pairs.
+        glad_bytes, glad_work: [part] the same of those alone that save something by themselves.
+    """
+
+    bytes: Floats
+    work: Floats
+    glad_bytes: Floats
+    glad_work: Floats
 
 
 @compiled
@@ -68,63 +81,51 @@ def moved_bytes(graph: Graph, users: Ints) -> int:
 @compiled
 def improve_tiles(graph: Graph, state: State, caps: Caps, num_rounds: int) -> None:
     """Change `state` until no part is above its cap of work and no move saves bytes, or for `num_rounds` rounds."""
-    num_parts = len(caps.work)
-    saved, whole, work = np.empty(num_parts), np.empty(num_parts), np.empty(num_parts)
+    num_vertices, num_parts = len(state.homes), len(caps.work)
+    line = Line(np.empty(num_parts), np.empty(1), np.empty(num_parts), np.empty(num_parts))
+    ratios = np.empty(2 * num_vertices)
     for _ in range(num_rounds):
         num_moves = 0
         for part in range(num_parts):
-            num_moves += _relieve(graph, state, caps, part, saved, whole, work)
+            if state.work[part] > caps.work[part]:
+                num_moves += _relieve(graph, state, caps, part, line, ratios)
         for side in range(2):
-            for vertex in range(len(state.homes)):
-                num_moves += _improve_line(graph, state, caps, side, vertex, saved, whole, work)
+            for vertex in range(num_vertices):
+                num_moves += _improve_line(graph, state, caps, side, vertex, line)
         num_moves += _improve_homes(graph, state, caps)
         if num_moves == 0:
             break
 
 
 @compiled
-def _weigh_line(
-    graph: Graph, state: State, side: int, vertex: int, here: int, least: float, saved: Floats, whole: Floats,
-    work: Floats,
-) -> float:  # fmt: skip
-    """Fill in what moving the tiles of a line from a part to each other part saves, in bytes.
-
-    Args:
-        saved: [part] by those tiles alone that save at least `least` each.
-        whole: [part] by all of them.
-        work: [part] touched pairs of the former.
-
-    Returns:
-        touched pairs of all.
-    """
-    saved[:] = 0.0
-    whole[:] = 0.0
-    work[:] = 0.0
-    count, all_work = 0, 0.0
+def _weigh_line(graph: Graph, state: State, side: int, vertex: int, here: int, least: float, line: Line) -> None:
+    """Fill in what moving the tiles of a line away from a part would do; those are `glad` that save `least` bytes."""
+    line.glad_bytes[:] = 0.0
+    line.bytes[:] = 0.0
+    line.glad_work[:] = 0.0
+    count, work = 0, 0.0
     for place in range(graph.starts[side, vertex], graph.starts[side, vertex + 1]):
         tile = graph.members[side, place]
         if state.lanes[tile] != here:
             continue
         count += 1
-        all_work += graph.work[tile]
+        work += graph.work[tile]
         crossing = graph.ends[1 - side, tile]
         size = graph.net_bytes[1 - side, crossing]
         left = size if state.users[1 - side, crossing, here] == 1 else 0
-        for part in range(len(saved)):
+        for part in range(len(line.bytes)):
             gain = left if state.users[1 - side, crossing, part] else left - size
-            whole[part] += gain
+            line.bytes[part] += gain
             if gain >= least:
-                saved[part] += gain
-                work[part] += graph.work[tile]
+                line.glad_bytes[part] += gain
+                line.glad_work[part] += graph.work[tile]
     size = graph.net_bytes[side, vertex]
-    is_only_for_these = state.users[side, vertex, here] == count
-    for part in range(len(saved)):
+    left = size if state.users[side, vertex, here] == count else 0  # nothing else there needs the line
+    for part in range(len(line.bytes)):
         arriving = 0 if state.users[side, vertex, part] else size
-        saved[part] -= arriving
-        whole[part] += (size if is_only_for_these else 0) - arriving
-        if work[part] == all_work:
-            saved[part] = whole[part]
-    return all_work
+        line.bytes[part] += left - arriving
+        line.glad_bytes[part] += (left if line.glad_work[part] == work else 0) - arriving
+    line.work[0] = work
 
 
 @compiled
@@ -163,25 +164,23 @@ def _move_line(
 
 
 @compiled
-def _improve_line(
-    graph: Graph, state: State, caps: Caps, side: int, vertex: int, saved: Floats, whole: Floats, work: Floats
-) -> int:
+def _improve_line(graph: Graph, state: State, caps: Caps, side: int, vertex: int, line: Line) -> int:
     """Move the tiles of a line from each part that has some to where it saves most; return the number of moves."""
     num_moves = 0
-    num_parts = len(saved)
+    num_parts = len(caps.work)
     for here in range(num_parts):
         if state.users[side, vertex, here] - (state.homes[vertex] == here) <= 0:
             continue
-        all_work = _weigh_line(graph, state, side, vertex, here, _LEAST, saved, whole, work)
+        _weigh_line(graph, state, side, vertex, here, _LEAST, line)
         best, most, least = -1, _LEAST, -np.inf
         for part in range(num_parts):
             if part == here:
                 continue
             room = caps.work[part] - state.work[part]
-            if whole[part] > most and all_work <= room:
-                best, most, least = part, whole[part], -np.inf
-            if saved[part] > most and work[part] <= room:
-                best, most, least = part, saved[part], _LEAST
+            if line.bytes[part] > most and line.work[0] <= room:
+                best, most, least = part, line.bytes[part], -np.inf
+            if line.glad_bytes[part] > most and line.glad_work[part] <= room:
+                best, most, least = part, line.glad_bytes[part], _LEAST
         if best >= 0:
             _move_line(graph, state, side, vertex, here, best, least, np.inf, np.inf)
             num_moves += 1
@@ -189,55 +188,55 @@ def _improve_line(
 
 
 @compiled
-def _relieve(graph: Graph, state: State, caps: Caps, here: int, saved: Floats, whole: Floats, work: Floats) -> int:
+def _relieve(graph: Graph, state: State, caps: Caps, here: int, line: Line, ratios: Floats) -> int:
     """Move tiles from a part above its cap at the least bytes per touched pair; return the number of moves."""
     num_vertices = len(state.homes)
-    num_moves = 0
-    ratios = np.empty(2 * num_vertices)
-    for _ in range(_NUM_SCANS):
-        if state.work[here] <= caps.work[here]:
+    num_moves, num_lines = 0, 0
+    lines = np.empty(2 * num_vertices, np.int64)
+    for number in range(2 * num_vertices):
+        ratio, there, _ = _cheapest_relief(graph, state, caps, number, here, line)
+        if there >= 0:
+            lines[num_lines], ratios[num_lines] = number, ratio
+            num_lines += 1
+    for place in np.argsort(ratios[:num_lines], kind="mergesort"):
+        excess = state.work[here] - caps.work[here]
+        if excess <= 0.0:
             break
-        for line in range(2 * num_vertices):
-            side, vertex = line // num_vertices, line % num_vertices
-            ratios[line], _, _ = _cheapest_relief(graph, state, caps, side, vertex, here, saved, whole, work)
-        before = num_moves
-        for line in np.argsort(ratios, kind="mergesort"):
-            excess = state.work[here] - caps.work[here]
-            if excess <= 0.0 or ratios[line] == np.inf:
-                break
-            side, vertex = line // num_vertices, line % num_vertices
-            ratio, there, least = _cheapest_relief(graph, state, caps, side, vertex, here, saved, whole, work)
-            if there < 0 or ratio > ratios[line] + abs(ratios[line]):
-                continue  # what made it cheap has moved
-            room = caps.work[there] - state.work[there]
-            if _move_line(graph, state, side, vertex, here, there, least, excess, room) > 0.0:
-                num_moves += 1
-        if num_moves == before:
-            break
+        ratio, there, least = _cheapest_relief(graph, state, caps, lines[place], here, line)
+        if there < 0 or ratio > ratios[place] + abs(ratios[place]):
+            continue  # what made it cheap has moved
+        room = caps.work[there] - state.work[there]
+        side, vertex = lines[place] // num_vertices, lines[place] % num_vertices
+        if _move_line(graph, state, side, vertex, here, there, least, excess, room) > 0.0:
+            num_moves += 1
     return num_moves
 
 
 @compiled
 def _cheapest_relief(
-    graph: Graph, state: State, caps: Caps, side: int, vertex: int, here: int, saved: Floats, whole: Floats,
-    work: Floats,
-) -> tuple[float, int, float]:  # fmt: skip
-    """Return (bytes per touched pair, part, what a tile has to save) of the best move of a line away from a part."""
+    graph: Graph, state: State, caps: Caps, number: int, here: int, line: Line
+) -> tuple[float, int, float]:
+    """Return (bytes per touched pair, part or -1, what a tile has to save) of the best move of a line from a part.
+
+    Args:
+        number: of the line, rows first.
+    """
+    side, vertex = number // len(state.homes), number % len(state.homes)
     if state.users[side, vertex, here] - (state.homes[vertex] == here) <= 0:
         return np.inf, -1, 0.0
-    all_work = _weigh_line(graph, state, side, vertex, here, 0.0, saved, whole, work)
+    _weigh_line(graph, state, side, vertex, here, 0.0, line)
     excess = state.work[here] - caps.work[here]
     best, lowest, least = -1, np.inf, 0.0
-    for part in range(len(saved)):
+    for part in range(len(caps.work)):
         room = caps.work[part] - state.work[part]
         if part == here or room <= 0.0:
             continue
-        if work[part] > 0.0:
-            ratio = -saved[part] / min(work[part], excess, room)
+        if line.glad_work[part] > 0.0:
+            ratio = -line.glad_bytes[part] / min(line.glad_work[part], excess, room)
             if ratio < lowest:
                 best, lowest, least = part, ratio, 0.0
-        if all_work > 0.0:
-            ratio = -whole[part] / min(all_work, excess, room)
+        if line.work[0] > 0.0:
+            ratio = -line.bytes[part] / min(line.work[0], excess, room)
             if ratio < lowest:
                 best, lowest, least = part, ratio, -np.inf
     return lowest, best, least
