@@ -5,6 +5,7 @@ Homes are placed so that tokens come out even, tiles so that work does, and both
 and outputs (a *row*) or keys and values (a *column*) once to each node and lane that needs them. Read in this order:
 
 - `problem`: what a micro-batch is placed for
+- `order`: sorting and searching in compiled loops
 - `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
 - `blocks`: a micro-batch as a graph of blocks and tiles
 - `documents`: where a search begins, whole documents where they fit

@@ -13,6 +13,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
+from dynamic_cp.placement.order import sorted_by
 from dynamic_cp.placement.runs import Runs, Tiles, count_tiles, cut_samples, runs_of
 from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.plan import Sample
@@ -124,7 +125,9 @@ def _graph_of(
     starts: Ints, cuts: Ints, tiles: Tiles, num_long: int, num_own: int, num_own_tiles: int, bins: Ints, row_bytes: int,
     column_bytes: int,
 ) -> Graph:  # fmt: skip
-    num_bins = bins.max() + 1 if len(bins) else 0
+    num_bins = 0
+    for one in bins:
+        num_bins = max(num_bins, one + 1)
     num_vertices, num_tiles = num_own + num_bins, num_own_tiles + num_bins
     tokens = np.zeros(num_vertices, np.int64)
     documents = np.empty(num_vertices, np.int64)
@@ -134,19 +137,18 @@ def _graph_of(
         for cut in range(starts[sample], starts[sample + 1] - 1):
             tokens[cut - sample] = cuts[cut + 1] - cuts[cut]
             documents[cut - sample] = sample
-    ends[0, :num_own_tiles] = tiles.rows[:num_own_tiles]
-    ends[1, :num_own_tiles] = tiles.columns[:num_own_tiles]
-    work[:num_own_tiles] = tiles.touched[:num_own_tiles]
+    for tile in range(num_own_tiles):
+        ends[0, tile], ends[1, tile], work[tile] = tiles.rows[tile], tiles.columns[tile], tiles.touched[tile]
     for one in range(num_bins):
         documents[num_own + one] = num_long + one
-        ends[:, num_own_tiles + one] = num_own + one
+        ends[0, num_own_tiles + one] = ends[1, num_own_tiles + one] = num_own + one
     for short in range(len(bins)):
         cut = starts[num_long + short]
         tokens[num_own + bins[short]] += cuts[cut + 1] - cuts[cut]
         work[num_own_tiles + bins[short]] += tiles.touched[num_own_tiles + short]
     net_bytes = np.empty((2, num_vertices), np.int64)
-    net_bytes[0] = tokens * row_bytes
-    net_bytes[1] = tokens * column_bytes
+    for vertex in range(num_vertices):
+        net_bytes[0, vertex], net_bytes[1, vertex] = tokens[vertex] * row_bytes, tokens[vertex] * column_bytes
     return graph_of(tokens, documents, net_bytes, ends, work)
 
 
@@ -157,21 +159,9 @@ def graph_of(tokens: Ints, documents: Ints, net_bytes: Ints, ends: Ints, work: I
     starts = np.empty((2, num_vertices + 1), np.int64)
     members = np.empty((2, num_tiles), np.int64)
     for side in range(2):
-        members[side], starts[side] = sorted_by(ends[side], num_vertices)
+        order, firsts = sorted_by(ends[side], num_vertices)
+        for tile in range(num_tiles):
+            members[side, tile] = order[tile]
+        for vertex in range(num_vertices + 1):
+            starts[side, vertex] = firsts[vertex]
     return Graph(tokens, documents, net_bytes, ends, work, starts, members)
-
-
-@compiled
-def sorted_by(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
-    """Return ([place] -> index of `keys`, ascending by key and index; [key + 1] -> place of its first)."""
-    starts = np.zeros(num_keys + 1, np.int64)
-    for key in keys:
-        starts[key + 1] += 1
-    for key in range(num_keys):
-        starts[key + 1] += starts[key]
-    places = starts[:-1].copy()
-    order = np.empty(len(keys), np.int64)
-    for index in range(len(keys)):
-        order[places[keys[index]]] = index
-        places[keys[index]] += 1
-    return order, starts

@@ -12,6 +12,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.blocks import Graph
+from dynamic_cp.placement.order import ascending
 
 
 class Caps(NamedTuple):
@@ -37,15 +38,20 @@ def place_documents(graph: Graph, vertex_work: Floats, caps: Caps, is_spread: bo
             one stretch of it after the other.
     """
     num_vertices, num_parts = len(graph.tokens), len(caps.tokens)
-    parts = np.full(num_vertices, -1)
+    parts = np.empty(num_vertices, np.int64)
     tokens, work = np.zeros(num_parts), np.zeros(num_parts)
     firsts = _first_vertices(graph.documents)
-    sizes = np.empty((3, len(firsts) - 1))
-    for document in range(len(firsts) - 1):
-        sizes[0, document] = graph.tokens[firsts[document] : firsts[document + 1]].sum()
-        sizes[1, document] = vertex_work[firsts[document] : firsts[document + 1]].sum()
-        sizes[2, document] = max(sizes[0, document] / caps.tokens.sum(), sizes[1, document] / caps.work.sum())
-    for document in np.argsort(-sizes[2], kind="mergesort"):
+    sizes, shares = np.zeros((2, len(firsts) - 1)), np.empty(len(firsts) - 1)
+    all_tokens, all_work = 0.0, 0.0
+    for part in range(num_parts):
+        all_tokens += caps.tokens[part]
+        all_work += caps.work[part]
+    for document in range(len(shares)):
+        for vertex in range(firsts[document], firsts[document + 1]):
+            sizes[0, document] += graph.tokens[vertex]
+            sizes[1, document] += vertex_work[vertex]
+        shares[document] = -max(sizes[0, document] / all_tokens, sizes[1, document] / all_work)
+    for document in ascending(shares):
         first, stop = firsts[document], firsts[document + 1]
         part, fits = emptiest(sizes[0, document], sizes[1, document], tokens, work, caps)
         if fits or stop - first == 1:
@@ -55,7 +61,8 @@ def place_documents(graph: Graph, vertex_work: Floats, caps: Caps, is_spread: bo
             continue
         chosen = _fewest_parts(sizes[0, document], sizes[1, document], tokens, work, caps)
         if is_spread:
-            by_work = first + np.argsort(-vertex_work[first:stop], kind="mergesort")
+            by_work = ascending(-vertex_work[first:stop])
+            by_work += first
             _fill_emptiest(by_work, chosen, graph.tokens, vertex_work, tokens, work, caps, parts)
         else:
             _fill_in_order(first, stop, chosen, graph.tokens, vertex_work, tokens, work, caps, parts)
@@ -89,8 +96,10 @@ def emptiest(more_tokens: float, more_work: float, tokens: Floats, work: Floats,
 @compiled
 def _fewest_parts(more_tokens: float, more_work: float, tokens: Floats, work: Floats, caps: Caps) -> Ints:
     """Return those parts with the most room, as few as hold so much more, at least two of several."""
-    room = np.minimum((caps.tokens - tokens) / caps.tokens, (caps.work - work) / caps.work)
-    order = np.argsort(-room, kind="mergesort")
+    fill = np.empty(len(tokens))
+    for part in range(len(tokens)):
+        fill[part] = max(tokens[part] / caps.tokens[part], work[part] / caps.work[part])
+    order = ascending(fill)
     count, free_tokens, free_work = 0, 0.0, 0.0
     while count < len(order) and (count < 2 or free_tokens < more_tokens or free_work < more_work):
         part = order[count]
@@ -137,7 +146,8 @@ def _fill_in_order(
                 break
             place += 1
         if place == len(chosen):
-            _fill_emptiest(np.arange(vertex, stop), chosen, vertex_tokens, vertex_work, tokens, work, caps, parts)
+            rest = np.arange(vertex, stop)
+            _fill_emptiest(rest, chosen, vertex_tokens, vertex_work, tokens, work, caps, parts)
             return
         parts[vertex] = part
         tokens[part] += vertex_tokens[vertex]

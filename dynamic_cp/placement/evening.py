@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import sorted_by
+from dynamic_cp.placement.order import ascending, sorted_by
 
 _GRAIN = 16
 """Pieces are cut to multiples of so many tokens where that is little against what a lane may hold."""
@@ -58,13 +58,16 @@ def even_out(
     by_lane, first = sorted_by(lanes, num_lanes)
     for step in range(4):
         is_anywhere, is_cutting = step % 2 == 1, step >= 2
-        for lane in np.argsort(-held, kind="mergesort"):
+        for lane in ascending(-held.astype(np.float64)):
             low, high = lane // node_lanes * node_lanes, min((lane // node_lanes + 1) * node_lanes, num_lanes)
             if is_anywhere:
                 low, high = 0, num_lanes
             own = by_lane[first[lane] : first[lane + 1]]
             while held[lane] > most_tokens:
-                there = low + np.argmin(held[low:high])
+                there = low
+                for other in range(low, high):
+                    if held[other] < held[there]:
+                        there = other
                 excess, room = held[lane] - most_tokens, most_tokens - held[there]
                 if room <= 0:
                     break
@@ -82,11 +85,12 @@ def even_out(
                     grain = _GRAIN if room >= 2 * _GRAIN else 1
                     size = min(-(-excess // grain) * grain, room // grain * grain, left[block])
                     left[block] -= size
-                    cut[:, count] = (block, left[block], left[block] + size, there)
+                    cut[0, count], cut[1, count] = block, left[block]
+                    cut[2, count], cut[3, count] = left[block] + size, there
                     count += 1
                 held[lane] -= size
                 held[there] += size
-    return _pieces(sizes, lanes, left, cut[:, :count])
+    return _pieces(lanes, left, cut[:, :count].copy())
 
 
 @compiled
@@ -116,21 +120,19 @@ def _largest(own: Ints, lane: int, lanes: Ints, left: Ints) -> int:
 
 
 @compiled
-def _pieces(sizes: Ints, lanes: Ints, left: Ints, cut: Ints) -> Pieces:
+def _pieces(lanes: Ints, left: Ints, cut: Ints) -> Pieces:
     """Return what is left of blocks, and what was cut off, in order."""
-    num_blocks, count = len(sizes), cut.shape[1]
+    num_blocks, count = len(lanes), cut.shape[1]
     found = np.empty((4, num_blocks + count), np.int64)
-    keys = np.empty(num_blocks + count, np.int64)
-    widest = sizes.max() + 1
     num_pieces = 0
+    by_block, first = sorted_by(cut[0], num_blocks)
     for block in range(num_blocks):
         if left[block]:
-            found[:, num_pieces] = (block, 0, left[block], lanes[block])
+            found[0, num_pieces], found[1, num_pieces] = block, 0
+            found[2, num_pieces], found[3, num_pieces] = left[block], lanes[block]
             num_pieces += 1
-    for place in range(count):
-        found[:, num_pieces] = cut[:, place]
-        num_pieces += 1
-    for piece in range(num_pieces):
-        keys[piece] = found[0, piece] * widest + found[1, piece]
-    found = found[:, :num_pieces][:, np.argsort(keys[:num_pieces], kind="mergesort")]
-    return Pieces(found[0].copy(), found[1].copy(), found[2].copy(), found[3].copy())
+        for place in range(first[block + 1] - 1, first[block] - 1, -1):  # the last one cut lies first
+            for column in range(4):
+                found[column, num_pieces] = cut[column, by_block[place]]
+            num_pieces += 1
+    return Pieces(found[0, :num_pieces], found[1, :num_pieces], found[2, :num_pieces], found[3, :num_pieces])

@@ -8,15 +8,16 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Graph, graph_of, sorted_by
+from dynamic_cp.placement.blocks import Graph, graph_of
 from dynamic_cp.placement.documents import Caps, place_documents
+from dynamic_cp.placement.order import sorted_by, total_of
 from dynamic_cp.placement.row_search import Prices, improve_rows, pushed_rows, work_of_vertices
 from dynamic_cp.placement.tile_search import improve_tiles, moved_bytes, state_of
 
 _ROUNDING = 1e-6
 """Tokens or pairs above a cap that are none."""
-_LEAST_SWEEPS, _MOST_LOOKS = 4, 6_000_000
-"""Sweeps over rows, of which each looks at all tiles once for each part; large graphs get few."""
+_MANY_LOOKS = 1_000_000
+"""Tiles times nodes. A search looks at each tile for each node many times; from here on fewer times."""
 _WORK_PRICE = 32.0
 """Bytes of all keys that all work above a cap is worth."""
 
@@ -25,11 +26,13 @@ class Effort(NamedTuple):
     """What a search may do.
 
     Attributes:
+        num_starts: beginnings to search from, 1 to 4.
         num_sweeps: of the search over rows; 0: rows stay where their documents were put.
         num_rounds: of the search over tiles; 0: tiles stay with their rows.
         seed: another seed, another search.
     """
 
+    num_starts: int
     num_sweeps: int
     num_rounds: int
     seed: int
@@ -49,6 +52,8 @@ def place_graph(
         effort: of the search.
     """
     of_nodes, of_lanes = caps_of(graph, num_lanes, node_lanes, token_tolerance, work_tolerance)
+    if len(graph.work) * len(of_nodes.tokens) > _MANY_LOOKS:
+        effort = Effort(1, min(effort.num_sweeps, 4), min(effort.num_rounds, 1), effort.seed)
     nodes, tile_nodes = _place_over(graph, of_nodes, effort)
     if node_lanes == 1:
         return nodes, tile_nodes
@@ -63,7 +68,8 @@ def place_graph(
         for place in range(len(vertices)):
             if nodes[vertices[place]] == node:
                 homes[vertices[place]] = node * node_lanes + part_homes[place]
-        lanes[tiles] = node * node_lanes + part_lanes
+        for place in range(len(tiles)):
+            lanes[tiles[place]] = node * node_lanes + part_lanes[place]
     return homes, lanes
 
 
@@ -73,7 +79,7 @@ def caps_of(
 ) -> tuple[Caps, Caps]:
     """Return what each node and what each lane may hold; arguments as for `place_graph`."""
     num_nodes = -(-num_lanes // node_lanes)
-    tokens, work = graph.tokens.sum() / num_lanes, graph.work.sum() / num_lanes
+    tokens, work = total_of(graph.tokens) / num_lanes, total_of(graph.work) / num_lanes
     of_nodes = Caps(np.empty(num_nodes), np.empty(num_nodes))
     of_lanes = Caps(np.empty(num_lanes), np.empty(num_lanes))
     for node in range(num_nodes):
@@ -93,25 +99,23 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
     best_homes, best_lanes = np.zeros(len(graph.tokens), np.int64), np.zeros(len(graph.work), np.int64)
     if num_parts == 1 or len(graph.tokens) == 0:
         return best_homes, best_lanes
-    keys_bytes = graph.net_bytes[1].sum()
-    tokens = max(graph.tokens.sum(), 1)
+    keys_bytes = total_of(graph.net_bytes[1])
     prices = Prices(
-        (graph.net_bytes[0].sum() + keys_bytes) / tokens, _WORK_PRICE * keys_bytes / max(graph.work.sum(), 1)
+        (total_of(graph.net_bytes[0]) + keys_bytes) / max(total_of(graph.tokens), 1),
+        _WORK_PRICE * keys_bytes / max(total_of(graph.work), 1),
     )
-    looks = max(1, len(graph.work) * num_parts)
-    num_sweeps = min(effort.num_sweeps, max(_LEAST_SWEEPS, _MOST_LOOKS // looks))
     pushed = pushed_rows(graph, num_parts)
     lowest = np.inf
-    for start in range(4):
+    for start in range(effort.num_starts):
         is_spread = start % 2 == 0
         if start == 2:
-            if pushed.max() == 0:
+            if total_of(pushed) == 0:
                 break
-            pushed[:] = 0
+            pushed = np.zeros_like(pushed)
         vertex_work = work_of_vertices(graph, pushed)
         homes = place_documents(graph, vertex_work, caps, is_spread)
-        if num_sweeps:
-            improve_rows(graph, vertex_work, pushed, homes, caps, prices, num_sweeps, effort.seed)
+        if effort.num_sweeps:
+            improve_rows(graph, vertex_work, pushed, homes, caps, prices, effort.num_sweeps, effort.seed)
         lanes = np.empty(len(graph.work), np.int64)
         for tile in range(len(lanes)):
             lanes[tile] = homes[graph.ends[pushed[graph.ends[0, tile]], tile]]
@@ -127,7 +131,10 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
 @compiled
 def _overload(held: Floats, caps: Floats) -> float:
     """Return what parts hold above their caps."""
-    return np.maximum(held - caps, 0.0).sum()  # type: ignore[no-any-return]
+    total = 0.0
+    for part in range(len(held)):
+        total += max(0.0, held[part] - caps[part])
+    return total
 
 
 @compiled
@@ -137,17 +144,26 @@ def part_of(graph: Graph, nodes: Ints, tiles: Ints, node: int) -> tuple[Graph, I
     Blocks of other nodes that tiles here read are among its vertices, with no tokens: the lane where the search puts
     one passes it on.
     """
-    is_used = nodes == node
+    is_used = np.zeros(len(nodes), np.int64)
     for tile in tiles:
-        is_used[graph.ends[0, tile]] = True
-        is_used[graph.ends[1, tile]] = True
-    vertices = np.flatnonzero(is_used)
-    number = np.empty(len(nodes), np.int64)
-    number[vertices] = np.arange(len(vertices))
-    ends = np.empty((2, len(tiles)), np.int64)
-    net_bytes = np.empty((2, len(vertices)), np.int64)
-    for side in range(2):
-        ends[side] = number[graph.ends[side][tiles]]
-        net_bytes[side] = graph.net_bytes[side][vertices]
-    tokens = np.where(nodes[vertices] == node, graph.tokens[vertices], 0)
-    return graph_of(tokens, graph.documents[vertices], net_bytes, ends, graph.work[tiles]), vertices
+        is_used[graph.ends[0, tile]] = is_used[graph.ends[1, tile]] = 1
+    vertices, number = np.empty(len(nodes), np.int64), np.empty(len(nodes), np.int64)
+    count = 0
+    for vertex in range(len(nodes)):
+        if is_used[vertex] or nodes[vertex] == node:
+            vertices[count], number[vertex] = vertex, count
+            count += 1
+    vertices = vertices[:count]
+    tokens, documents = np.zeros(count, np.int64), np.empty(count, np.int64)
+    net_bytes = np.empty((2, count), np.int64)
+    for place in range(count):
+        vertex = vertices[place]
+        documents[place] = graph.documents[vertex]
+        net_bytes[0, place], net_bytes[1, place] = graph.net_bytes[0, vertex], graph.net_bytes[1, vertex]
+        if nodes[vertex] == node:
+            tokens[place] = graph.tokens[vertex]
+    ends, work = np.empty((2, len(tiles)), np.int64), np.empty(len(tiles), np.int64)
+    for place in range(len(tiles)):
+        ends[0, place], ends[1, place] = number[graph.ends[0, tiles[place]]], number[graph.ends[1, tiles[place]]]
+        work[place] = graph.work[tiles[place]]
+    return graph_of(tokens, documents, net_bytes, ends, work), vertices

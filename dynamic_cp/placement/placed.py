@@ -11,6 +11,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.blocks import Blocks
 from dynamic_cp.placement.evening import Pieces, even_out
+from dynamic_cp.placement.order import first_not_below
 from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import Tiles, count_tiles
 
@@ -114,9 +115,11 @@ def _inherited(old: Tiles, old_lanes: Ints, blocks: Ints, tiles: Tiles) -> Ints:
         tiles: between pieces.
     """
     lanes = np.empty(len(tiles.rows), np.int64)
-    firsts = np.searchsorted(old.rows, np.arange(blocks[-1] + 2))
+    num_blocks = blocks[-1] + 1
+    firsts = np.zeros(num_blocks + 1, np.int64)
+    for tile in range(len(old.rows)):
+        firsts[old.rows[tile] + 1] = tile + 1
     for tile in range(len(lanes)):
         row, column = blocks[tiles.rows[tile]], blocks[tiles.columns[tile]]
-        low, high = firsts[row], firsts[row + 1]
-        lanes[tile] = old_lanes[low + np.searchsorted(old.columns[low:high], column)]
+        lanes[tile] = old_lanes[first_not_below(old.columns, firsts[row], firsts[row + 1], column)]
     return lanes

@@ -17,6 +17,7 @@ from dynamic_cp.placement.runs import SUB_TILE
 from dynamic_cp.types.counts import MAX_COUNT, largest_power_of_two
 from dynamic_cp.types.plan import Sample
 
+_NUM_STARTS = 4
 _NUM_SWEEPS = 20
 _NUM_ROUNDS = 2
 
@@ -38,14 +39,14 @@ def place_zigzag(samples: Sequence[Sample], problem: PlacementProblem, block_siz
 
 def place_greedily(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
     """Return whole documents where they fit, the others split over few nodes and lanes; nothing is moved any more."""
-    return _searched(f"greedy {block_size}", samples, problem, block_size, Effort(0, 0, problem.seed))
+    return _searched(f"greedy {block_size}", samples, problem, block_size, Effort(_NUM_STARTS, 0, 0, problem.seed))
 
 
 def search_placement(
     samples: Sequence[Sample], problem: PlacementProblem, block_size: int, *, moves_rows: bool = True
 ) -> Placed:
     """Return what a local search over rows (with `moves_rows`) and then over tiles makes of such a beginning."""
-    effort = Effort(_NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, problem.seed)
+    effort = Effort(_NUM_STARTS, _NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, problem.seed)
     return _searched(f"{'search' if moves_rows else 'tiles'} {block_size}", samples, problem, block_size, effort)
 
 
@@ -86,7 +87,7 @@ def _least_full(sample_tokens: Ints, sample_work: Floats, num_lanes: int) -> Int
     tokens, work = np.zeros(num_lanes), np.zeros(num_lanes)
     caps = Caps(np.full(num_lanes, float(sample_tokens.sum())), np.full(num_lanes, sample_work.sum()))
     for sample in range(len(lanes)):
-        lane, _ = emptiest(sample_tokens[sample], sample_work[sample], tokens, work, caps)
+        lane, _ = emptiest(float(sample_tokens[sample]), sample_work[sample], tokens, work, caps)
         lanes[sample] = lane
         tokens[lane] += sample_tokens[sample]
         work[lane] += sample_work[sample]

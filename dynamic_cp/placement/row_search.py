@@ -14,6 +14,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.blocks import Graph
 from dynamic_cp.placement.documents import Caps
+from dynamic_cp.placement.order import total_of
 from dynamic_cp.xorshift import draw, next_state
 
 _NUM_PARTNERS = 8
@@ -34,7 +35,7 @@ class Prices(NamedTuple):
 @compiled
 def pushed_rows(graph: Graph, num_parts: int) -> Ints:
     """Return [vertex] -> 1 where its queries go to the keys: fetching keys that few others need would cost more."""
-    tokens = graph.tokens.sum()
+    tokens = total_of(graph.tokens)
     pushed = np.zeros(len(graph.tokens), np.int64)
     for vertex in range(len(pushed)):
         alone_bytes, document_tokens = 0.0, 0.0
@@ -79,7 +80,7 @@ def improve_rows(
                 vertex = draw(state, num_vertices)
             here = parts[vertex]
             _saved_by_moving(graph, pushed[vertex], vertex, here, users, saved)
-            best, most, wanted, wanted_most = -1, 0.5, -1, 0.5
+            best, most, wanted, wanted_most = here, 0.5, here, 0.5
             for part in range(num_parts):
                 if part == here:
                     continue
@@ -88,11 +89,11 @@ def improve_rows(
                     best, most = part, saved[part] + relief
                 if saved[part] > wanted_most:
                     wanted, wanted_most = part, saved[part]
-            if best >= 0:
+            if best != here:
                 _move(graph, vertex_work, pushed[vertex], vertex, best, parts, users, tokens, work)
                 num_changes += 1
                 continue
-            if wanted < 0:
+            if wanted == here:
                 continue
             for _ in range(_NUM_PARTNERS):
                 state = next_state(state)

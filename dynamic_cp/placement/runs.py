@@ -17,6 +17,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
+from dynamic_cp.placement.order import ascending, first_not_below
 from dynamic_cp.types.masks import CAUSAL, Mask
 from dynamic_cp.types.plan import Sample
 
@@ -155,7 +156,7 @@ def _changes(runs: Runs, sample: int, block_size: int) -> Ints:
     first, stop = runs.starts[sample], runs.starts[sample + 1]
     if (stop - first) * block_size > 8 * block_size + 2 * seqlen:  # changes everywhere
         return np.array([seqlen])
-    points = np.empty(4 * (stop - first), np.int64)
+    points = np.empty(4 * (stop - first))
     count = 0
     for run in range(first, stop):
         for part in range(4):
@@ -164,7 +165,8 @@ def _changes(runs: Runs, sample: int, block_size: int) -> Ints:
                 count += 1
     kept = np.empty(count + 1, np.int64)
     num_kept, last = 0, 0
-    for point in np.sort(points[:count]):
+    for place in ascending(points[:count]):
+        point = int(points[place])
         if point - last >= _MIN_BLOCK and seqlen - point >= _MIN_BLOCK:
             kept[num_kept] = point
             num_kept, last = num_kept + 1, point
@@ -229,7 +231,7 @@ def _add_pairs(run: Ints, first_row: int, row_stop: int, cuts: Ints, pairs: Ints
     num_rows, offset = high - low, low - run[0]
     begin, end = run[2] + offset * run[4], run[3] + offset * run[5]
     last_end = end + (num_rows - 1) * run[5]
-    column = np.searchsorted(cuts, begin, side="right") - 1
+    column = first_not_below(cuts, 0, len(cuts), begin + 1) - 1
     while column < len(cuts) - 1 and cuts[column] < last_end:
         low, high = cuts[column], cuts[column + 1]
         pairs[column] += _sum_within(end, run[5], num_rows, low, high) - _sum_within(begin, run[4], num_rows, low, high)
@@ -282,7 +284,7 @@ def _touched_keys(table: Ints, first_run: int, low: int, high: int, seqlen: int,
 @compiled
 def _add_keys(begin: int, end: int, num_rows: int, cuts: Ints, touched: Ints) -> None:
     """Add to `touched` [column] the pairs of some rows with the keys of a range."""
-    column = np.searchsorted(cuts, begin, side="right") - 1
+    column = first_not_below(cuts, 0, len(cuts), begin + 1) - 1
     while column < len(cuts) - 1 and cuts[column] < end:
         touched[column] += num_rows * (min(end, cuts[column + 1]) - max(begin, cuts[column]))
         column += 1

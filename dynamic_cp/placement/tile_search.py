@@ -16,6 +16,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.blocks import Graph
 from dynamic_cp.placement.documents import Caps
+from dynamic_cp.placement.order import ascending
 
 _LEAST = 0.5
 """Bytes that a move has to save."""
@@ -74,7 +75,10 @@ def moved_bytes(graph: Graph, users: Ints) -> int:
     total = 0
     for side in range(2):
         for vertex in range(users.shape[1]):
-            total += graph.net_bytes[side, vertex] * (np.count_nonzero(users[side, vertex]) - 1)
+            for part in range(users.shape[2]):
+                if users[side, vertex, part]:
+                    total += graph.net_bytes[side, vertex]
+            total -= graph.net_bytes[side, vertex]  # at home
     return total
 
 
@@ -172,7 +176,7 @@ def _improve_line(graph: Graph, state: State, caps: Caps, side: int, vertex: int
         if state.users[side, vertex, here] - (state.homes[vertex] == here) <= 0:
             continue
         _weigh_line(graph, state, side, vertex, here, _LEAST, line)
-        best, most, least = -1, _LEAST, -np.inf
+        best, most, least = here, _LEAST, -np.inf
         for part in range(num_parts):
             if part == here:
                 continue
@@ -181,7 +185,7 @@ def _improve_line(graph: Graph, state: State, caps: Caps, side: int, vertex: int
                 best, most, least = part, line.bytes[part], -np.inf
             if line.glad_bytes[part] > most and line.glad_work[part] <= room:
                 best, most, least = part, line.glad_bytes[part], _LEAST
-        if best >= 0:
+        if best != here:
             _move_line(graph, state, side, vertex, here, best, least, np.inf, np.inf)
             num_moves += 1
     return num_moves
@@ -198,7 +202,7 @@ def _relieve(graph: Graph, state: State, caps: Caps, here: int, line: Line, rati
         if there >= 0:
             lines[num_lines], ratios[num_lines] = number, ratio
             num_lines += 1
-    for place in np.argsort(ratios[:num_lines], kind="mergesort"):
+    for place in ascending(ratios[:num_lines]):
         excess = state.work[here] - caps.work[here]
         if excess <= 0.0:
             break
