@@ -37,7 +37,7 @@ from dynamic_cp.placement.blocks import Graph, blocks_of
 from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.levels import caps_of, part_of
 from dynamic_cp.placement.placed import placed_of
-from dynamic_cp.placement.runs import _table_of
+from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
 from dynamic_cp.types import Sample, parse_mask_rule
 
@@ -52,10 +52,14 @@ _WEIGHT = 1 << 22
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--partitioner", action="store_true", help="compare with mtkahypar instead")
+    parser.add_argument("--compile", action="store_true", help="only compile the planner of placements")
     parser.add_argument("--batches", type=int, default=3, help="of each data set (3)")
     parser.add_argument("--block-size", type=int, default=1024, help="for the comparison with mtkahypar (1024)")
     args = parser.parse_args()
-    list(candidates(samples_of([9000, 500], MASKS[0]), NODES_OF_8))  # compiles
+    for mask in MASKS[:2]:
+        list(candidates(samples_of([9000, 500], mask), NODES_OF_8))  # compiles
+    if args.compile:
+        return
     if args.partitioner:
         compare(args.batches, args.block_size)
     else:
@@ -116,7 +120,7 @@ def print_times() -> None:
 
 
 def timed(run: Callable[[], Placed]) -> float:
-    _table_of.cache_clear()
+    table_of.cache_clear()
     started_s = time.perf_counter()
     run()
     return time.perf_counter() - started_s

@@ -53,7 +53,7 @@ def search_placement(
 def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Placed]:
     """Yield placements to choose from, best guess first: what is best depends on what is simulated.
 
-    Block sizes are an eighth, a quarter and half of the tokens of a lane, as powers of two.
+    Blocks have half of the tokens of a lane, or a quarter, rounded down to powers of two, and at least a sub-tile's.
     """
     mean = max(1, sum(sample.seqlen for sample in samples) // problem.num_lanes)
     half, quarter = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (2, 4))

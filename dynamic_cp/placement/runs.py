@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 
 def runs_of(samples: Sequence[Sample]) -> Runs:
     """Return the runs of `samples`; those without a mask are causal."""
-    tables = [_table_of(sample.mask or CAUSAL, sample.seqlen) for sample in samples]
+    tables = [table_of(sample.mask or CAUSAL, sample.seqlen) for sample in samples]
     starts = np.zeros(len(tables) + 1, np.int64)
     np.cumsum([len(table) for table in tables], out=starts[1:])
     seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
@@ -70,7 +70,8 @@ def runs_of(samples: Sequence[Sample]) -> Runs:
 
 
 @lru_cache(maxsize=4096)
-def _table_of(mask: Mask, seqlen: int) -> Ints:
+def table_of(mask: Mask, seqlen: int) -> Ints:
+    """Return the runs of one sample, as `Runs.table` has them."""
     rectangles = mask.rectangles(seqlen)
     if rectangles is None:
         return _runs_in(mask.key_ranges(seqlen))
