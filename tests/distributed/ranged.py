@@ -10,14 +10,14 @@ from torch import Tensor
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import Pack
-from tests.distributed.naive_attention import SCALE, assert_close
+from tests.distributed.naive_attention import assert_close
 
 
 def sees_of(pack: Pack, num_rows: int, num_columns: int) -> Tensor:
     """Return how often `pack` lets a row see a key, [num_rows, num_columns], pair by pair."""
     ranges = pack.host_ranges
-    rows = np.arange(num_rows) if pack.rows is None else pack.rows.numpy()
-    columns = np.arange(num_columns) if pack.columns is None else pack.columns.numpy()
+    rows = np.arange(num_rows) if pack.rows is None else pack.rows.cpu().numpy()
+    columns = np.arange(num_columns) if pack.columns is None else pack.columns.cpu().numpy()
     seen = np.zeros((num_rows, num_columns), np.int64)
     for of_rows, of_columns in pack.slices():
         for row in range(of_rows.start, of_rows.stop):
@@ -28,10 +28,11 @@ def sees_of(pack: Pack, num_rows: int, num_columns: int) -> Tensor:
 
 def exact(inputs: list[Tensor], seen: Tensor) -> list[Tensor]:
     """Return out, lse_HT, and the gradients of q, k, v, in float64; a key counts as often as `seen` says."""
+    seen, scale = seen.to(inputs[0].device), inputs[0].shape[-1] ** -0.5
     q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
     group = q.shape[1] // k.shape[1]
     some = seen.any(1)  # a softmax over nothing has no gradient
-    scores = torch.einsum("thd,shd->hts", q[some], k.repeat_interleave(group, 1)) * SCALE + seen[some].double().log()
+    scores = torch.einsum("thd,shd->hts", q[some], k.repeat_interleave(group, 1)) * scale + seen[some].double().log()
     out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf)
     out[some] = torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(group, 1))
     lse[:, some] = scores.detach().logsumexp(-1)
@@ -54,11 +55,11 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor], tolerance: float 
 def attend(inputs: list[Tensor], packs: list[Pack], kernel: Kernel) -> list[Tensor]:
     """Return the same by `kernel`, from the packs one after the other."""
     q, k, v, grad = inputs
-    kv = torch.stack((k, v))
-    sums = RowSums(q, kernel, SCALE)
+    kv, scale = torch.stack((k, v)), q.shape[-1] ** -0.5
+    sums = RowSums(q, kernel, scale)
     for pack in packs:
         sums.attend(pack, kv)
-    rows = RowGradients(grad, q, sums.out_THD.to(q.dtype), sums.lse_HT, kernel, SCALE)
+    rows = RowGradients(grad, q, sums.out_THD.to(q.dtype), sums.lse_HT, kernel, scale)
     total = torch.zeros_like(kv, dtype=torch.float32)
     for pack in packs:
         total = rows.attend(pack, kv, total)
@@ -74,3 +75,24 @@ def random_ranges(num_rows: int, num_columns: int, seed: int) -> NDArray[np.int3
     ranges[kind == 1, 2:] = 0
     ranges[kind == 2] = 0
     return ranges
+
+
+def random_pack(seed: int, device: torch.device) -> tuple[Pack, int, int]:
+    """Return a pack and how many rows and columns it is of.
+
+    Its rectangles have their own numbers of rows and columns; rows come in any order, keys in several rectangles; some
+    rows are in none, or see nothing.
+    """
+    random = np.random.default_rng(seed)
+    row_seqlens, column_seqlens = random.integers(1, 50, (2, 3)).tolist()
+    num_rows, num_columns = sum(row_seqlens) + 3, 60
+    ranges = [random_ranges(*shape, seed) for shape in zip(row_seqlens, column_seqlens, strict=True)]
+    pack = Pack.build(
+        row_seqlens,
+        column_seqlens,
+        device=device,
+        rows=random.permutation(num_rows)[: sum(row_seqlens)],
+        columns=np.concatenate([random.permutation(num_columns)[:number] for number in column_seqlens]),
+        key_ranges=np.concatenate(ranges),
+    )
+    return pack, num_rows, num_columns

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention import merge
+from megatron.dynamic_cp.attention.kernels import log_sum_exp
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.mechanisms import ring
@@ -263,7 +264,7 @@ def test_bytes_sent(case: Case, kv_sent: int) -> None:
 
 
 def merge_in_bf16() -> None:
-    merge.SUM_DTYPE = torch.bfloat16
+    merge.SUM_DTYPE = log_sum_exp.SUM_DTYPE = torch.bfloat16
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -16,8 +16,19 @@ from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
-from megatron.dynamic_cp.attention.kernels.choice import CPU, CUDNN, FLASH, KERNELS, PORTABLE, choose_kernel
+from megatron.dynamic_cp.attention.kernels.choice import (
+    CPU,
+    CUDNN,
+    FLASH,
+    KERNELS,
+    PORTABLE,
+    TRITON,
+    choose_kernel,
+    kernel_of,
+    ranged_kernel,
+)
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed import emulated_lanes, fake_kernels
 from tests.distributed.naive_attention import assert_close, naive, random_qkv
@@ -81,6 +92,41 @@ def test_no_kernel_is_an_error_with_a_remedy(a100: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels_cudnn, "torch_version", lambda: (2, 14))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     assert choose_kernel("fused", CUDA, BF16, 64) is CUDNN
+
+
+def test_ranges_of_keys_go_to_triton_or_say_why_not(
+    a100: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    queries = torch.empty(4, 2, 64, dtype=BF16)
+    ranged = Pack.build((4,), device=torch.device("cpu"), key_ranges=CAUSAL.key_ranges(4))
+    plain = Pack.build((4,), mask=CAUSAL, device=torch.device("cpu"))
+    assert kernel_of(ranged, PORTABLE, queries) is PORTABLE
+    assert kernel_of(plain, FLASH, queries) is FLASH
+    assert kernel_of(ranged, FLASH, queries) is PORTABLE
+    assert "several times slower, where tokens see ranges of keys: triton needs a CUDA device" in caplog.text
+    ranged_kernel.cache_clear()
+    monkeypatch.setattr(kernels_ranged.importlib.util, "find_spec", lambda name: None)
+    assert ranged_kernel(CUDA, BF16, 64) is PORTABLE
+    assert "ranges of keys: triton is not installed" in caplog.text
+    ranged_kernel.cache_clear()
+    monkeypatch.setattr(kernels_ranged.importlib.util, "find_spec", lambda name: name)
+    assert ranged_kernel(CUDA, BF16, 64) is TRITON
+    assert ranged_kernel(CUDA, BF16, 512) is PORTABLE
+    a100(7, 5)
+    assert "compute capability (8, 0), the device has (7, 5)" in str(kernels_ranged.why_not(CUDA, BF16, 64))
+    ranged_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "unfused"])
+def test_an_interpreted_triton_is_refused_at_the_start(
+    a100: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels_ranged.why_not(CUDA, BF16, 64) is not None
+    with pytest.raises(UnsupportedFeatureError, match=r"TRITON_INTERPRET is set: .* unset it to train"):
+        choose_kernel(backend, CUDA, BF16, 64)
+    assert choose_kernel("auto", torch.device("cpu"), BF16, 64) is CPU, "which needs no Triton"
 
 
 def test_versions_that_pad_the_log_sum_exp_are_refused(a100: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Shared
 from megatron.dynamic_cp.attention.kernels import cpu as kernels_cpu
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
+from megatron.dynamic_cp.attention.kernels.tiles import tiles_of
 from megatron.dynamic_cp.attention.key_ranges import row_blocks
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed.naive_attention import HEADS, KV_HEADS, assert_close, random_qkv
-from tests.distributed.ranged import assert_equal, attend, exact, random_ranges, sees_of
+from tests.distributed.ranged import assert_equal, attend, exact, random_pack, sees_of
 
 BLOCK = 16
 HOST = torch.device("cpu")
@@ -49,19 +50,7 @@ def test_masks(mask: Mask, kv_heads: int, kernel: Kernel) -> None:
 @KERNELS
 @pytest.mark.parametrize("seed", range(6))
 def test_rectangles_of_any_ranges(seed: int, kernel: Kernel) -> None:
-    """Rectangles of their own numbers of rows and columns, rows in any order, keys that several of them meet."""
-    random = np.random.default_rng(seed)
-    row_seqlens, column_seqlens = random.integers(1, 50, (2, 3)).tolist()
-    num_rows, num_columns = sum(row_seqlens) + 3, 60
-    ranges = [random_ranges(*shape, seed) for shape in zip(row_seqlens, column_seqlens, strict=True)]
-    pack = Pack.build(
-        row_seqlens,
-        column_seqlens,
-        device=HOST,
-        rows=random.permutation(num_rows)[: sum(row_seqlens)],
-        columns=np.concatenate([random.permutation(num_columns)[:number] for number in column_seqlens]),
-        key_ranges=np.concatenate(ranges),
-    )
+    pack, num_rows, num_columns = random_pack(seed, HOST)
     inputs = random_qkv(num_rows, num_columns)
     seen = sees_of(pack, num_rows, num_columns)
     assert (seen.sum(1) == 0).sum() >= 3, "some rows see nothing"
@@ -141,6 +130,39 @@ def test_work_goes_with_what_is_touched(mask: Mask) -> None:
         assert every or some
         pairs += (block.rows.stop - block.rows.start) * (some + every)
     assert 1.0 <= pairs / mask.num_pairs(seqlen) < 1.35
+
+
+@pytest.mark.parametrize("num_columns", [4, 16])
+@pytest.mark.parametrize("which", [*range(6), CAUSAL, FULL], ids=str)
+def test_tiles_are_those_that_some_row_sees(which: int | Mask, num_columns: int) -> None:
+    if isinstance(which, int):
+        pack, *_ = random_pack(which, HOST)
+    else:
+        pack = Pack.build((5, 40, 9), (5, 40, 9) if which == CAUSAL else (1, 16, 33), mask=which, device=HOST)
+    tiles = tiles_of(pack, 8, num_columns, HOST)
+    assert tiles_of(pack, 8, num_columns, HOST) is tiles
+    seen = np.zeros((sum(pack.row_seqlens), sum(pack.column_seqlens)), bool)
+    for rows, columns in pack.slices():
+        for row in range(rows.start, rows.stop):
+            for begin, end in tiles.ranges[row].view(2, 2).tolist():
+                seen[row, columns][begin:end] = True
+    of_rows, of_columns = tiles.of_rows.tolist(), tiles.of_columns.tolist()
+    for cut, seqlens, size in ((of_rows, pack.row_seqlens, 8), (of_columns, pack.column_seqlens, num_columns)):
+        assert [token for first, last, _ in cut for token in range(first, last)] == list(range(sum(seqlens)))
+        assert max(last - first for first, last, _ in cut) <= size
+    touched = {
+        (row, column)
+        for row, (first, last, of_rectangle) in enumerate(of_rows)
+        for column, (begin, end, of_column) in enumerate(of_columns)
+        if seen[first:last, begin:end].any() and of_rectangle == of_column
+    }
+    assert len(touched) > 3
+    by_row, by_column = (
+        [(tile, other) for tile, part in enumerate(others.tensor_split(starts[1:-1].long())) for other in part.tolist()]
+        for starts, others in ((tiles.row_starts, tiles.columns_of), (tiles.column_starts, tiles.rows_of))
+    )
+    assert by_row == sorted(touched)
+    assert by_column == sorted((column, row) for row, column in touched)
 
 
 def test_ranges_that_cross_or_leave_their_rectangle_are_a_bug() -> None:

@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
-from dynamic_cp.types import CAUSAL, FULL
+from benchmarks.attention_kernels import Bench
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, SharedQuestion
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
 from megatron.dynamic_cp.attention.kernels.check import TOLERANCE, check_kernel
-from megatron.dynamic_cp.attention.kernels.choice import CUDNN, FLASH, KERNELS, PORTABLE, Kernel, choose_kernel
+from megatron.dynamic_cp.attention.kernels.choice import (
+    CUDNN,
+    FLASH,
+    KERNELS,
+    PORTABLE,
+    TRITON,
+    Kernel,
+    choose_kernel,
+    kernel_of,
+)
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed import emulated_lanes
+from tests.distributed import ranged as judge_of_ranges
 from tests.gpu.judge import DEVICE, LSE_TOLERANCE, assert_close, exact, random_inputs
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +46,7 @@ HEADS = {"gqa_64": (4, 2, 64), "mha_128": (8, 8, 128), "one_kv_head_128": (4, 1,
 
 def skip_unless_usable(kernel: str, dtype: torch.dtype, head_dim: int) -> Kernel:
     """Return the kernel, or skip with what it lacks here."""
-    module = {"flash": kernels_flash, "cudnn": kernels_cudnn}.get(kernel)
+    module = {"flash": kernels_flash, "cudnn": kernels_cudnn, "triton": kernels_ranged}.get(kernel)
     obstacle = None if module is None else module.why_not(DEVICE, dtype, head_dim)
     if obstacle is not None:
         pytest.skip(f"{kernel} {obstacle}")
@@ -60,6 +73,67 @@ def test_pack_equals_float64(kernel: str, step: str, seqlens: str, heads: str) -
     assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
     grads = used.backward(grad, q, k, v, out, lse, pack, head_dim**-0.5)
     assert_close([out, *grads], expected, BF16, at_least=0.3 if max(whole) <= FEW_TOKENS else 0.0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    "mask", [Lambda(3, 100), Lambda(0, 1), CausalBlockwise(64, 2), SharedQuestion(200, (150, 1, 300)), CAUSAL], ids=str
+)
+@pytest.mark.parametrize("kernel", ["triton", "portable"])
+def test_ranges_of_keys_equal_float64(kernel: str, mask: Mask, heads: str) -> None:
+    num_heads, kv_heads, head_dim = HEADS[heads]
+    used = skip_unless_usable(kernel, BF16, head_dim)
+    seqlens = (651,) if isinstance(mask, SharedQuestion) else (651, 1, 129, 256)
+    ranges = np.concatenate([mask.key_ranges(seqlen) for seqlen in seqlens])
+    pack = Pack.build(seqlens, device=DEVICE, key_ranges=ranges)
+    q, k, v, grad = inputs = random_inputs(sum(seqlens), sum(seqlens), num_heads, kv_heads, head_dim)
+    seen = judge_of_ranges.sees_of(pack, sum(seqlens), sum(seqlens))
+    expected, expected_lse, *grads = judge_of_ranges.exact(inputs, seen)
+    out, lse = used.forward(q, k, v, pack, head_dim**-0.5)
+    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
+    found = [out, *used.backward(grad, q, k, v, out, lse, pack, head_dim**-0.5)]
+    assert_close(found, [expected, *grads], BF16, at_least=0.3 if mask == Lambda(0, 1) else 0.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rectangles_of_any_ranges_equal_float64(seed: int) -> None:
+    """Rows that see nothing, keys in several rectangles; float32, so that nothing hides in rounding."""
+    used = skip_unless_usable("triton", torch.float32, 64)
+    pack, num_rows, num_columns = judge_of_ranges.random_pack(seed, DEVICE)
+    inputs = random_inputs(num_rows, num_columns, 4, 2, 64, torch.float32)
+    seen = judge_of_ranges.sees_of(pack, num_rows, num_columns)
+    judge_of_ranges.assert_equal(
+        judge_of_ranges.attend(inputs, [pack], used), judge_of_ranges.exact(inputs, seen), 1e-5
+    )
+
+
+def test_ranges_are_served_beside_flash_without_waiting() -> None:
+    flash = skip_unless_usable("flash", BF16, 64)
+    skip_unless_usable("triton", BF16, 64)
+    inputs = random_inputs(1000, 1000, 8, 4, 64)
+
+    def attend() -> list[torch.Tensor]:
+        pack = Pack.build((1000,), device=DEVICE, key_ranges=Lambda(4, 90).key_ranges(1000))
+        assert kernel_of(pack, flash, inputs[0]) is TRITON
+        return judge_of_ranges.attend(inputs, [pack], flash)
+
+    attend()  # compiles
+    with no_waiting():
+        attend()
+
+
+def test_speed_beside_flash_and_flex_attention() -> None:
+    """Bounds are guesses, no figure is known yet: `python -m benchmarks.attention_kernels` prints what it is."""
+    flash = skip_unless_usable("flash", BF16, 128)
+    skip_unless_usable("triton", BF16, 128)
+    bench, texts = Bench(DEVICE, BF16, 16, 4, 128, 5), ["causal", "lambda:64,1024"]
+    causal, ranged, window = bench.masks(flash, 16384, texts)
+    flex = bench.flex(16384, texts)
+    assert [row["kernel"] for row in (causal, ranged, window)] == ["flash", "triton", "triton"]
+    for way in ("forward_s", "backward_s"):
+        assert ranged[way] <= 3 * causal[way], "against flash, the causal mask"
+        assert window[way] <= 0.3 * ranged[way], "a window is an eighth of the pairs"
+        assert window[way] <= 2 * flex[-1][way], "against FlexAttention, the same window"
 
 
 def test_sequences_of_one_token() -> None:
@@ -89,7 +163,7 @@ def test_portable_equals_float64(dtype: torch.dtype) -> None:
     assert_close([out, *PORTABLE.backward(grad, q, k, v, out, lse, pack, 48**-0.5)], expected, dtype)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "triton"])
 def test_start_up_check_passes(kernel: str) -> None:
     used = skip_unless_usable(kernel, BF16, 128)
     error = check_kernel(used, DEVICE, BF16, heads=8, kv_heads=2, head_dim=128)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.kernels.choice import Kernel
+from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_of
 from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
 from megatron.dynamic_cp.attention.packs import Pack
 
@@ -51,7 +51,8 @@ class RowSums:
         """Add the rectangles of `pack` against the keys kv_2SHD[0] and values kv_2SHD[1]."""
         (query,) = self._queries.of(pack.rows)
         key, value = _columns(kv_2SHD, pack)
-        self.add(pack.rows, *self._kernel.forward(query, key, value, pack, self._scale))
+        kernel = kernel_of(pack, self._kernel, query)
+        self.add(pack.rows, *kernel.forward(query, key, value, pack, self._scale))
 
     def add(self, rows: Tensor | None, out_THD: Tensor, lse_HT: Tensor) -> None:
         """Merge a pack's result for `rows` (None: all); rows that saw no key have the output 0 and the lse -inf."""
@@ -102,7 +103,8 @@ class RowGradients:
         """
         grad, query, out, lse_TH = self._rows.of(pack.rows)
         key, value = _columns(kv_2SHD, pack)
-        dq, dk, dv = self._kernel.backward(grad, query, key, value, out, lse_TH.t(), pack, self._scale)
+        kernel = kernel_of(pack, self._kernel, query)
+        dq, dk, dv = kernel.backward(grad, query, key, value, out, lse_TH.t(), pack, self._scale)
         self._add(pack.rows, dq)
         share = torch.stack((dk, dv))
         if total_2SHD is None and pack.columns is None:

@@ -57,7 +57,7 @@ class Pack:
     columns: Tensor | None = None
     key_ranges: Tensor | None = None
     host_ranges: NDArray[np.int32] | None = None
-    kept: dict[tuple[str, int], Any] = field(default_factory=dict)
+    kept: dict[tuple[str | int, ...], Any] = field(default_factory=dict)
 
     @classmethod
     def build(

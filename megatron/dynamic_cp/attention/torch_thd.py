@@ -14,31 +14,38 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
-from megatron.dynamic_cp.attention.kernels.choice import choose_kernel
+from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
 from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_kernel(config: TransformerConfig, device: torch.device) -> None:
+def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: bool = False) -> None:
     """Choose the kernel that `TorchTHDAttention` will use, log why, and check it on the device; at start-up.
+
+    Args:
+        ranges: tokens will see ranges of keys: the kernel for that is checked as well.
 
     Raises:
         UnsupportedFeatureError: no kernel can do what `config` asks for here, or it computes something else.
     """
-    kernel = choose_kernel(config.attention_backend.name, device, config.params_dtype, config.kv_channels)
+    of_tensors = device, config.params_dtype, config.kv_channels
+    kernels = [choose_kernel(config.attention_backend.name, *of_tensors)]
+    if ranges and not kernels[0].serves_ranges:
+        kernels.append(ranged_kernel(*of_tensors))
     tp_size = config.tensor_model_parallel_size
-    error = check_kernel(
-        kernel,
-        device,
-        config.params_dtype,
-        heads=config.num_attention_heads // tp_size,
-        kv_heads=max(1, config.num_query_groups // tp_size),
-        head_dim=config.kv_channels,
-    )
-    if error:
-        logger.info("attention kernel %s checked: %.4f of the norm away from the portable one", kernel.name, error)
+    for kernel in kernels:
+        error = check_kernel(
+            kernel,
+            device,
+            config.params_dtype,
+            heads=config.num_attention_heads // tp_size,
+            kv_heads=max(1, config.num_query_groups // tp_size),
+            head_dim=config.kv_channels,
+        )
+        if error:
+            logger.info("attention kernel %s checked: %.4f of the norm away from the portable one", kernel.name, error)
 
 
 class TorchTHDAttention(MegatronModule):

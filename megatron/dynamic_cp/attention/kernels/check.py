@@ -1,18 +1,20 @@
 """Compares a kernel with the portable one on the device where it will run, once, at start-up.
 
 The flash and cuDNN operators are private to torch: their layouts have changed between versions, and a wrong log-sum-exp
-or an unwritten gradient trains without an error. Some milliseconds here make that an error at start-up.
+or an unwritten gradient trains without an error. Triton compiles differently for each device. Some milliseconds here
+make that an error at start-up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CAUSAL
+from dynamic_cp.types import CAUSAL, Lambda
 from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
 from megatron.dynamic_cp.attention.packs import Pack
 
@@ -20,6 +22,7 @@ from megatron.dynamic_cp.attention.packs import Pack
 TOLERANCE = 0.02
 # Local tokens of three sequences: the shortest that a ring has, one beside a power of two, one of several blocks.
 _SEQLENS = (2, 66, 522)
+_WINDOW = Lambda(3, 100)
 _NAMES = ("output", "log-sum-exp", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
@@ -27,6 +30,8 @@ def check_kernel(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int
 ) -> float:
     """Return the largest relative error of `kernel` over the three steps of a ring; waits for the device.
+
+    Where it serves ranges of keys, also over a window with a sink.
 
     Raises:
         UnsupportedFeatureError: it is above TOLERANCE; names what is wrong.
@@ -39,6 +44,9 @@ def check_kernel(
         "with half the keys": Pack.build(_SEQLENS, halves, device=device),
         "with half the queries": Pack.build(halves, _SEQLENS, device=device),
     }
+    if kernel.serves_ranges:
+        window = np.concatenate([_WINDOW.key_ranges(seqlen) for seqlen in _SEQLENS])
+        packs["of windows"] = Pack.build(_SEQLENS, device=device, key_ranges=window)
     worst = 0.0
     for step, pack in packs.items():
         inputs = _inputs(pack, device, dtype, heads, kv_heads, head_dim)

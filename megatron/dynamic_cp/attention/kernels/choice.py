@@ -6,6 +6,9 @@
 | flash | FlashAttention-2 as torch ships it, a call per pack | bfloat16 on A100, H100 and newer |
 | cudnn | cuDNN's fused attention through torch, a call per pack | bfloat16 on Hopper, torch 2.14 |
 | portable | matrix products block by block, a call per sequence | anything; float32 on CUDA |
+| triton | Triton programs of our own, three launches per pack | packs whose rows see ranges of keys, on CUDA |
+
+Where the kernel of a run knows no ranges of keys (flash, cudnn), packs that have them go to triton: `kernel_of`.
 
 All return the log-sum-exp with the output, and take the final ones of both in backward, as in FlashAttention-2
 (arXiv 2307.08691, algorithm 2): each rectangle then gives its share of the gradients without knowing the others.
@@ -27,6 +30,7 @@ from megatron.dynamic_cp.attention.kernels import cpu as kernels_cpu
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
+from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
 from megatron.dynamic_cp.attention.packs import Pack
 
 logger = logging.getLogger(__name__)
@@ -42,11 +46,13 @@ class Kernel:
     Attributes:
         forward: (q, k, v, pack, scale) -> (out_THD, lse_HT float32).
         backward: (grad, q, k, v, out, lse, pack, scale) -> (dq, dk, dv), with the rows' final `out` and `lse`.
+        serves_ranges: also packs whose rows see ranges of keys.
     """
 
     name: str
     forward: Forward
     backward: Backward
+    serves_ranges: bool = False
 
 
 def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
@@ -94,14 +100,15 @@ def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
             )
         return dq, dk, dv
 
-    return Kernel(name=name, forward=forward, backward=backward)
+    return Kernel(name=name, forward=forward, backward=backward, serves_ranges=True)
 
 
 CPU = _by_sequence("cpu", kernels_cpu)
 PORTABLE = _by_sequence("portable", kernels_portable)
 FLASH = Kernel(name="flash", forward=kernels_flash.forward, backward=kernels_flash.backward)
 CUDNN = Kernel(name="cudnn", forward=kernels_cudnn.forward, backward=kernels_cudnn.backward)
-KERNELS = {kernel.name: kernel for kernel in (CPU, FLASH, CUDNN, PORTABLE)}
+TRITON = Kernel(name="triton", forward=kernels_ranged.forward, backward=kernels_ranged.backward, serves_ranges=True)
+KERNELS = {kernel.name: kernel for kernel in (CPU, FLASH, CUDNN, PORTABLE, TRITON)}
 
 # --attention-backend, in Megatron-LM's words.
 BACKENDS = ("auto", "flash", "fused", "unfused")
@@ -128,9 +135,37 @@ def kernel_for(q_THD: Tensor, backend: str = "auto") -> Kernel:
     return choose_kernel(backend, q_THD.device, q_THD.dtype, q_THD.shape[-1])
 
 
+def kernel_of(pack: Pack, kernel: Kernel, q_THD: Tensor) -> Kernel:
+    """Return what computes `pack` in a run that has chosen `kernel`."""
+    if pack.key_ranges is None or kernel.serves_ranges:
+        return kernel
+    return ranged_kernel(q_THD.device, q_THD.dtype, q_THD.shape[-1])
+
+
+@lru_cache
+def ranged_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """Return what computes packs with ranges of keys beside a kernel that knows none; log it, once."""
+    obstacle = kernels_ranged.why_not(device, dtype, head_dim)
+    if obstacle is None:
+        logger.info("attention kernel %s: where tokens see ranges of keys", TRITON.name)
+        return TRITON
+    logger.warning(
+        "attention kernel %s, several times slower, where tokens see ranges of keys: %s %s",
+        PORTABLE.name,
+        TRITON.name,
+        obstacle,
+    )
+    return PORTABLE
+
+
 def _choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Kernel, str]:
     if backend not in BACKENDS:
         raise _unsupported(f"is not one of {', '.join(BACKENDS)}", backend)
+    if device.type == "cuda" and kernels_ranged.is_interpreted():
+        raise UnsupportedFeatureError(
+            "TRITON_INTERPRET is set: Triton would run its programs in Python on the host, which only tests want: "
+            "unset it to train"
+        )
     if backend == "unfused":
         return PORTABLE, "--attention-backend unfused"
     if backend == "auto":

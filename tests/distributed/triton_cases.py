@@ -1,0 +1,79 @@
+"""The Triton programs, by Triton's interpreter on the CPU: equal to a dense softmax.
+
+`TRITON_INTERPRET=1 python -m pytest tests/distributed/triton_cases.py`; `test_triton` runs this in a process of its
+own, because Triton asks for the interpreter when it is imported.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask
+from megatron.dynamic_cp.attention.kernels import check, ranged
+from megatron.dynamic_cp.attention.kernels.choice import TRITON
+from megatron.dynamic_cp.attention.packs import Pack
+from tests.distributed.naive_attention import HEADS, KV_HEADS, random_qkv
+from tests.distributed.ranged import assert_equal, attend, exact, random_pack, sees_of
+
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles in short sequences."""
+    assert ranged.is_interpreted()
+    monkeypatch.setattr(ranged, "TILE_ROWS", 32)
+    monkeypatch.setattr(ranged, "TILE_COLUMNS", 16)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+@pytest.mark.parametrize("mask", [Lambda(3, 20), CausalBlockwise(8, 2)], ids=str)
+def test_masks(mask: Mask, kv_heads: int) -> None:
+    seqlens = (45, 1, 16)
+    pack = Pack.build(seqlens, device=HOST, key_ranges=np.concatenate([mask.key_ranges(n) for n in seqlens]))
+    inputs = random_qkv(62, 62, kv_heads)
+    assert_equal(attend([x.float() for x in inputs], [pack], TRITON), exact(inputs, sees_of(pack, 62, 62)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rectangles_of_any_ranges(seed: int) -> None:
+    pack, num_rows, num_columns = random_pack(seed, HOST)
+    inputs = random_qkv(num_rows, num_columns)
+    seen = sees_of(pack, num_rows, num_columns)
+    assert (seen.sum(1) == 0).sum() >= 3
+    assert_equal(attend([x.float() for x in inputs], [pack], TRITON), exact(inputs, seen))
+
+
+def test_packs_without_ranges() -> None:
+    """Two steps of a ring: a causal square, then queries and keys of other numbers."""
+    packs = [Pack.build((33, 7), mask=CAUSAL, device=HOST, columns=np.arange(40))]
+    packs.append(Pack.build((33, 7), (1, 30), mask=FULL, device=HOST, columns=np.arange(40, 71)))
+    inputs = random_qkv(40, 71)
+    seen = torch.zeros(40, 71, dtype=torch.int64)
+    seen[:33, :33], seen[33:, 33:40] = torch.ones(33, 33).tril(), torch.ones(7, 7).tril()
+    seen[:33, 40], seen[33:, 41:] = 1, 1
+    assert_equal(attend([x.float() for x in inputs], packs, TRITON), exact(inputs, seen))
+
+
+def test_half_precision_odd_heads_and_strides() -> None:
+    """Heads of a width that is no power of two, as views of one tensor. Triton interprets no bfloat16."""
+    seqlen, heads, kv_heads, dim = 50, 4, 2, 24
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(seqlen, heads + 2 * kv_heads, dim, generator=generator).half()
+    grad = torch.randn(seqlen, heads, dim, generator=generator).half()
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    assert not k.is_contiguous()
+    pack = Pack.build((seqlen,), device=HOST, key_ranges=Lambda(2, 9).key_ranges(seqlen))
+    out, lse = TRITON.forward(q, k, v, pack, dim**-0.5)
+    found = [out, lse, *TRITON.backward(grad, q, k, v, out, lse, pack, dim**-0.5)]
+    for actual, expected in zip(found, exact([q, k, v, grad], sees_of(pack, seqlen, seqlen)), strict=True):
+        assert float((actual.double() - expected).norm() / expected.norm()) < 0.002
+
+
+def test_the_check_at_the_start_compares_with_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_SEQLENS", (2, 34))
+    monkeypatch.setattr(check, "_WINDOW", Lambda(3, 10))
+    error = check.check_kernel(TRITON, HOST, torch.float32, heads=2, kv_heads=1, head_dim=16)
+    assert 0 < error < 1e-5
