@@ -36,6 +36,7 @@ PARITY = "tests/distributed/test_parity.py -k test_layout"
 HEADS = "tests/distributed/test_parity.py -k test_head_exchange"
 PROMISES = "tests/property/test_plans.py -k test_every_promise_of_a_plan"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
+QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
     "the optimizer is not restored": Fault(
@@ -87,7 +88,27 @@ FAULTS = {
         "round_up(units * multiple // bucket.cp_size - bucket.cp_size // 2,",
         "tests/unit/plans tests/unit/packing tests/unit/search",
     ),
-    "labels are not shifted": Fault("labels=tokens[1:],", "labels=tokens[:-1],", "tests/unit/data/test_stream.py"),
+    "labels are not shifted": Fault("labels=document[1:],", "labels=document[:-1],", "tests/unit/data/test_stream.py"),
+    "a response begins with the end of the one before": Fault(
+        "        tokens[mask.prompt + np.cumsum((0, *mask.answers[:-1]))] = document[mask.prompt]\n",
+        "        pass\n",
+        QUESTIONS,
+    ),
+    "positions of a response go on from the one before": Fault(
+        "            positions[start : start + answer] -= start - self.prompt\n",
+        "",
+        QUESTIONS,
+    ),
+    "a prompt is learned": Fault(
+        "is_target = np.arange(len(tokens)) >= (len(parts[0]) if answers else 0)",
+        "is_target = np.arange(len(tokens)) >= 0",
+        QUESTIONS,
+    ),
+    "masks of a mixed batch go to other samples": Fault(
+        "masks[chosen] = part.masks(numbers)",
+        "masks[chosen] = part.masks(numbers[::-1])",
+        "tests/unit/data/test_questions.py",
+    ),
     "samples of a request change places": Fault(
         "return tuple(GlobalBatch(self.sample_ids, self.seqlens, self.masks))",
         "return tuple(GlobalBatch(self.sample_ids, self.seqlens[::-1], self.masks))",

@@ -190,7 +190,7 @@ MASK = _option(
     metavar="MASK",
     help="Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
     "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), or shared_question:4x0.2 (4 answers, a prompt of "
-    "0.2 of the tokens). To plan with: pretrain_gpt.py trains causal attention only.",
+    "0.2 of the tokens). To plan with: pretrain_gpt.py trains causal, and shared_question where lines have responses.",
 )
 
 

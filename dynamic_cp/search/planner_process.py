@@ -28,7 +28,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError, UnsupportedFeatureError
+from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
 from dynamic_cp.packing.static import check_static_cp_size
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
@@ -134,7 +134,6 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
     if request.hardware is not None:
         problem = replace(problem, hardware=request.hardware)
     try:
-        _check_trainable(request)
         planned = plan_problem(problem, request.samples)
         facts = PlanFacts.of(planned, planner_s=time.perf_counter() - started, fallback=fallback)
         return Answer(
@@ -148,19 +147,6 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
     except Exception as error:
         traceback.print_exc()
         return Answer(key=request.key, failure=f"the planner raised {type(error).__name__}: {error}")
-
-
-def _check_trainable(request: Request) -> None:
-    """Refuse what can be planned, but not computed by any rank."""
-    if request.masks is None:
-        return
-    masked = next((sample for sample in request.samples if sample.mask is not None), None)
-    if masked is not None:
-        raise UnsupportedFeatureError(
-            f"{masked.mask_in_words}; a run trains causal attention only, others can be planned (dynamic-cp simulate "
-            "--mask): give samples without masks",
-            sample_id=masked.sample_id,
-        )
 
 
 class PlannerProcess:

@@ -343,7 +343,8 @@ def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]
     """Return times of a model that does nearly nothing, and what runs one micro-batch of 32 sequences through it."""
 
     class Params:
-        local_cp_size, cp_comm_type, inner_cp_size, padded_seqlens = 1, "p2p", 1, tuple(range(1, 33))
+        local_cp_size, cp_comm_type, inner_cp_size, masked_samples = 1, "p2p", 1, None
+        padded_seqlens = tuple(range(1, 33))
 
     model = torch.nn.Linear(4, 4)
     x = torch.randn(4, 4)

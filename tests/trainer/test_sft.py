@@ -134,16 +134,16 @@ def test_four_ranks_mask_exactly_the_tokens_of_the_assistant(chats):
         assert found["dropped"] == pytest.approx(alone["dropped"], rel=TOLERANCE)
 
 
-def flags_of_example(tmp_path):
-    """Return what examples/sft_chat.sh gives to torchrun."""
+def flags_of_example(tmp_path, name="sft_chat.sh", **variables):
+    """Return what a script of the examples gives to torchrun."""
     tools = tmp_path / "bin"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
     (tools / "python3").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tools / "torchrun").write_text("#!/bin/sh\nexit 0\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(tools / "python3"), "RUN_DIR": str(tmp_path / "run")}
-    command = ["sh", str(ROOT / "examples" / "sft_chat.sh")]
+    environment = os.environ | {"PYTHON": str(tools / "python3"), "RUN_DIR": str(tmp_path / "run")} | variables
+    command = ["sh", str(ROOT / "examples" / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
     words = shlex.split(done.stdout.splitlines()[-1])
     assert words[:4] == ["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py"]

@@ -209,3 +209,12 @@ class DataIteratorWrapper:
                 f"global batch says {known[place]}: all ranks must read the same data",
                 sample_id=sample.sample_id,
             )
+        masks = {} if batch.masks is None else dict(zip(batch.sample_ids.tolist(), batch.masks, strict=True))
+        for sample in mine if masks or mine.masks else ():
+            if sample.mask != masks.get(sample.sample_id):
+                raise IllegalPlanError(
+                    f"the plan of step {step} has sample {sample.sample_id} with the mask {str(sample.mask)[:60]}, "
+                    f"this rank's global batch says {str(masks.get(sample.sample_id))[:60]}: all ranks must read the "
+                    "same data",
+                    sample_id=sample.sample_id,
+                )

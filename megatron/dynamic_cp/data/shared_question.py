@@ -2,7 +2,7 @@
 
 The prompt is there once. Each response sees it and itself, and its positions go on from the prompt's end. The last
 token of the prompt is there once for each response, because in each it has another label: the token with which that
-begins.
+begins. So the labels are prompt and responses one after the other, and only the inputs differ from that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import SharedQuestion
@@ -33,12 +34,24 @@ def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
             prompt=len(prompt),
             responses=len(responses),
         )
-    shared, last = list(prompt[:-1]), prompt[-1]
-    tokens, labels, loss = shared[:], [0] * len(shared), [0.0] * len(shared)
-    for response in responses:
-        tokens += [last, *response]
-        labels += [*response, 0]
-        loss += [1.0] * len(response) + [0.0]
-    mask = SharedQuestion(len(shared), tuple(1 + len(response) for response in responses))
-    columns = np.asarray(tokens, np.int64), np.asarray(labels, np.int64), np.asarray(loss, np.float32)
-    return SampleTokens(tokens=columns[0], labels=columns[1], loss_mask=columns[2]), mask
+    document = np.concatenate([prompt, *responses]).astype(np.int64)
+    mask = SharedQuestion(len(prompt) - 1, tuple(map(len, responses)))
+    is_target = np.arange(len(document)) >= len(prompt)
+    return sample_of(document, is_target, mask), mask
+
+
+def sample_of(
+    document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: SharedQuestion | None
+) -> SampleTokens:
+    """Return the sample of a document, or of its beginning: all but its first token are labels.
+
+    Args:
+        document: of a prompt with responses these one after the other.
+        is_target: which of its tokens are learned; None: all.
+        mask: of such a document; None: one of other kinds.
+    """
+    tokens = document[:-1].copy()  # a view would share its memory with the labels
+    if mask is not None:
+        tokens[mask.prompt + np.cumsum((0, *mask.answers[:-1]))] = document[mask.prompt]
+    loss_mask = np.ones(len(tokens), np.float32) if is_target is None else is_target[1:].astype(np.float32)
+    return SampleTokens(tokens=tokens, labels=document[1:], loss_mask=loss_mask)

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 
@@ -260,7 +261,7 @@ class FixedPlan:
         """Nothing to end."""
 
 
-def warm_up(source: PlanSource, max_seqlen: int) -> float:
+def warm_up(source: PlanSource, max_seqlen: int, more: Sequence[Sample] = ()) -> float:
     """Plan a synthetic batch, so that the planner's code is compiled and loaded before the first step.
 
     Has no effect on any plan. Collective; minutes at most, the first time on a machine.
@@ -268,6 +269,7 @@ def warm_up(source: PlanSource, max_seqlen: int) -> float:
     Args:
         source: a series of its own, which is closed.
         max_seqlen: longest sample of the run, tokens.
+        more: a batch to plan besides; with masks, whose code is compiled apart.
 
     Returns:
         Seconds that it took.
@@ -276,8 +278,10 @@ def warm_up(source: PlanSource, max_seqlen: int) -> float:
         DynamicCPError: rank 0 found no plan; the same error on every rank.
     """
     started_s = time.monotonic()
-    source.request(0, _synthetic_batch(max_seqlen, source.topology.num_lanes))
-    agree(lambda: source.take(0), None)
+    for step, batch in enumerate((_synthetic_batch(max_seqlen, source.topology.num_lanes), more)):
+        if len(batch):
+            source.request(step, batch)
+            agree(partial(source.take, step), None)
     source.close()
     return time.monotonic() - started_s
 

@@ -32,6 +32,7 @@ from torch.autograd import Variable
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
+from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.types import CP_COMM_TYPES
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.step import loss
@@ -214,7 +215,7 @@ class BucketTimes:
             exchange=CP_COMM_TYPES.index(params.cp_comm_type),
             inner_cp_size=params.inner_cp_size,
             tokens=sum(params.padded_seqlens),
-            tokens_squared=sum(seqlen * seqlen for seqlen in params.padded_seqlens),
+            tokens_squared=_tokens_squared(params),
             forward=[self._mark()],
             backward=[],
         )
@@ -252,6 +253,13 @@ class BucketTimes:
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end) / 1e3)
+
+
+def _tokens_squared(params: Any) -> int:
+    """Return the attention work of a micro-batch, as it is priced."""
+    if params.masked_samples is None:
+        return sum(seqlen * seqlen for seqlen in params.padded_seqlens)
+    return round(squared_tokens(params.masked_samples, params.padded_seqlens))
 
 
 def least_of_equal_keys(rows: NDArray[np.float64]) -> NDArray[np.float64]:

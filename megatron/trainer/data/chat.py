@@ -1,10 +1,13 @@
 """Chats: lines {"messages": [{"role": ..., "content": ...}, ...]}, their text by a template, and what is learned of it.
 
-    line -> parse_chat -> ChatFormat.render -> text and the spans that the assistant wrote -> ChatLines.tokens
+    line -> parse_chats -> ChatFormat.spans -> text and the spans that the assistant wrote -> ChatLines.tokens
 
 A span is the content of an assistant turn and the token that ends the turn; turns of weight 0 have none. If the
 template marks the turn with {% generation %}, the marked text is the span; otherwise it is what the turn adds to the
 text after the generation prompt, without the white space after the end-of-turn token.
+
+Lines {"prompt": ..., "responses": [...]} are as many chats, which have the prompt in common: the user's message as a
+text, or messages.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.trainer.data.json_text import LineError, encode, object_of_line
+from megatron.trainer.data.json_text import (
+    PROMPT,
+    RESPONSES,
+    LineError,
+    check_prompt,
+    encode,
+    object_of_line,
+    question_of,
+)
 from megatron.trainer.data.tokenizer import TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -206,22 +217,57 @@ def _compiled(template: str) -> Any:
     return environment.from_string(template)
 
 
-def parse_chat(line: bytes) -> tuple[list[dict[str, Any]], Any]:
-    """Return the messages of a line and its tools, None where it has none.
+class Chats(NamedTuple):
+    """What a line holds: one chat, or as many as it has responses.
+
+    Attributes:
+        messages: of each chat.
+        tools: for the template, None where the line has none.
+        share_prompt: they end with the responses to one prompt.
+    """
+
+    messages: list[list[dict[str, Any]]]
+    tools: Any
+    share_prompt: bool
+
+
+def parse_chats(line: bytes) -> Chats:
+    """Return the chats of a line.
 
     Raises:
-        LineError: no JSON object with a list of messages, a message without role or content, or no assistant to learn.
+        LineError: no JSON object with messages, or with a prompt and responses; a message without role or content, or
+            no assistant to learn.
     """
     value = object_of_line(line, '{"messages": [...]}')
+    if _has_mark(value.get("tools")):
+        raise LineError(": field 'tools' has the noncharacter U+FDD0 or U+FDD1: remove it")
+    if RESPONSES in value:
+        question = question_of(value, "messages")
+        given = [{"role": "user", "content": question.prompt}] if isinstance(question.prompt, str) else question.prompt
+        _check_messages(given, PROMPT, "a text, or at least one message, is needed")
+        shared = [one | {"weight": 0} if one["role"] == "assistant" else one for one in given]
+        chats = [[*shared, {"role": "assistant", "content": response}] for response in question.responses]
+        if _has_mark([*question.responses]):
+            raise LineError(f": field {RESPONSES!r} has the noncharacter U+FDD0 or U+FDD1: remove it")
+        return Chats(chats, value.get("tools"), True)
     if "messages" not in value:
         raise LineError(
             f" has no field 'messages' (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
             "--sft reads chats; leave it out for text"
         )
     messages = value["messages"]
+    _check_messages(messages, "messages", "at least one question and one answer are needed")
+    if not any(message["role"] == "assistant" and _is_learned(message) for message in messages):
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        raise LineError(f" has no assistant message to learn, {len(messages)} of {roles}: nothing of it can be learned")
+    return Chats([messages], value.get("tools"), False)
+
+
+def _check_messages(messages: Any, field: str, needed: str) -> None:
+    """Raise LineError where these are no messages."""
     if not isinstance(messages, list) or not messages:
         said = f"{len(messages)} messages" if isinstance(messages, list) else f"a {type(messages).__name__}"
-        raise LineError(f": field 'messages' is {said}: at least one question and one answer are needed")
+        raise LineError(f": field {field!r} is {said}: {needed}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise LineError(f" message {number} is a {type(message).__name__}, not an object: repair the line")
@@ -238,12 +284,6 @@ def parse_chat(line: bytes) -> tuple[list[dict[str, Any]], Any]:
                 f" message {number} ({role}) has weight {message['weight']!r}: 0, which is not learned, and 1 are "
                 "supported"
             )
-    if _has_mark(value.get("tools")):
-        raise LineError(": field 'tools' has the noncharacter U+FDD0 or U+FDD1: remove it")
-    if not any(message["role"] == "assistant" and _is_learned(message) for message in messages):
-        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-        raise LineError(f" has no assistant message to learn, {len(messages)} of {roles}: nothing of it can be learned")
-    return messages, value.get("tools")
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:
@@ -265,6 +305,20 @@ def _has_mark(value: Any) -> bool:
     return False
 
 
+class ReadChat(NamedTuple):
+    """A chat as tokens, or a prompt and its responses one after the other.
+
+    Attributes:
+        tokens: int64 [n].
+        is_target: which of them the assistant wrote, bool [n].
+        answers: tokens of each response; none for a chat.
+    """
+
+    tokens: NDArray[np.int64]
+    is_target: NDArray[np.bool_]
+    answers: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReader:
     """Reads chat lines as tokens."""
@@ -273,12 +327,27 @@ class ChatReader:
     chat_format: ChatFormat
 
     def tokens(self, line: bytes) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the tokens of a chat, and which of them its assistant wrote.
+        """Return the tokens of a line, and which of them its assistant wrote; see `read`."""
+        return self.read(line)[:2]
+
+    def measure(self, line: bytes) -> tuple[int, ...]:
+        """Return what `scan.scan_lines` needs of a line: the first learned token is one after the beginning."""
+        whole, is_target, answers = self.read(line)
+        return len(whole), 1 + int(is_target[1:].argmax()), int(is_target[1:].sum()), *answers
+
+    def read(self, line: bytes) -> ReadChat:
+        """Return a line as tokens.
 
         Raises:
             LineError: a chat that is malformed, or of which tokens are part prompt and part answer.
         """
-        text, spans = self.chat_format.spans(*parse_chat(line))
+        chats = parse_chats(line)
+        if not chats.share_prompt:
+            return self._read(chats.messages[0], chats.tools)
+        return self._joined([self._read(messages, chats.tools) for messages in chats.messages])
+
+    def _read(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> ReadChat:
+        text, spans = self.chat_format.spans(messages, tools)
         whole = self.tokenizer.encode(encode(text))
         is_target = np.zeros(len(whole), dtype=np.bool_)
         places = [place for span in spans for place in (span.start, span.stop)]
@@ -287,12 +356,29 @@ class ChatReader:
             is_target[first:end] = True
         if not is_target[1:].any():
             raise LineError(f": {self.chat_format.name} gives no assistant's token of its {len(whole)}")
-        return whole, is_target
+        return ReadChat(whole, is_target)
 
-    def measure(self, line: bytes) -> tuple[int, int, int]:
-        """Return tokens, the first one after the beginning that the assistant wrote, and how many it wrote."""
-        whole, is_target = self.tokens(line)
-        return len(whole), 1 + int(is_target[1:].argmax()), int(is_target[1:].sum())
+    def _joined(self, chats: Sequence[ReadChat]) -> ReadChat:
+        """Return chats that have their prompt in common as one; what follows a response is of no use to it."""
+        firsts = [int(chat.is_target.argmax()) for chat in chats]
+        prompt = chats[0].tokens[: firsts[0]]
+        check_prompt(len(prompt))
+        for number, (chat, first) in enumerate(zip(chats, firsts, strict=True), 1):
+            if not np.array_equal(chat.tokens[:first], prompt):
+                raise LineError(
+                    f": {self.chat_format.name} writes the prompt of response {number} in another way than that of "
+                    "response 1, so they cannot share it: give them lines of their own"
+                )
+        ends = [len(chat.is_target) - int(chat.is_target[::-1].argmax()) for chat in chats]
+        parts = [
+            (chat.tokens[first:end], chat.is_target[first:end])
+            for chat, first, end in zip(chats, firsts, ends, strict=True)
+        ]
+        return ReadChat(
+            np.concatenate([prompt, *(tokens for tokens, _ in parts)]),
+            np.concatenate([np.zeros(len(prompt), np.bool_), *(is_target for _, is_target in parts)]),
+            tuple(len(tokens) for tokens, _ in parts),
+        )
 
     def _token_ends(
         self, text: str, places: Sequence[int], spans: Sequence[Span], whole: NDArray[np.int64]

@@ -1,4 +1,6 @@
-"""JSONL files of chats as documents: the text of each by a template, learned where its assistant wrote it."""
+"""JSONL files of chats as documents: the text of each by a template, learned where its assistant wrote it. A prompt
+with responses is one document, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import SharedQuestion
 from megatron.trainer.data import hugging_face, tokenizer
 from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader, why_no_templates
 from megatron.trainer.data.config import DataConfig
@@ -16,6 +19,7 @@ from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
 from megatron.trainer.data.json_text import LineError
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.line_table import LineTable
+from megatron.trainer.data.questions import Questions
 from megatron.trainer.data.source import count
 from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 
@@ -92,6 +96,8 @@ class ChatLines:
         self._lines = LineTable(root, index)
         self._reader = reader
         self._num_blank, self._num_targets = index.counts["blank lines"], index.counts["tokens of assistants"]
+        self._questions = Questions(index)
+        self.has_masks = self._questions.has_masks
         self.lengths = index.columns["lengths"]
         self.first_targets = index.columns["first_targets"]
 
@@ -102,12 +108,22 @@ class ChatLines:
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return tokens start .. stop - 1 of a chat, and which of them its assistant wrote."""
         try:
-            tokens, is_target = self._reader.tokens(self._lines.read(document))
+            tokens, is_target, answers = self._reader.read(self._lines.read(document))
         except LineError as error:
             raise self._lines.changed_line(document) from error
         if len(tokens) != self.lengths[document]:
             raise self._lines.changed_line(document, len(tokens), int(self.lengths[document]), "tokens")
+        if list(answers) != self._questions.answers(document):
+            raise self._lines.changed_line(document)
         return tokens[start:stop], is_target[start:stop]
+
+    def mask(self, document: int, num_predicted: int) -> SharedQuestion | None:
+        """Return the mask of the first tokens of a line."""
+        return self._questions.mask(document, num_predicted)
+
+    def identity(self) -> bytes:
+        """Return what decides the masks besides the lengths of lines."""
+        return self._questions.identity()
 
     def document_name(self, document: int) -> str:
         """Return the file and line number."""
@@ -117,4 +133,5 @@ class ChatLines:
         """Return the number of chats, of blank lines, and of tokens that are learned."""
         words = f"{self._name}: {count(len(self.lengths), 'chat')} by {self._reader.chat_format.name}"
         words += f", loss on the {self._num_targets} of {int(self.lengths.sum())} tokens that assistants wrote"
-        return words + (f", {count(self._num_blank, 'blank line')} skipped" if self._num_blank else "")
+        words += f", {count(self._num_blank, 'blank line')} skipped" if self._num_blank else ""
+        return words + self._questions.describe()

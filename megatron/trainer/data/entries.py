@@ -13,7 +13,7 @@ from megatron.trainer.data.data_path import find_files, parse_blend
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.index_cache import check_cache_path, find_index
 from megatron.trainer.data.indexed import IndexedDocuments
-from megatron.trainer.data.json_lines import JsonLines, index_json_lines, json_request
+from megatron.trainer.data.json_lines import JsonLines, QuestionLines, index_json_lines, json_request
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.source import Source
 from megatron.trainer.data.text_files import TextFiles, index_text_files, index_tokenized_files, text_request
@@ -38,7 +38,9 @@ class IndexedEntry:
         """Return the documents; reads no file, and compares size and time of a few with the index (`FileWatch`)."""
         if chat_reader is not None:
             return ChatLines(self.name, self.root, self.index, chat_reader)
-        kind = JsonLines if self.index.request["kind"] == "jsonl" else TextFiles
+        kind: type[TextFiles | JsonLines] = TextFiles
+        if self.index.request["kind"] == "jsonl":
+            kind = QuestionLines if "questions" in self.index.columns else JsonLines
         return kind(self.name, self.root, self.index, tokenizer)
 
 

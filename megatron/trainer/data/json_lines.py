@@ -1,4 +1,6 @@
-"""JSONL files as documents: one object per line with a text field, found through an index made by one scan."""
+"""JSONL files as documents: one object per line with a text field, or with a prompt and responses, found through an
+index made by one scan.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
+from dynamic_cp.types import SharedQuestion
+from megatron.trainer.data import questions
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.index_cache import DocumentFiles
-from megatron.trainer.data.json_text import LineError, encode, text_of_line
+from megatron.trainer.data.json_text import LineError
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.line_table import LineTable
 from megatron.trainer.data.progress import Progress
+from megatron.trainer.data.questions import Questions
 from megatron.trainer.data.scan import JsonLinesRange, ScanError, scan_json_lines
 from megatron.trainer.data.source import count, reading
-from megatron.trainer.data.token_scan import LineReader, scan_read_lines
+from megatron.trainer.data.token_scan import LineReader, TextReader, scan_read_lines
 from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer
 from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_usable_cpus
 
@@ -52,7 +57,7 @@ def index_json_lines(
     Columns beside those of the table: `lengths`, and `offsets_bytes` of the lines that are not blank, int64 [D];
     `file_documents`, which document is the first of each file, int64 [F + 1]; `blanks`, for each blank line which
     document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers. Of chats
-    also `first_targets`, int64 [D].
+    also `first_targets`, int64 [D]; where lines have prompts with responses also those of `questions`.
 
     Args:
         reader: tokenizes the lines; None: their texts have as many tokens as bytes.
@@ -129,7 +134,13 @@ def index_json_lines(
             "blanks": _joined([part.blanks for part in ranges]) + np.repeat(first_documents, num_blank),
             "file_blanks": _firsts(owners, num_blank, len(paths)),
         }
-        | of_chats,
+        | of_chats
+        | questions.columns(
+            _joined([part.questions for part in ranges])
+            + np.repeat(first_documents, [len(part.questions) for part in ranges]),
+            _joined([part.num_answers for part in ranges]),
+            _joined([part.answers for part in ranges]),
+        ),
     )
 
 
@@ -163,22 +174,13 @@ class JsonLines:
     def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: TextTokenizer) -> None:
         self._name = name
         self._lines = LineTable(root, index)
-        self._json_key = index.request["json_key"]
-        self._tokenizer = tokenizer
+        self._reader = TextReader(tokenizer=tokenizer, json_key=index.request["json_key"])
         self._num_blank = index.counts["blank lines"]
         self.lengths = index.columns["lengths"]
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a line, reading only that line."""
-        try:
-            text = encode(text_of_line(self._lines.read(document), self._json_key))
-        except LineError as error:
-            raise self._lines.changed_line(document) from error
-        tokens = self._tokenizer.encode(text)
-        if len(tokens) + 1 != self.lengths[document]:
-            unit = "bytes" if isinstance(self._tokenizer, ByteTokenizer) else "tokens"
-            raise self._lines.changed_line(document, len(tokens), int(self.lengths[document]) - 1, f"{unit} of text")
-        return np.append(tokens[start:stop], self._tokenizer.eod) if stop > len(tokens) else tokens[start:stop]
+        return np.concatenate(self._parts(document))[start:stop]
 
     def document_name(self, document: int) -> str:
         """Return the file and line number."""
@@ -188,3 +190,50 @@ class JsonLines:
         """Return the number of lines and of blank ones."""
         words = f"{self._name}: {count(len(self.lengths), 'JSON line')}"
         return words + (f", {count(self._num_blank, 'blank line')} skipped" if self._num_blank else "")
+
+    def _parts(self, document: int) -> list[NDArray[np.int64]]:
+        """Return `TextReader.parts` of a line, of as many tokens as its index says."""
+        try:
+            parts = self._reader.parts(self._lines.read(document))
+        except LineError as error:
+            raise self._lines.changed_line(document) from error
+        num_tokens = sum(map(len, parts))
+        if num_tokens != self.lengths[document]:
+            unit = "bytes" if isinstance(self._reader.tokenizer, ByteTokenizer) else "tokens"
+            raise self._lines.changed_line(document, num_tokens - 1, int(self.lengths[document]) - 1, f"{unit} of text")
+        return parts
+
+
+class QuestionLines(JsonLines):
+    """JSON lines of which some or all are prompts with responses: a document is both, the responses are learned.
+
+    Args: as `JsonLines`.
+    """
+
+    def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: TextTokenizer) -> None:
+        super().__init__(name, root, index, tokenizer)
+        self._questions = Questions(index)
+        self.has_masks = self._questions.has_masks
+        self.first_targets = self._questions.first_targets()
+
+    def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return tokens start .. stop - 1 of a line, and which of them are no prompt's."""
+        parts = self._parts(document)
+        answers = self._questions.answers(document)
+        if [len(part) for part in parts[1:]] != answers:
+            raise self._lines.changed_line(document)
+        tokens = np.concatenate(parts)
+        is_target = np.arange(len(tokens)) >= (len(parts[0]) if answers else 0)
+        return tokens[start:stop], is_target[start:stop]
+
+    def mask(self, document: int, num_predicted: int) -> SharedQuestion | None:
+        """Return the mask of the first tokens of a line."""
+        return self._questions.mask(document, num_predicted)
+
+    def identity(self) -> bytes:
+        """Return what decides the masks besides the lengths of lines."""
+        return self._questions.identity()
+
+    def describe(self) -> str:
+        """Return the number of lines, of prompts and of their responses."""
+        return super().describe() + self._questions.describe()

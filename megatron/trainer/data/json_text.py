@@ -1,15 +1,23 @@
-"""The text of a JSONL line: the one reading of it that indexing and training share."""
+"""The text of a JSONL line, or its prompt and responses: the one reading of it that indexing and training share."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PROMPT, RESPONSES = "prompt", "responses"
 
 
 class LineError(Exception):
     """A line without text. The message continues the name of the line: " is not JSON (...): ..."."""
+
+
+class Question(NamedTuple):
+    """A prompt and its responses, at least one."""
+
+    prompt: Any
+    responses: tuple[str, ...]
 
 
 def object_of_line(line: bytes, example: str) -> dict[str, Any]:
@@ -34,13 +42,21 @@ def object_of_line(line: bytes, example: str) -> dict[str, Any]:
     return value
 
 
-def text_of_line(line: bytes, json_key: str) -> str:
-    """Return the text field of a line.
+def content_of_line(line: bytes, json_key: str) -> str | Question:
+    """Return the text field of a line, or its prompt and responses, all of them texts.
 
     Raises:
-        LineError: no JSON object with a string under `json_key`.
+        LineError: no JSON object with a string under `json_key`, or with a prompt and responses; or with both.
     """
     value = object_of_line(line, f'{{"{json_key}": "..."}}')
+    if RESPONSES in value and json_key != RESPONSES:
+        question = question_of(value, json_key)
+        if not isinstance(question.prompt, str):
+            raise LineError(
+                f": field {PROMPT!r} is a {type(question.prompt).__name__}, not a string: write it as one text"
+                + (", or read it as messages with --sft" if isinstance(question.prompt, list) else "")
+            )
+        return question
     if json_key not in value:
         raise LineError(
             f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
@@ -53,6 +69,41 @@ def text_of_line(line: bytes, json_key: str) -> str:
             "repair the line or name another field with --json-key"
         )
     return text
+
+
+def question_of(value: dict[str, Any], other: str) -> Question:
+    """Return the prompt, of whatever type, and the responses of a line's object.
+
+    Args:
+        other: a field that the line must not have besides.
+
+    Raises:
+        LineError: no prompt, no responses, or ones that are no texts; or `other`.
+    """
+    shape = f"{{{PROMPT!r}: ..., {RESPONSES!r}: [...]}}"
+    if other in value and other != PROMPT:
+        raise LineError(f" has {RESPONSES!r} and {other!r}: leave {other!r} out, or give it alone")
+    if PROMPT not in value:
+        raise LineError(f" has {RESPONSES!r} but no {PROMPT!r}: write {shape}")
+    responses = value[RESPONSES]
+    if not isinstance(responses, list) or not responses:
+        said = "an empty list" if isinstance(responses, list) else f"a {type(responses).__name__}"
+        raise LineError(
+            f": field {RESPONSES!r} is {said}: a list of at least 1 text is needed; repair or remove the line"
+        )
+    for number, response in enumerate(responses, 1):
+        if not isinstance(response, str):
+            raise LineError(
+                f": response {number} of {len(responses)} is a {type(response).__name__}, not a string: repair or "
+                "remove it"
+            )
+    return Question(value[PROMPT], tuple(responses))
+
+
+def check_prompt(num_tokens: int) -> None:
+    """Raise LineError where a prompt of so many tokens is too short: before the last one must be another."""
+    if num_tokens < 2:
+        raise LineError(f": its prompt has {num_tokens} tokens, at least 2 are needed: write a longer one")
 
 
 def encode(text: str) -> bytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.trainer.data.samples import SampleIndex
+from megatron.trainer.data.source import MaskedSource
 
 
 def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
@@ -33,6 +34,9 @@ class ShuffledPool:
     Args:
         parts: joined in this order.
         seed: words that no other pool of the job has.
+
+    Attributes:
+        has_masks: samples may have masks of their own.
     """
 
     def __init__(self, parts: Sequence[SampleIndex], seed: tuple[int, ...]) -> None:
@@ -40,6 +44,7 @@ class ShuffledPool:
         self.seed = seed
         self._first_samples = np.cumsum([0, *(part.num_samples for part in self.parts)])
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self.has_masks = any(isinstance(part.source, MaskedSource) and part.source.has_masks for part in self.parts)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_orders": {}}
@@ -51,19 +56,30 @@ class ShuffledPool:
 
     def seqlens(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the lengths in tokens of the samples of `draws`, int64 [n]."""
-        numbers = self._samples(draws)
-        owners = np.searchsorted(self._first_samples, numbers, side="right") - 1
         seqlens = np.empty(len(draws), dtype=np.int64)
-        for owner in np.unique(owners):
-            chosen = owners == owner
-            seqlens[chosen] = self.parts[owner].seqlens(numbers[chosen] - self._first_samples[owner])
+        for part, numbers, chosen in self._by_part(draws):
+            seqlens[chosen] = part.seqlens(numbers)
         return seqlens
+
+    def masks(self, draws: NDArray[np.int64]) -> NDArray[np.object_]:
+        """Return the masks of the samples of `draws`, [n]; None where a sample is causal."""
+        masks = np.full(len(draws), None)
+        for part, numbers, chosen in self._by_part(draws):
+            masks[chosen] = part.masks(numbers)
+        return masks
 
     def read(self, draw: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
         """Return the seqlen + 1 tokens of the sample of `draw`, and which of them are learned; None: all."""
-        number = int(self._samples(np.array([draw]))[0])
-        owner = int(np.searchsorted(self._first_samples, number, side="right")) - 1
-        return self.parts[owner].read_targeted(number - int(self._first_samples[owner]))
+        ((part, numbers, _),) = self._by_part(np.array([draw]))
+        return part.read_targeted(int(numbers[0]))
+
+    def _by_part(self, draws: NDArray[np.int64]) -> Iterator[tuple[SampleIndex, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Yield each part that has samples of `draws`, the numbers of these there, and which of `draws` they are."""
+        samples = self._samples(draws)
+        owners = np.searchsorted(self._first_samples, samples, side="right") - 1
+        for owner in np.unique(owners):
+            chosen = owners == owner
+            yield self.parts[owner], samples[chosen] - self._first_samples[owner], chosen
 
     def _samples(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(draws, self.num_samples)

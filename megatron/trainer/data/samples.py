@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from megatron.trainer.data.source import Source, TargetedSource
+from dynamic_cp.types import SharedQuestion
+from megatron.trainer.data.source import MaskedSource, Source, TargetedSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,7 +21,8 @@ class SampleIndex:
     consecutive pieces, of which piece k reads tokens k * seq_length .. and predicts the ones after them, so that every
     token but the first of the document is predicted exactly once. Memory grows with documents, not with samples.
 
-    Of a chat only some tokens are learned; one that has none left after truncation makes no sample.
+    Of a chat, and of a prompt with responses, only some tokens are learned; one that has none left after truncation
+    makes no sample. None of them is split: later pieces would lack the prompt.
 
     Attributes:
         documents: int64 [D], the documents that make samples.
@@ -46,17 +48,23 @@ class SampleIndex:
         """Return the samples of documents first_document .. last_document - 1.
 
         Raises:
-            DataError: an overlong document under overlong = "error".
+            DataError: an overlong document under overlong = "error", or one under "split" that begins with a prompt.
         """
         num_predicted = source.lengths[first_document:last_document] - 1
         too_long = num_predicted > seq_length
         num_overlong = int(too_long.sum())
-        if overlong == "error" and num_overlong:
-            document = first_document + int(np.argmax(too_long))
+        refused = np.zeros_like(too_long)
+        if overlong == "error":
+            refused = too_long
+        elif overlong == "split" and isinstance(source, TargetedSource):
+            refused = too_long & (source.first_targets[first_document:last_document] > 1)
+        if refused.any():
+            document = first_document + int(np.argmax(refused))
             others = "truncate or drop" if isinstance(source, TargetedSource) else "split, truncate or drop"
+            why = ", and --overlong split would part its responses from their prompt" if overlong == "split" else ""
             raise DataError(
                 f"{source.document_name(document)} predicts {source.lengths[document] - 1} tokens, --seq-length is "
-                f"{seq_length} ({num_overlong} such documents): raise --seq-length or choose --overlong "
+                f"{seq_length} ({int(refused.sum())} such documents){why}: raise --seq-length or choose --overlong "
                 f"{others}",
                 document=document,
                 tokens=int(source.lengths[document]) - 1,
@@ -114,6 +122,14 @@ class SampleIndex:
         if isinstance(self.source, TargetedSource):
             return self.source.read_targeted(*self._piece(number))
         return self.source.read(*self._piece(number)), None
+
+    def masks(self, numbers: NDArray[np.int64]) -> list[SharedQuestion | None]:
+        """Return the masks of samples 0 <= numbers < num_samples; None where one is causal."""
+        if not isinstance(self.source, MaskedSource):
+            return [None] * len(numbers)
+        rows, _ = self._locate(numbers)  # a document that has a mask is one sample
+        documents, num_predicted = self.documents[rows].tolist(), self.num_predicted[rows].tolist()
+        return [self.source.mask(*piece) for piece in zip(documents, num_predicted, strict=True)]
 
     def _piece(self, number: int) -> tuple[int, int, int]:
         """Return the document of a sample, its first token and the one after its last."""

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron.trainer.data.json_text import LineError, num_bytes, text_of_line
+from megatron.trainer.data.json_text import LineError, check_prompt, content_of_line, num_bytes
 
 SNIFFED_BYTES = 8192
 BUFFER_BYTES = 1 << 17
@@ -32,8 +32,11 @@ class JsonLinesRange(NamedTuple):
         blanks: int64 [b], for each blank line how many lines that are not blank come before it in this range.
         error: the first line without text, counted from 0 in this range, and what is wrong with it; the lines after it
             are not looked at.
-        first_targets: int64 [n] of chats, the first token that is learned; else empty.
-        num_targets: tokens of chats that are learned.
+        first_targets: int64, the first token that is learned of each line that does not learn all: of each chat.
+        num_targets: tokens of chats, and of lines with responses, that are learned.
+        questions: int64 [q], which of the n lines are prompts with responses.
+        num_answers: int64 [q], how many responses each of them has.
+        answers: int64 [sum(num_answers)], tokens of each response, those at the end of the line.
     """
 
     offsets_bytes: array[int]
@@ -43,6 +46,9 @@ class JsonLinesRange(NamedTuple):
     error: tuple[int, str] | None
     first_targets: array[int]
     num_targets: int
+    questions: array[int]
+    num_answers: array[int]
+    answers: array[int]
 
 
 def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key: str) -> JsonLinesRange:
@@ -50,7 +56,28 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
 
     Args and errors: see `scan_lines`.
     """
-    return scan_lines(path, start, stop, size_bytes, lambda line: (num_bytes(text_of_line(line, json_key)) + 1,))
+
+    def measure(line: bytes) -> tuple[int, ...]:
+        content = content_of_line(line, json_key)
+        if isinstance(content, str):
+            return (num_bytes(content) + 1,)
+        return measured(num_bytes(content.prompt), [num_bytes(response) + 1 for response in content.responses])
+
+    return scan_lines(path, start, stop, size_bytes, measure)
+
+
+def measured(num_prompt_tokens: int, answers: Sequence[int]) -> tuple[int, ...]:
+    """Return what `scan_lines` needs of a prompt with responses.
+
+    Args:
+        answers: tokens of each response.
+
+    Raises:
+        LineError: a prompt that is too short.
+    """
+    check_prompt(num_prompt_tokens)
+    num_targets = sum(answers)
+    return num_prompt_tokens + num_targets, num_prompt_tokens, num_targets, *answers
 
 
 def scan_lines(
@@ -60,13 +87,15 @@ def scan_lines(
 
     Args:
         size_bytes: of the file when it was listed; what lies behind is not looked at.
-        measure: a line -> its tokens; or of a chat its tokens, the first that is learned and how many are.
+        measure: a line -> its tokens; of a chat also the first that is learned and how many are; of a prompt with
+            responses besides these the tokens of each response.
 
     Raises:
         OSError: a file that cannot be read.
         ScanError: one that has become shorter.
     """
     offsets_bytes, lengths, blanks, first_targets = array("q"), array("q"), array("q"), array("q")
+    questions, num_answers, answers = array("q"), array("q"), array("q")
     num_lines = num_targets = 0
     error = None
     offset_bytes = start
@@ -91,14 +120,29 @@ def scan_lines(
                 except LineError as caught:
                     error = (num_lines, str(caught))
                     break
-                lengths.append(length)
-                offsets_bytes.append(offset_bytes)
                 if targets:
                     first_targets.append(targets[0])
                     num_targets += targets[1]
+                if len(targets) > 2:
+                    questions.append(len(lengths))
+                    num_answers.append(len(targets) - 2)
+                    answers.extend(targets[2:])
+                lengths.append(length)
+                offsets_bytes.append(offset_bytes)
             num_lines += 1
             offset_bytes += len(line)
-    return JsonLinesRange(offsets_bytes, lengths, blanks, num_lines, error, first_targets, num_targets)
+    return JsonLinesRange(
+        offsets_bytes,
+        lengths,
+        blanks,
+        num_lines,
+        error,
+        first_targets,
+        num_targets,
+        questions,
+        num_answers,
+        answers,
+    )
 
 
 def sniff_text_files(paths: Sequence[str]) -> bytes:

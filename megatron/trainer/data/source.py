@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
+from dynamic_cp.types import SharedQuestion
 
 
 class Source(Protocol):
@@ -36,7 +37,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class TargetedSource(Source, Protocol):
-    """Documents of which only some tokens are learned: chats.
+    """Documents of which only some tokens are learned: chats, and responses to prompts.
 
     Attributes:
         first_targets: int64 [documents], the first token after the beginning that is learned.
@@ -46,6 +47,25 @@ class TargetedSource(Source, Protocol):
 
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return what `read` does, and which of these tokens are learned."""
+        ...
+
+
+@runtime_checkable
+class MaskedSource(TargetedSource, Protocol):
+    """Documents of which some may be prompts with several responses, which do not attend to each other.
+
+    Attributes:
+        has_masks: some are.
+    """
+
+    has_masks: bool
+
+    def mask(self, document: int, num_predicted: int) -> SharedQuestion | None:
+        """Return the mask of the sample that predicts the first tokens of a document; None where it is causal."""
+        ...
+
+    def identity(self) -> bytes:
+        """Return what decides the masks besides the lengths of documents; nothing where there are no responses."""
         ...
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from dynamic_cp.plans.global_batch import GlobalBatch
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+from megatron.dynamic_cp.data.shared_question import sample_of
 from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.pool import ShuffledPool
-from megatron.trainer.data.source import count
+from megatron.trainer.data.source import MaskedSource, count
 
 NUM_PROBED_SAMPLES = 8
 
@@ -33,6 +34,11 @@ class SampleStream:
         self._fingerprint: str | None = None
 
     @property
+    def has_masks(self) -> bool:
+        """Whether samples may have masks of their own."""
+        return any(pool.has_masks for pool in self._pools)
+
+    @property
     def num_samples(self) -> int:
         """Samples that exist: one epoch, when there are no blend weights."""
         return sum(pool.num_samples for pool in self._pools)
@@ -45,10 +51,13 @@ class SampleStream:
         positions = np.arange(consumed_samples, consumed_samples + num_samples, dtype=np.int64)
         pools, draws = self._blend.locate(positions)
         seqlens = np.empty(num_samples, dtype=np.int64)
+        masks = np.full(num_samples, None)
         for pool in np.unique(pools):
             chosen = pools == pool
             seqlens[chosen] = self._pools[pool].seqlens(draws[chosen])
-        return GlobalBatch(positions, seqlens)
+            if self._pools[pool].has_masks:
+                masks[chosen] = self._pools[pool].masks(draws[chosen])
+        return GlobalBatch(positions, seqlens, masks.tolist() if any(masks) else None)
 
     def read(self, sample_id: int) -> SampleTokens:
         """Return the tokens of the sample at position `sample_id`; touches only its part of its document.
@@ -57,13 +66,9 @@ class SampleStream:
             DataError: a document that is not what its index says.
         """
         pools, draws = self._blend.locate(np.array([sample_id], dtype=np.int64))
-        tokens, is_target = self._pools[pools[0]].read(int(draws[0]))
-        mask = np.ones(len(tokens) - 1, dtype=np.float32) if is_target is None else is_target[1:].astype(np.float32)
-        return SampleTokens(
-            tokens=tokens[:-1].copy(),  # a view would share its memory with the labels
-            labels=tokens[1:],
-            loss_mask=mask,
-        )
+        pool = self._pools[pools[0]]
+        mask = pool.masks(draws)[0] if pool.has_masks else None
+        return sample_of(*pool.read(int(draws[0])), mask)
 
     def fingerprint(self) -> str:
         """Return a hash (hex) of what decides the stream; where the data lies is no part of it.
@@ -86,6 +91,8 @@ class SampleStream:
                     digest.update(tokens.astype(np.int64).tobytes())
                     if is_target is not None:
                         digest.update(is_target.tobytes())
+                if isinstance(part.source, MaskedSource):
+                    digest.update(part.source.identity())
                 last_document = int(part.documents[-1])
                 length = int(part.source.lengths[last_document])
                 digest.update(part.source.read(last_document, length - 1, length).astype(np.int64).tobytes())

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DynamicCPError
-from megatron.trainer.data.json_text import encode, text_of_line
-from megatron.trainer.data.scan import SNIFFED_BYTES, JsonLinesRange, ScanError, scan_lines
+from megatron.trainer.data.json_text import content_of_line, encode
+from megatron.trainer.data.scan import SNIFFED_BYTES, JsonLinesRange, ScanError, measured, scan_lines
 from megatron.trainer.data.tokenizer import TextTokenizer
 
 
@@ -25,18 +25,32 @@ class LineReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
-    """Reads the text field of JSONL lines as tokens and the end of document."""
+    """Reads the text field of JSONL lines as tokens and the end of document; prompts with responses, too.
+
+    A prompt is tokenized by itself and has no end; each response has one, which is learned with it.
+    """
 
     tokenizer: TextTokenizer
     json_key: str
 
-    def tokens(self, line: bytes) -> NDArray[np.int64]:
-        """Return the tokens of a line; LineError where it has no text."""
-        return np.append(self.tokenizer.encode(encode(text_of_line(line, self.json_key))), self.tokenizer.eod)
+    def parts(self, line: bytes) -> list[NDArray[np.int64]]:
+        """Return the tokens of a line: of its text alone, or of its prompt and of each response.
 
-    def measure(self, line: bytes) -> tuple[int]:
-        """Return how many tokens a line has."""
-        return (len(self.tokens(line)),)
+        Raises:
+            LineError: neither is there.
+        """
+        content = content_of_line(line, self.json_key)
+        if isinstance(content, str):
+            return [self._ended(content)]
+        return [self.tokenizer.encode(encode(content.prompt)), *map(self._ended, content.responses)]
+
+    def measure(self, line: bytes) -> tuple[int, ...]:
+        """Return what `scan.scan_lines` needs of a line."""
+        first, *answers = map(len, self.parts(line))
+        return measured(first, answers) if answers else (first,)
+
+    def _ended(self, text: str) -> NDArray[np.int64]:
+        return np.append(self.tokenizer.encode(encode(text)), self.tokenizer.eod)
 
 
 def scan_read_lines(path: str, start: int, stop: int, size_bytes: int, reader: LineReader) -> JsonLinesRange:

@@ -9,7 +9,7 @@ runtime.warm_up()                              # no step waits for the planner's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
@@ -183,15 +183,18 @@ class PlannedRuntime:
         run_on_rank_zero(make)
         return replace(self, planner=planner[0] if planner else None)
 
-    def warm_up(self) -> str:
+    def warm_up(self, more: Sequence[Sample] = ()) -> str:
         """Plan a synthetic batch, unless plans are replayed; return a line for the log. Collective.
+
+        Args:
+            more: a batch to plan besides, see `plan_source.warm_up`.
 
         Raises:
             DynamicCPError: rank 0 found no plan; the same on every rank.
         """
         if self.settings.replay is not None:
             return f"plans are those of {self.settings.replay}"
-        ready_s = warm_up(self.plan_source(WARM_UP), self.settings.seq_length)
+        ready_s = warm_up(self.plan_source(WARM_UP), self.settings.seq_length, more)
         return f"planner ready after {ready_s:.1f} s, {self.settings.search} search"
 
     def plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:

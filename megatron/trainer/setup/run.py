@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Hardware
+from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
@@ -113,6 +113,8 @@ def set_up(settings: Settings) -> Run:
     layer_choice, fused = _layers(settings, device), _fusions(settings, device)
     hardware = first_hardware(settings.planning, device)
     data = load_data(settings, device)
+    if data.splits.train.has_masks:
+        layer_choice.check_masks("prompts with several responses")
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -141,11 +143,16 @@ def set_up(settings: Settings) -> Run:
     )
     _log_choices(run)
     try:
-        logger.info("%s", run.runtime.warm_up())
+        logger.info("%s", run.runtime.warm_up(_masked_batch(run.splits.train, settings)))
     except BaseException:
         run.close()
         raise
     return run
+
+
+def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
+    """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
+    return stream.global_batch(0, settings.training.global_batch_size) if stream.has_masks else ()
 
 
 def _layers(settings: Settings, device: torch.device) -> LayerChoice:

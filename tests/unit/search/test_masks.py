@@ -163,14 +163,24 @@ def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
         Sample(sample_id=3, seqlen=8, mask=KeyRanges.of(CAUSAL.key_ranges(5)))
 
 
-def test_a_run_is_told_that_it_cannot_train_them() -> None:
-    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
+def test_a_run_whose_exchange_serves_no_masks_plans_a_lane_for_each_sample_or_is_told_both_numbers() -> None:
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
     problem = Problem(topology=Topology(num_lanes=2), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
-    samples = [Sample(sample_id=4, seqlen=9), Sample(sample_id=7, seqlen=9, mask=FULL)]
-    error = answer(problem, Request.of("a", samples)).error
+    samples = [Sample(sample_id=4, seqlen=64), Sample(sample_id=7, seqlen=60, mask=FULL)]
+    found = answer(problem, Request.of("a", samples))
+    assert found.facts is not None
+    assert found.facts.cp_histogram == {1: 2}
+    error = answer(problem, Request.of("a", [Sample(sample_id=4, seqlen=65), samples[1]])).error
     assert isinstance(error, UnsupportedFeatureError)
-    assert str(error).startswith("sample 7 has the mask full; a run trains causal attention only")
-    assert answer(problem, Request.of("a", samples[:1])).error is None
+    assert str(error) == (
+        "sample 7 has the mask full, which p2p cannot serve on several lanes, and the longest of its batch has 65 "
+        "tokens, a lane holds 64: allow a2a (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank"
+    )
+    several = replace(problem, options=replace(options, min_cp_size=2))
+    said = str(answer(several, Request.of("a", samples)).error)
+    assert "and plans use at least 2: allow a2a (--cp-comm-type), or lower --min-dynamic-cp-size to 1" in said
+    # A sample that brings no mask keeps its exchange.
+    assert answer(problem, Request.of("a", [Sample(sample_id=4, seqlen=65)])).facts.cp_histogram == {2: 1}
 
 
 def test_other_planners_are_not_compared_where_they_know_no_masks() -> None:

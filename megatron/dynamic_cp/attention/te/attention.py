@@ -76,11 +76,17 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         """Return the context [T, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim].
 
         Raises:
-            UnsupportedFeatureError: an exchange that the installed version lacks; start-up finds it before.
+            UnsupportedFeatureError: an exchange that the installed version lacks, or samples with masks of their own;
+                start-up finds them before.
         """
         params = packed_seq_params
         if not isinstance(params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(params).__name__}")
+        if params.masked_samples is not None:
+            raise UnsupportedFeatureError(
+                f"samples with masks of their own came to TransformerEngine's attention at {params.label}, which "
+                "computes the mask of the layers only: use local layers (--transformer-impl local)"
+            )
         assert params.cp_group is not None
         if params.cp_group.size() == 1:
             return self._attend_over(query, key, value, params, None, [], "p2p")

@@ -109,6 +109,21 @@ class LayerChoice:
         without = f"; the planner does without {', '.join(self.left_out)}" if self.left_out else ""
         return f"layers: {self.impl} ({self.reason}){without}"
 
+    def check_masks(self, samples: str) -> None:
+        """Refuse samples with masks of their own where TransformerEngine's attention would compute them.
+
+        Args:
+            samples: what to call them.
+
+        Raises:
+            UnsupportedFeatureError: it would.
+        """
+        if self.impl == "transformer_engine":
+            raise UnsupportedFeatureError(
+                f"{samples} have masks of their own, TransformerEngine's attention computes the mask of the layers "
+                f"only, and this run has its layers ({self.reason}): use --transformer-impl local"
+            )
+
 
 def choose_layers(
     requested: TransformerImpl | None,

@@ -1,0 +1,152 @@
+"""Prompts with several responses through the whole trainer: as their pairs apart, on lanes and stages, and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+
+import pytest
+import torch.distributed as dist
+
+from megatron.dynamic_cp.step.schedule import sum_over_job
+from megatron.trainer.checkpoints import checkpoint_files
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup.run import set_up
+from megatron.trainer.setup.run_data import data_config
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import reference_name, start_again
+from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.forked_planner import warm_up
+from tests.trainer.test_sft import flags_of_example
+from tests.trainer.training_ranks import losses, run_command, train
+
+TOLERANCE = 5e-6
+LANES = "--dynamic-cp --split 1,0,0 --max-seqlen-per-dp-cp-rank 64 --dynamic-cp-verify full --overlong error"
+STAGES = f"{LANES} --pipeline-model-parallel-size 2 --max-seqlen-per-dp-cp-rank 128"
+
+
+def made_lines(seed, number=6):
+    """Return prompts with 1 to 4 responses; some need both lanes."""
+    rng = random.Random(seed)
+
+    def text(low, high):
+        return "".join(rng.choice("abcde fgh") for _ in range(rng.randint(low, high)))
+
+    return [
+        {
+            "prompt": text(40, 60) if index % 4 == 3 else text(2, 20),
+            "responses": [text(0, 14) for _ in range(1 + index % 4)],
+        }
+        for index in range(number)
+    ]
+
+
+def write(path, lines):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same responses: together, and each with a prompt of its own."""
+    folder, lines = tmp_path_factory.mktemp("questions"), made_lines(1)
+    apart = [{"prompt": line["prompt"], "responses": [one]} for line in lines for one in line["responses"]]
+    together, pairs = write(folder / "together.jsonl", lines), write(folder / "apart.jsonl", apart)
+    return (
+        f"--data-path {together} --global-batch-size {len(lines)}",
+        f"--data-path {pairs} --global-batch-size {len(apart)}",
+    )
+
+
+def gradients_of(runs):
+    """Return for each run loss, number of learned tokens, CP sizes and this rank's gradients, from equal weights."""
+    os.environ["RANK"] = str(dist.get_rank())
+    found, weights = {}, None
+    for name, words in runs.items():
+        run = set_up(parse_args(words, dist.get_world_size()))
+        (chunk,) = run.trainable.chunks
+        parameters = {reference_name(chunk, one): parameter for one, parameter in chunk.named_parameters()}
+        if weights is None:
+            weights = {one: parameter.detach().clone() for one, parameter in parameters.items()}
+        for one, parameter in parameters.items():
+            parameter.data.copy_(weights[one])
+        for wrapped in run.model:
+            wrapped.zero_grad_buffer()
+        batch = run.splits.train.global_batch(0, run.settings.training.global_batch_size)
+        with contextlib.closing(run), contextlib.closing(run.iterator_wrapper(run.splits.train, "train")) as wrapper:
+            logged = run.run_schedule(wrapper.wrap(0, batch), wrapper, forward_only=False)
+            sizes = {bucket.cp_size for bucket in wrapper.plan.buckets if any(one.mask for one in bucket.samples)}
+        total = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
+        gradients = {one: parameter.main_grad.clone() for one, parameter in parameters.items()}
+        found[name] = total.loss_sum, total.num_tokens, sizes, gradients
+        start_again(after=name)
+    return found
+
+
+def test_loss_and_gradients_are_those_of_the_pairs_apart_on_lanes_and_on_stages(files):
+    warm_up()
+    together, apart = files
+    runs = {"apart": f"{LANES} {apart}", "lanes": f"{LANES} {together}", "stages": f"{STAGES} {together}"}
+    runs = {name: command_line(SMALL, words) for name, words in runs.items()}
+    compared = set()
+    for found in run_ranks(2, gradients_of, runs, timeout_s=120):
+        loss, num_tokens, _, expected = found.pop("apart")
+        assert num_tokens == sum(len(text) + 1 for line in made_lines(1) for text in line["responses"])
+        for name, (loss_sum, number, sizes, gradients) in found.items():
+            assert number == num_tokens
+            assert loss_sum == pytest.approx(loss, rel=TOLERANCE)
+            assert name == "stages" or sizes == {1, 2}
+            for one, gradient in gradients.items():
+                error = (gradient - expected[one]).abs().max() / expected[one].abs().max()
+                assert error <= TOLERANCE, f"{name}, {one}: {error:.1e}"
+                compared.add((name, one))
+    assert {one for name, one in compared if name == "stages"} == {one for name, one in compared if name == "lanes"}
+    assert len(compared) > 20
+
+
+def test_a_run_evaluates_saves_and_goes_on_to_the_last_digit(tmp_path, capfd):
+    """With workers that pack, a dump of its plans, and a replay of those."""
+    data = write(tmp_path / "a.jsonl", made_lines(2, 20))
+    words = f"{LANES} --split 80,20,0 --data-path {data} --global-batch-size 5 --num-workers 1 --lr-decay-iters 4"
+    folder, dump = tmp_path / "saved", tmp_path / "dump"
+    saving = f"--save {folder} --save-interval 2 --eval-iters 1 --dynamic-cp-dump {dump} --train-iters 4"
+    records = train(2, words, saving)
+    said = capfd.readouterr().out
+    assert "20 JSON lines, 20 prompts with 50 responses of" in said
+    assert "validation loss at iteration 4" in said
+    plans = [json.loads(line) for line in (dump / "plans.jsonl").read_text().splitlines()]
+    assert len(plans) == 5
+    for plan in plans:
+        assert "shared_question:" in json.dumps(plan["plan"])
+        # FLOPs count the pairs of the masks.
+        assert plan["facts"]["seqlen_squared_sum"] < sum(seqlen * seqlen for seqlen in plan["seqlens"])
+    (folder / checkpoint_files.TRACKER).write_text("2\n")
+    again = train(2, words, f"--load {folder} --train-iters 4 --dynamic-cp-replay {dump}")
+    assert losses(again) == losses(records)[2:]
+
+
+def test_an_exchange_that_serves_no_masks_is_one_message_on_all_ranks_at_the_start(files):
+    together, _ = files
+    for ended in run_command(2, LANES, together, "--cp-comm-type p2p"):
+        assert ended.code != 0
+        assert "which p2p cannot serve on several lanes, and the longest of its batch has" in ended.error
+        assert "a lane holds 64: allow a2a (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank" in ended.error
+
+
+def test_the_example_trains_the_same_responses_together_and_apart(tmp_path):
+    words = flags_of_example(tmp_path, "several_responses.sh")
+    together, apart = (
+        build_splits(data_config(parse_args(one, 4))).train
+        for one in (words, flags_of_example(tmp_path, "several_responses.sh", APART="1"))
+    )
+    assert (together.num_samples, apart.num_samples) == (192, 768)
+    assert together.has_masks
+    assert not apart.has_masks
+    num_targets = [
+        sum(int(stream.read(place).loss_mask.sum()) for place in range(stream.num_samples))
+        for stream in (together, apart)
+    ]
+    assert num_targets[0] == num_targets[1] > 768

@@ -1,0 +1,275 @@
+"""Lines {"prompt": ..., "responses": [...]}: one document that trains what its pairs apart would."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import DataError
+from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.trainer.data import json_lines
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.entries import index_entries
+from megatron.trainer.data.json_lines import JsonLines, QuestionLines
+from tests.unit.data.helpers import EOD, config, open_documents, write_unseen
+from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
+
+LINES = [
+    {"prompt": "What runs past the mill?", "responses": ["The river.", "A boy ☃", ""]},
+    {"text": "plain text"},
+    {"prompt": "Is it far?", "responses": ["No."]},
+    {"prompt": "ab", "responses": ["c", "d"], "tools": None, "id": 7},
+]
+TWO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What runs past the mill?"}]
+CHATS = [
+    {"prompt": TWO, "responses": ["The river.", "ü" * 9, "x"]},
+    {"messages": [*TWO, {"role": "assistant", "content": "The river."}]},
+    {"prompt": "Is it far?", "responses": ["No."]},
+    {"prompt": [*TWO, {"role": "assistant", "content": "The river."}, TWO[1]], "responses": ["I said it.", "Ask."]},
+]
+
+
+def write(path, lines):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def chat_flags(path, **changes):
+    return config(path, sft=True, **({"overlong": "error", "seq_length": 512} | changes))
+
+
+def learned(stream, sample):
+    """Return each token that is learned, and what it follows: the input tokens that it sees, in order of position."""
+    values = stream.read(sample.sample_id)
+    mask = sample.mask
+    positions = None if mask is None else mask.positions(sample.seqlen)
+    ranges = None if mask is None else mask.key_ranges(sample.seqlen)
+    assert len(values.tokens) == len(values.labels) == len(values.loss_mask) == sample.seqlen
+    found = []
+    for place in np.flatnonzero(values.loss_mask).tolist():
+        seen = list(range(place + 1))
+        if mask is not None:
+            begin, end, second, last = ranges[place].tolist()
+            seen = [*range(begin, end), *range(second, last)]
+            assert [int(positions[key]) for key in seen] == list(range(len(seen)))
+        found.append((tuple(values.tokens[seen].tolist()), int(values.labels[place])))
+    return found
+
+
+def all_learned(one):
+    stream = build_splits(one).train
+    return sorted(pair for sample in stream.global_batch(0, stream.num_samples) for pair in learned(stream, sample))
+
+
+def apart(lines):
+    """Return the same lines, each response with a prompt of its own."""
+    for line in lines:
+        if "messages" in line:
+            yield line
+        elif "responses" in line:
+            for response in line["responses"]:
+                yield {"prompt": line["prompt"], "responses": [response]}
+        else:
+            yield line
+
+
+def as_chats(lines):
+    for line in apart(lines):
+        if "messages" in line:
+            yield line
+            continue
+        prompt = line["prompt"]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        shared = [one | {"weight": 0} if one["role"] == "assistant" else one for one in prompt]
+        yield {"messages": [*shared, {"role": "assistant", "content": line["responses"][0]}]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        name: write_tokenizer(root / name, text)
+        for name, text in (("plain", PLAIN_TEMPLATE), ("marked", MARKED_TEMPLATE))
+    }
+
+
+def with_tokenizer(kind, folders):
+    if kind == "bytes":
+        return {}
+    return {"tokenizer": "HuggingFaceTokenizer", "tokenizer_model": str(folders[kind])}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "plain"])
+def test_every_token_of_a_response_follows_what_it_follows_in_its_pair(tmp_path, folders, kind):
+    changes = with_tokenizer(kind, folders) | {"seq_length": 512}
+    together = all_learned(config(write(tmp_path / "a.jsonl", LINES), **changes))
+    assert together == all_learned(config(write(tmp_path / "b.jsonl", [*apart(LINES)]), **changes))
+    assert len(together) > 30
+    if kind == "bytes":
+        assert (tuple(b"What runs past the mill?"), EOD) in together
+        assert (tuple(b"What runs past the mill?The river"), ord(".")) in together
+        assert not [seen for seen, _ in together if bytes(seen).startswith(b"What runs") and len(seen) < 24]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "plain", "marked"])
+def test_with_sft_a_response_is_learned_as_in_its_chat(tmp_path, folders, kind):
+    changes = with_tokenizer(kind, folders)
+    together = all_learned(chat_flags(write(tmp_path / "a.jsonl", CHATS), **changes))
+    assert together == all_learned(chat_flags(write(tmp_path / "b.jsonl", [*as_chats(CHATS)]), **changes))
+    assert len(together) > 30
+
+
+def test_lengths_masks_and_words_come_from_the_index(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", LINES)
+    monkeypatch.setattr(json_lines, "RANGE_BYTES", 100)  # rows are numbered through the ranges
+    assert isinstance(open_documents(path), QuestionLines)
+    stream = build_splits(config(path)).train
+    batch = stream.global_batch(0, 4)
+    masks = {(sample.seqlen, str(sample.mask)) for sample in batch}
+    first = shared_question([*LINES[0]["prompt"].encode()], [[*r.encode(), EOD] for r in LINES[0]["responses"]])
+    assert masks == {(len(first[0].tokens), str(first[1])), (10, "None"), (13, "None"), (5, "shared_question:1,2,2")}
+    assert all(mask.why_unfit(seqlen) is None for seqlen, mask in zip(batch.seqlens, batch.masks, strict=True) if mask)
+    assert "4 JSON lines, 3 prompts with 6 responses of" in stream.describe()
+    (place,) = [sample.sample_id for sample in batch if str(sample.mask) == str(first[1])]
+    values = stream.read(place)
+    for name in ("tokens", "labels", "loss_mask"):
+        np.testing.assert_array_equal(getattr(values, name), getattr(first[0], name))
+
+
+def test_data_without_responses_are_what_they_were(tmp_path):
+    """Their index, their fingerprint and their batches know nothing of questions."""
+    path = write(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two", "prompt": "said before"}])
+    (entry,) = index_entries(config(path))
+    assert set(entry.index.columns) == {
+        *("file_names", "file_sizes_bytes", "file_mtimes_ns"),
+        *("lengths", "offsets_bytes", "file_documents", "blanks", "file_blanks"),
+    }
+    assert type(open_documents(path)) is JsonLines
+    stream = build_splits(config(path)).train
+    assert stream.global_batch(0, 2).masks is None
+    assert not stream.has_masks
+    single = build_splits(config(write(tmp_path / "b.jsonl", LINES[1:3]))).train
+    assert single.global_batch(0, 2).masks is None
+    assert not single.has_masks
+
+
+def test_what_decides_the_masks_decides_the_fingerprint(tmp_path):
+    def fingerprint(responses):
+        path = write(tmp_path / "a.jsonl", [{"prompt": "abc", "responses": responses}])
+        return build_splits(config(path)).train.fingerprint()
+
+    assert fingerprint(["de", "fgh"]) == fingerprint(["de", "fgh"])
+    assert len({fingerprint(one) for one in (["de", "fgh"], ["def", "gh"], ["de", "fgx"])}) == 3
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "overlong", "expected"),
+    [
+        (14, "truncate", (14, "shared_question:3,6,5")),
+        (9, "truncate", (9, "None")),
+        (10, "truncate", (10, "shared_question:3,6,1")),
+        (4, "truncate", (4, "None")),
+        (16, "split", (16, "shared_question:3,6,7")),
+    ],
+)
+def test_a_long_line_is_cut_where_that_is_asked_for(tmp_path, seq_length, overlong, expected):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1234", "responses": ["abcde", "fghijk"]}, {"text": "x"}])
+    stream = build_splits(config(path, seq_length=seq_length, overlong=overlong)).train
+    (sample,) = (one for one in stream.global_batch(0, 2) if one.seqlen > 1)
+    assert (sample.seqlen, str(sample.mask)) == expected
+    whole = all_learned(config(path, seq_length=64))
+    kept = learned(stream, sample)
+    assert len(kept) == sample.seqlen - 3
+    assert set(kept) <= set(whole)
+
+
+@pytest.mark.parametrize("overlong", ["split", "error"])
+def test_a_line_that_is_too_long_is_refused_with_both_numbers(tmp_path, overlong):
+    lines = [{"text": "x" * 14}, {"prompt": "1234", "responses": ["abcde", "fghijk"]}]
+    lines += [{"text": "x" * 40}] if overlong == "split" else []
+    path = write(tmp_path / "a.jsonl", lines)
+    with pytest.raises(DataError) as caught:
+        build_splits(config(path, seq_length=15, overlong=overlong))
+    why = ", and --overlong split would part its responses from their prompt" if overlong == "split" else ""
+    assert str(caught.value) == (
+        f"{path} line 2 predicts 16 tokens, --seq-length is 15 (1 such documents){why}: raise --seq-length or choose "
+        "--overlong truncate or drop"
+    )
+    assert build_splits(config(path, seq_length=15, overlong="drop")).train.num_samples == 1
+
+
+def test_nothing_of_it_is_left_where_only_its_prompt_fits(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1234", "responses": ["abc", "d"]}, {"text": "x"}])
+    stream = build_splits(config(path, seq_length=3, overlong="truncate")).train
+    assert stream.num_samples == 1
+    assert "1 left out because" in stream.describe()
+
+
+BAD = [
+    ({"prompt": "ab", "responses": []}, "field 'responses' is an empty list: a list of at least 1 text is needed"),
+    ({"prompt": "ab", "responses": "c"}, "field 'responses' is a str: a list of at least 1 text is needed"),
+    ({"prompt": "ab", "responses": ["c", 5]}, "response 2 of 2 is a int, not a string: repair or remove it"),
+    ({"responses": ["c"]}, "has 'responses' but no 'prompt': write {'prompt': ..., 'responses': [...]}"),
+    ({"prompt": "a", "responses": ["c"]}, "its prompt has 1 tokens, at least 2 are needed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *BAD,
+        ({"prompt": "ab", "text": "x", "responses": ["c"]}, "has 'responses' and 'text': leave 'text' out, or give it"),
+        (
+            {"prompt": ["ab"], "responses": ["c"]},
+            "field 'prompt' is a list, not a string: write it as one text, or read",
+        ),
+        ({"prompt": "ab", "completion": "c"}, "has no field 'text' (it has 'prompt', 'completion')"),
+    ],
+)
+def test_a_malformed_line_is_named_with_the_remedy(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", [LINES[0], line])
+    with pytest.raises(DataError) as caught:
+        build_splits(config(path))
+    assert f"{path} line 2" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *BAD[:4],
+        ({"messages": TWO, "prompt": "ab", "responses": ["c"]}, "has 'responses' and 'messages': leave 'messages' out"),
+        ({"prompt": 5, "responses": ["c"]}, "field 'prompt' is a int: a text, or at least one message, is needed"),
+        ({"prompt": [{"role": "me", "content": ""}], "responses": ["c"]}, "message 1 has role 'me': use one of"),
+        ({"prompt": "ab", "responses": ["\ufdd0"]}, "field 'responses' has the noncharacter U+FDD0"),
+    ],
+)
+def test_a_malformed_line_of_chats_is_named_with_the_remedy(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", [CHATS[0], line])
+    with pytest.raises(DataError) as caught:
+        build_splits(chat_flags(path))
+    assert f"{path} line 2" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_template_that_writes_a_prompt_by_its_answer_is_refused(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ messages[-1].content | length }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    path = write(tmp_path / "a.jsonl", [{"prompt": "ab", "responses": ["c", "de"]}])
+    with pytest.raises(DataError, match="writes the prompt of response 2 in another way than that of response 1"):
+        build_splits(chat_flags(path, chat_template=str(template)))
+
+
+@pytest.mark.parametrize("changed", [{"prompt": "abcd", "responses": ["e", "fgh"]}, {"text": "abcdefghij"}, {}])
+@pytest.mark.parametrize("sft", [False, True])
+def test_a_line_that_changed_is_noticed_where_it_is_read(tmp_path, changed, sft):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "abcd", "responses": ["ef", "gh"], "more": "x" * 80}])
+    stream = build_splits(chat_flags(path) if sft else config(path)).train
+    write_unseen(path, json.dumps(changed).encode())
+    with pytest.raises(DataError, match=r"line 1 is no longer the line that was indexed|line 1 has .* but had"):
+        stream.read(0)
