@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import Plan, PlannedBatch, Sample
+from dynamic_cp.types import FULL, Mask, Plan, PlannedBatch, Sample, SharedQuestion, parse_mask
 from megatron.dynamic_cp.agreement.verify import job_store
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
@@ -23,8 +23,8 @@ from megatron.dynamic_cp.layout.sharding import shard_positions, take_shard
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.parity import Layout, mixed_plan
 
-Piece = dict[str, np.ndarray]
-"""One sample as the iterator gives it; packs are several of them."""
+Piece = dict[str, Any]
+"""One sample as the iterator gives it, its arrays and maybe a mask; packs are several of them."""
 
 Item = list[Piece]
 LaneData = list[Item]
@@ -42,13 +42,23 @@ def piece_of(lane: int, number: int, seqlen: int, flavour: int) -> Piece:
     """Return a sample whose tokens tell whose they are; flavours differ in what the iterator gives with the tokens."""
     positions = np.arange(seqlen)
     piece: Piece = {"tokens": (lane * 4096 + number) * 512 + positions + 1}
-    if flavour in (1, 2):
+    if flavour in (1, 2, 5):
         piece["labels"] = piece["tokens"] + 100_000_000
     if flavour in (1, 3):
         piece["loss_mask"] = (positions % 5 != 3).astype(np.float32)
     if flavour == 3:
         piece["position_ids"] = positions[::-1].copy()
+    if flavour == 5:
+        prompt, answer = (seqlen + 2) // 3, seqlen // 3
+        mask = SharedQuestion(prompt, (answer, seqlen - prompt - answer)) if answer else FULL
+        piece["mask"] = mask if number % 2 else str(mask)
     return piece
+
+
+def mask_of(piece: Piece) -> Mask | None:
+    """Return the mask of a sample."""
+    mask = piece.get("mask")
+    return parse_mask(mask) if isinstance(mask, str) else mask
 
 
 def columns_of(piece: Piece) -> dict[str, np.ndarray]:
@@ -59,7 +69,9 @@ def columns_of(piece: Piece) -> dict[str, np.ndarray]:
     if labels is None:
         labels = np.concatenate([tokens[1:], [0]])
         mask[-1] = 0
-    position_ids = piece.get("position_ids", np.arange(len(tokens)))
+    own_mask = mask_of(piece)
+    by_mask = None if own_mask is None else own_mask.positions(len(tokens))
+    position_ids = piece.get("position_ids", np.arange(len(tokens)) if by_mask is None else by_mask)
     return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": position_ids}
 
 
@@ -83,10 +95,13 @@ def lane_data(lane: int, num_items: int, *, packed: bool = False, flavours: Sequ
 
 def item_dict(item: Item, as_torch: bool) -> dict[str, Any]:
     """Return an item as an iterator yields it: of several pieces with cu_seqlens."""
-    columns: dict[str, Any] = {name: np.concatenate([piece[name] for piece in item]) for name in item[0]}
+    names = [name for name in item[0] if name != "mask"]
+    columns: dict[str, Any] = {name: np.concatenate([piece[name] for piece in item]) for name in names}
     if len(item) > 1:
         columns["cu_seqlens"] = np.cumsum([0, *(len(piece["tokens"]) for piece in item)]).astype(np.int32)
-    return {name: torch.from_numpy(column) if as_torch else column for name, column in columns.items()}
+    given = {name: torch.from_numpy(column) if as_torch else column for name, column in columns.items()}
+    masks = [piece.get("mask") for piece in item]
+    return given | ({"mask": masks if len(masks) > 1 else masks[0]} if any(masks) else {})
 
 
 class RandomPlans:
@@ -173,7 +188,7 @@ def make_wrapper(
 ) -> tuple[ForeignIteratorWrapper, RandomPlans, DynamicCPGroups]:
     """Return a wrapper on this rank, with an iterator where Megatron-LM would have one."""
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
-    groups = DynamicCPGroups.build(layout.topology, timeout_s=30)
+    groups = DynamicCPGroups.build(layout.topology, timeout_s=30, exchanges=sorted({"p2p", layout.exchange}))
     chunks = needs_of_rank(layout)
     plans = RandomPlans(layout, groups.lane, lookahead)
     has_data = parallel_state.get_tensor_model_parallel_rank() == 0 and any(n.tokens or n.labels for n in chunks)
@@ -248,6 +263,7 @@ def check_step(
                 _, lane, order = sample_origin(bucket.samples[i].sample_id, num_lanes)
                 piece = pieces[lane][order]
                 assert bucket.samples[i].seqlen == len(piece["tokens"])
+                assert bucket.samples[i].mask == mask_of(piece)
                 columns = columns_of(piece)
                 real = shard[shard < len(piece["tokens"])]
                 real_tokens += len(real)

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.foreign.iterator import chunks_of
@@ -27,6 +28,7 @@ from tests.distributed.foreign import (
     check_step,
     lane_data,
     make_wrapper,
+    mask_of,
     needs_of_rank,
     run_foreign,
 )
@@ -63,7 +65,8 @@ def check_ranks(
         pieces = pieces_of(data, step, global_batch_size)
         expected = sorted(token for piece in pieces for token in piece["tokens"].tolist())
         lengths = [len(piece["tokens"]) for piece in pieces]
-        assert records[0].counts[1:] == (sum(lengths), sum(length * length for length in lengths))
+        samples = [Sample(sample_id=0, seqlen=len(piece["tokens"]), mask=mask_of(piece)) for piece in pieces]
+        assert records[0].counts[1:] == (sum(lengths), sum(sample.squared_tokens for sample in samples))
         for lane in range(layout.lanes):
             packs = [rank.steps[step].packs for rank in ranks if rank.lane == lane]
             assert len(packs) == layout.tp * layout.pp
@@ -102,6 +105,46 @@ def test_packs_are_split_into_their_samples(name: str) -> None:
     assert max(len(item) for lane in data for item in lane) > 1
     ranks = run_ranks(layout.topology.world_size, run_foreign, layout, data, 3 * layout.lanes, {"verify": "full"})
     assert check_ranks(layout, ranks, data, 3 * layout.lanes, 4) > 1000
+
+
+def test_masks_come_with_their_samples() -> None:
+    """In packs of mixed CP sizes, on a stage that reads tokens and on one that reads labels."""
+    layout = Layout(2, pp=2, exchange="a2a")
+    data = all_data(layout, 12, packed=True, flavours=(1, 5, 0))
+    ranks = run_ranks(4, run_foreign, layout, data, 6, {"verify": "full", "lookahead": 1})
+    assert check_ranks(layout, ranks, data, 6, 4) > 1000
+    buckets = [pack[-1] for rank in ranks for step in rank.steps for pack in step.packs]
+    masked = {bucket.cp_size for bucket in buckets if any(sample.mask is not None for sample in bucket.samples)}
+    assert masked == {1, 2}
+
+
+def refused_masks(layout: Layout, data: list[LaneData], changed: str) -> str:
+    if changed == "lengths":
+        data[1][1][0]["mask"] = "shared_question:3,4,5"
+    settings = {"why_no_masks": "these layers compute none"} if changed == "layers" else {}
+    try:
+        run_foreign(layout, data, 4, settings)
+    except DynamicCPError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("lengths", "key 'mask' is shared_question:3,4,5, which does not fit: prompt and answers have 12 tokens, the"),
+        (
+            "layers",
+            "2 samples of step 0 came with a mask (key 'mask'), and these layers compute none: use local layers",
+        ),
+    ],
+)
+def test_masks_that_cannot_be_are_refused_on_all_ranks_alike(changed: str, message: str) -> None:
+    layout = Layout(2)
+    data = all_data(layout, 4, flavours=(5,))
+    data[0][:2] = lane_data(0, 2, flavours=(1,))  # of the first batch lane 1 alone has masks
+    (said,) = set(run_ranks(2, refused_masks, layout, data, changed))
+    assert message in said
 
 
 def test_middle_stages_hold_nothing_and_know_the_packs() -> None:

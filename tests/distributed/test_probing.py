@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.types import Sample, Topology
+from dynamic_cp.types import FULL, Sample, Topology
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.foreign.probing import ProbedSamples, probe_lengths
@@ -221,3 +221,47 @@ def test_items_of_wrong_shapes_are_refused(item):
         samples.read(0)
     with pytest.raises(DataError, match="0 items"):
         ProbedSamples([])
+
+
+class Masked(Words):
+    """Words of which every third item sees all of itself; item `unfit` has a mask of other lengths."""
+
+    def __init__(self, unfit: int | None = None) -> None:
+        super().__init__()
+        self.unfit = unfit
+
+    def __getitem__(self, index: int):
+        ids = list(range(index, index + 2 + index % 7))
+        mask = "shared_question:50,60" if index == self.unfit else "full" if index % 3 == 0 else None
+        return {"tokens": ids[:-1], "labels": ids[1:], "mask": mask}
+
+
+def masked_batch(unfit, has_masks):
+    samples = ProbedSamples(Masked(unfit), has_masks=has_masks)
+    try:
+        return [samples.global_batch(0, 30), samples.read(4).tokens.tolist()]
+    except DynamicCPError as error:
+        return str(error)
+
+
+def test_masks_of_items_are_known_everywhere():
+    (found, read), other = run_ranks(2, masked_batch, None, True, timeout_s=60)
+    assert found == tuple(Sample(sample_id=i, seqlen=1 + i % 7, mask=FULL if i % 3 == 0 else None) for i in range(30))
+    assert [found, read] == other
+    assert read == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("unfit", "has_masks", "said"),
+    [
+        (
+            7,
+            True,
+            "item 7 cannot have the mask shared_question:50,60: prompt and answers have 110 tokens, the sample 1",
+        ),
+        (None, False, "item 0 has a mask, ProbedSamples(..., has_masks=False) looks for none: set it to True"),
+    ],
+)
+def test_masks_that_cannot_be_are_the_same_error_on_all_ranks(unfit, has_masks, said):
+    (message,) = set(run_ranks(2, masked_batch, unfit, has_masks, timeout_s=60))
+    assert said in message

@@ -109,6 +109,16 @@ def test_sum_of_checksums_of_4096_ranks_fits() -> None:
             "cu_seqlens_padded",
             "6 tokens, 'cu_seqlens_padded' gives it 4",
         ),
+        ({"mask": 5}, "mask", "is a int, a text is needed for each sample"),
+        ({"mask": "square"}, "mask", "mask 'square' is unknown: use causal, full"),
+        ({"mask": ["full", None]}, "mask", "has 2 masks, the item 1 samples: give one each"),
+        ({"mask": "ranges:" + "A" * 9}, "mask", "holds no key ranges"),
+        (
+            {"mask": "shared_question:3,4"},
+            "mask",
+            "prompt and answers have 7 tokens, the sample 10: both must be equal",
+        ),
+        ({"mask": "shared_question:3,4,3", "labels": None}, "labels", "is missing, and in a shared_question"),
     ],
 )
 def test_bad_item_is_refused_by_key(change: dict[str, Any], key: str, message: str) -> None:
@@ -494,9 +504,9 @@ def lose_a_token(wrapper: ForeignIteratorWrapper) -> None:
     """Lane 1 computes on one token less."""
     original = rerouting.count_packed
 
-    def count(packed: Any, arriving: rerouting.Incoming, names: Any) -> list[int]:
+    def count(packed: Any, arriving: rerouting.Incoming, names: Any, lane: int) -> list[int]:
         rows = {name: getattr(arriving, name)[:-1] for name in ("targets", "sample_ids", "positions", "is_last")}
-        return original(packed, dataclasses.replace(arriving, **rows), names)
+        return original(packed, dataclasses.replace(arriving, **rows), names, lane)
 
     if dist.get_rank() == 1:
         rerouting.count_packed = count

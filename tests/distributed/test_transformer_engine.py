@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.types import Plan, Sample, Topology
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import FULL, Plan, Sample, Topology
+from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, why_no_masks
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed import fake_transformer_engine as fake
@@ -268,6 +270,13 @@ def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | No
         q, k, v = (torch.randn(24, heads, config.kv_channels, requires_grad=True) for heads in (4, 2, 2))
         attention(q, k, v, None, packed_seq_params=params).sum().backward()
     assert state_of(attention) == UNSET, "a group was left set"
+    params.masked_samples = (Sample(sample_id=0, seqlen=8, mask=FULL), Sample(sample_id=1, seqlen=16))
+    with pytest.raises(
+        UnsupportedFeatureError, match="samples of test have masks of their own, and TransformerEngine's"
+    ):
+        attention(q, k, v, None, packed_seq_params=params)
+    assert why_no_masks([model]) == LACKS_MASKS
+    assert why_no_masks([model.embedding]) is None
 
 
 @pytest.mark.parametrize(("version", "exchange"), sorted({case[:2] for case in MUTATIONS.values()}))

@@ -45,6 +45,17 @@ def test_auto_leaves_out_what_a_version_lacks(version: str, lacking: tuple[str, 
     assert ("all_gather" in choice.describe()) == bool(lacking)
 
 
+def test_masks_of_samples_are_refused_where_the_layers_compute_their_own_only() -> None:
+    with pytest.raises(UnsupportedFeatureError) as refused:
+        choose_layers(None, "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
+    assert str(refused.value) == (
+        "prompts with several responses have masks of their own, and TransformerEngine's attention, which this model "
+        "has, computes the mask of its layers only (TransformerEngine 2.20.2 is installed): use --transformer-impl "
+        "local"
+    )
+    choose_layers("local", "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
+
+
 def test_who_does_an_exchange() -> None:
     def ways(version: str, kv_heads: int) -> list[str]:
         possible = [one for one in CP_COMM_TYPES if one not in missing_exchanges(CP_COMM_TYPES, version)]

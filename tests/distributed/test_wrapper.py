@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, IllegalPlanError
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import FULL, Bucket, MicroBatch, Plan, Sample, Topology
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -278,6 +278,15 @@ def test_changed_sample_fails_all_ranks_alike() -> None:
     message, _ = assert_same_error(results, DataError)
     assert "sample 3 has 0 tokens, 0 labels and a loss mask of 0, its index says 1" in message
     assert "index it again" in message
+
+
+def test_a_plan_with_other_masks_than_the_batch_fails_all_ranks_alike() -> None:
+    buckets = [Bucket(first_lane=lane, samples=(SAMPLES[lane],)) for lane in range(4)]
+    buckets[1] = Bucket(first_lane=1, samples=(dataclasses.replace(SAMPLES[1], mask=FULL),))
+    plans = [one_row(FOUR_LANES, *buckets)] * 4
+    results = run_ranks(4, fail_to_wrap, FOUR_LANES, plans, read_telling_tokens, timeout_s=60)
+    message, _ = assert_same_error(results, IllegalPlanError)
+    assert "has sample 2 with the mask full, this rank's global batch says None: all ranks must read" in message
 
 
 def test_ranks_with_different_plans_fail_alike() -> None:

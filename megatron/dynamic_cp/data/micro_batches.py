@@ -189,6 +189,18 @@ def _read(sample: Sample, read_sample: ReadSample) -> HasTokens:
     return values
 
 
+def places_in_sequences(packed: PackedStep, lane: int) -> NDArray[np.int64]:
+    """Return which token of its sequence each local token is, int64 [T], from 0.
+
+    `packed.positions` says that where all samples are causal; several tokens of others may have one position.
+    """
+    shards = [
+        packed_shard_positions(bucket.padded_seqlens, bucket.cp_size, lane - bucket.first_lane)
+        for bucket in packed.buckets
+    ]
+    return np.concatenate(shards)
+
+
 def micro_batches(
     packed: PackedStep, groups: DynamicCPGroups, device: torch.device, label: str, stats: ExchangeStats
 ) -> Iterator[dict[str, Any]]:

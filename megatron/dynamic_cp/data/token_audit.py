@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.plans.lane_plan import LanePlan
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
-from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample
+from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, places_in_sequences
 from megatron.dynamic_cp.data.token_checksum import combine, token_checksum
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 
 
 def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, what: str, device: torch.device) -> None:
@@ -65,13 +64,7 @@ def _as_packed(plan: LanePlan, packed: PackedStep, columns: Sequence[NDArray[Any
         samples = [(sample.sample_id, sample.seqlen) for sample in bucket.samples] or [(0, 0)]
         ids.append(np.repeat([sample_id for sample_id, _ in samples], local))
         seqlens.append(np.repeat([seqlen for _, seqlen in samples], local))
-    # Not `packed.positions`: those of a sample with a mask of its own may be there several times.
-    positions = np.concatenate(
-        [
-            packed_shard_positions(shape.padded_seqlens, shape.cp_size, plan.lane - shape.first_lane)
-            for shape in packed.buckets
-        ]
-    )
+    positions = places_in_sequences(packed, plan.lane)
     is_real = positions < np.concatenate(seqlens)
     owners = np.concatenate(ids)[is_real]
     return combine(

@@ -1,13 +1,16 @@
 """Draws a global batch from the lanes' own iterators; all ranks agree on what was drawn.
 
 TP rank 0 of the stages that read anything draws; the other ranks learn how much there is. Small collectives only: an
-outcome, one sum of a few counts per pipeline stage, and the lengths over the lanes of the first stage (8 bytes each).
+outcome, one sum of a few counts per pipeline stage, and the lengths over the lanes of the first stage (8 bytes each),
+with the texts of masks where samples bring some.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError, DisagreementError, InvalidInputError
-from dynamic_cp.types import Sample
+from dynamic_cp.errors import DataError, DisagreementError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import Mask, Sample, parse_mask
+from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.data.token_checksum import token_checksum
@@ -67,6 +71,7 @@ class BatchDrawer:
         lane, num_lanes: of this rank.
         drop_last: the data ends at the first batch that is not full.
         device: where the tensors of collectives live.
+        why_no_masks: why samples must not bring masks, in words; None: they may.
 
     Attributes:
         draws: this rank draws.
@@ -82,6 +87,7 @@ class BatchDrawer:
         global_batch_size: int,
         drop_last: bool,
         device: torch.device,
+        why_no_masks: str | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise InvalidInputError(f"global_batch_size is {global_batch_size}, at least 1 is needed")
@@ -91,6 +97,7 @@ class BatchDrawer:
         self._global_batch_size = global_batch_size
         self._drop_last = drop_last
         self._device = device
+        self._why_no_masks = why_no_masks
         self._needs = ChunkNeeds(
             tokens=any(chunk.tokens for chunk in chunks), labels=any(chunk.labels for chunk in chunks)
         )
@@ -112,15 +119,21 @@ class BatchDrawer:
         where = f"drawing the samples of step {step}"
         with in_phase(where):
             samples, num_items = run_on_all_ranks(lambda: self._draw_share(step), self._device)
-            stages, given = self._sum_over_ranks(samples, num_items)
+            stages, given, num_masks = self._sum_over_ranks(samples, num_items)
         self._check_stages(step, stages)
+        if num_masks and self._why_no_masks is not None:
+            raise UnsupportedFeatureError(
+                f"{num_masks} samples of step {step} came with a mask (key 'mask'), and {self._why_no_masks}: use "
+                "local layers, or samples without masks",
+                num_masks=num_masks,
+            )
         num_drawn = int(stages[0, 1])
         if num_drawn == 0 or (self._drop_last and num_drawn < self._global_batch_size):
             return None
         has_packs = stages[0, 2] != num_drawn
         with in_phase(where):
             max_samples = self._max_samples(len(samples), has_packs)
-            lengths = self._gather_lengths(step, samples, max_samples)
+            lengths = self._gather_lengths(step, samples, max_samples, self._gather_masks(samples, num_masks))
         return DrawnBatch(
             step=step,
             samples=samples,
@@ -183,29 +196,37 @@ class BatchDrawer:
 
     def _sum_over_ranks(
         self, samples: Sequence[ForeignSample], num_items: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, over all ranks: for each stage [ranks that draw, items, samples, checksum of lengths]; and how many
-        samples came with position ids, with a loss mask, with labels and without labels.
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Return, over all ranks: for each stage [ranks that draw, items, samples, checksum of lengths and masks]; how
+        many samples came with position ids, with a loss mask, with labels and without labels; how many have masks.
         """
-        stages, given = np.zeros((self._num_stages, 4), np.int64), np.zeros(4, np.int64)
+        stages, given = np.zeros((self._num_stages, 4), np.int64), np.zeros(5, np.int64)
         if self.draws:
+            masks = {place: str(sample.mask) for place, sample in enumerate(samples) if sample.mask is not None}
             seqlens = np.array([sample.seqlen for sample in samples], dtype=np.int64)
             stages[self._stage] = (
                 1,
                 num_items,
                 len(samples),
-                token_checksum(self._lane, np.arange(len(seqlens)), seqlens),
+                token_checksum(self._lane, np.arange(len(seqlens)), seqlens)
+                + token_checksum(
+                    self._lane,
+                    np.fromiter(masks, np.int64),
+                    np.array([zlib.crc32(text.encode()) for text in masks.values()], dtype=np.int64),
+                    column=1,
+                ),
             )
             with_labels = sum(sample.own_labels for sample in samples)
             given[:2] = (
                 sum(sample.position_ids is not None for sample in samples),
                 sum(sample.loss_mask is not None for sample in samples),
             )
-            given[2:] = (with_labels, len(samples) - with_labels) if self._needs.labels else (0, 0)
+            given[2:4] = (with_labels, len(samples) - with_labels) if self._needs.labels else (0, 0)
+            given[4] = len(masks) if self._stage == 0 else 0
         totals = torch.from_numpy(np.concatenate([stages.reshape(-1), given])).to(self._device)
         dist.all_reduce(totals)
         summed = totals.cpu().numpy()
-        return summed[:-4].reshape(stages.shape), summed[-4:]
+        return summed[:-5].reshape(stages.shape), summed[-5:-1], int(summed[-1])
 
     def _check_stages(self, step: int, stages: NDArray[np.int64]) -> None:
         """All stages that draw have drawn the same; decided from data that all ranks share."""
@@ -231,8 +252,22 @@ class BatchDrawer:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most.item())
 
-    def _gather_lengths(self, step: int, samples: Sequence[ForeignSample], max_samples: int) -> tuple[Sample, ...]:
-        """Return the global batch on rank 0, () elsewhere. Collective over the lanes of the first stage."""
+    def _gather_masks(self, samples: Sequence[ForeignSample], num_masks: int) -> list[dict[int, Mask]]:
+        """Return for each lane which of its samples have which masks. Collective over the lanes of the first stage."""
+        if not num_masks or not self.draws or self._stage != 0:
+            return [{}] * self._num_lanes
+        own = {order: str(sample.mask) for order, sample in enumerate(samples) if sample.mask is not None}
+        texts = all_gather_bytes(json.dumps(own).encode(), self._device, self._group)
+        return [{int(order): parse_mask(mask) for order, mask in json.loads(text).items()} for text in texts]
+
+    def _gather_lengths(
+        self, step: int, samples: Sequence[ForeignSample], max_samples: int, masks: Sequence[Mapping[int, Mask]]
+    ) -> tuple[Sample, ...]:
+        """Return the global batch on rank 0, () elsewhere. Collective over the lanes of the first stage.
+
+        Args:
+            masks: of each lane's samples, by their order there.
+        """
         if not self.draws or self._stage != 0:
             return ()
         own = torch.zeros(max_samples, dtype=torch.int64)
@@ -246,6 +281,7 @@ class BatchDrawer:
             Sample(
                 sample_id=make_sample_id(step, lane, order, self._num_lanes),
                 seqlen=int(by_lane[lane, order]),
+                mask=masks[lane].get(order),
             )
             for lane, order in np.argwhere(by_lane).tolist()
         )

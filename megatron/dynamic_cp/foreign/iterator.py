@@ -23,6 +23,7 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device, run_on_all_ranks
+from megatron.dynamic_cp.attention.te.support import why_no_masks
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.micro_batches import (
     COLUMNS,
@@ -82,6 +83,7 @@ class ForeignIteratorWrapper:
         first_step: number of the first global batch.
         consumed_samples: items consumed before; the iterators continue there.
         device: where the tensors go.
+        why_no_masks: as `draw.BatchDrawer`.
 
     Attributes:
         step: number of the next global batch.
@@ -105,6 +107,7 @@ class ForeignIteratorWrapper:
         first_step: int = 0,
         consumed_samples: int = 0,
         device: torch.device | None = None,
+        why_no_masks: str | None = None,
     ) -> None:
         self.step = first_step
         self.consumed_samples = consumed_samples
@@ -125,6 +128,7 @@ class ForeignIteratorWrapper:
             global_batch_size=global_batch_size,
             drop_last=drop_last,
             device=self._device,
+            why_no_masks=why_no_masks,
         )
         self._needs = ChunkNeeds(
             tokens=any(chunk.tokens for chunk in self._chunks), labels=any(chunk.labels for chunk in self._chunks)
@@ -249,7 +253,7 @@ class ForeignIteratorWrapper:
             num_tokens, *sums = rerouting.count_drawn(batch.samples, batch.sample_ids, names)
             totals[0] = torch.tensor([num_tokens * tp_size, *(combine(total * tp_size) for total in sums)])
         if names:
-            totals[1] = torch.tensor(rerouting.count_packed(packed, arriving, names))
+            totals[1] = torch.tensor(rerouting.count_packed(packed, arriving, names, self._groups.lane))
         totals = totals.to(self._device)
         with in_phase(f"verifying the tokens of step {batch.step}"):
             dist.all_reduce(totals)
@@ -305,4 +309,5 @@ def wrap_data_iterator(
         verify=verify,
         first_step=first_step,
         consumed_samples=consumed_samples,
+        why_no_masks=why_no_masks(model),
     )

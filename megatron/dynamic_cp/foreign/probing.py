@@ -11,6 +11,7 @@ is probed.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.types import MAX_COUNT, Sample
+from dynamic_cp.types import MAX_COUNT, Mask, Sample, parse_mask
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes, decode_error, encode_error
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
@@ -133,9 +134,10 @@ class ProbedSamples:
     Args:
         dataset: the same on every rank. Item i is either the n >= 2 token ids of a document (list, array or tensor; the
             last n - 1 are predicted), or a mapping with `tokens` and `labels` (shifted already) of S ids each, and
-            maybe `loss_mask`. The same item must have the same length each time.
+            maybe `loss_mask` and `mask`. The same item must have the same length and mask each time.
         order: position in the stream -> item; default: item after item, again and again.
         num_batches: how many coming global batches one probing pass looks at.
+        has_masks: items may have a `mask`: a text for `parse_mask`, or None. One more all-gather in each probing pass.
         group, device: of `probe_lengths`.
     """
 
@@ -145,6 +147,7 @@ class ProbedSamples:
         *,
         order: Callable[[int], int] | None = None,
         num_batches: int = 1,
+        has_masks: bool = False,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -157,6 +160,8 @@ class ProbedSamples:
         self._num_batches = num_batches
         self._group, self._device = group, device
         self._seqlens = np.zeros(len(dataset), dtype=np.int64)  # 0: not probed yet
+        self._has_masks = has_masks
+        self._masks: dict[int, Mask] = {}
 
     def global_batch(self, consumed_samples: int, num_samples: int) -> tuple[Sample, ...]:
         """Return the samples at positions consumed_samples .. + num_samples - 1; sample_id is the position.
@@ -173,17 +178,28 @@ class ProbedSamples:
             wanted = dict.fromkeys(
                 item for item in map(self._order, range(consumed_samples, stop)) if not self._seqlens[item]
             )
-            self._seqlens[list(wanted)] = probe_lengths(
-                list(wanted),
-                lambda item: len(self._read(item).tokens),
-                group=self._group,
-                device=self._device,
-                noun="item",
-            )
+            self._probe(list(wanted))
         return tuple(
-            Sample(sample_id=consumed_samples + place, seqlen=seqlen)
-            for place, seqlen in enumerate(self._seqlens[items].tolist())
+            Sample(sample_id=consumed_samples + place, seqlen=int(self._seqlens[item]), mask=self._masks.get(item))
+            for place, item in enumerate(items)
         )
+
+    def _probe(self, items: list[int]) -> None:
+        """Learn the lengths and masks of items. Collective."""
+        masks: dict[int, str] = {}
+
+        def length_of(item: int) -> int:
+            values, mask = self._read_masked(item)
+            if mask is not None:
+                masks[item] = str(mask)
+            return len(values.tokens)
+
+        seqlens = probe_lengths(items, length_of, group=self._group, device=self._device, noun="item")
+        if self._has_masks:
+            device = self._device or collective_device()
+            for text in all_gather_bytes(json.dumps(masks).encode(), device, self._group):
+                self._masks |= {int(item): parse_mask(mask) for item, mask in json.loads(text).items()}
+        self._seqlens[items] = seqlens
 
     def read(self, sample_id: int) -> SampleTokens:
         """Return the tokens of the sample at position `sample_id`.
@@ -191,10 +207,25 @@ class ProbedSamples:
         Raises:
             DataError: an item that is not what the class says.
         """
-        return self._read(self._order(sample_id))
+        return self._read_masked(self._order(sample_id))[0]
 
-    def _read(self, index: int) -> SampleTokens:
+    def _read_masked(self, index: int) -> tuple[SampleTokens, Mask | None]:
         item = self._dataset[index]
+        values = self._read(index, item)
+        text = item.get("mask") if isinstance(item, Mapping) else None
+        if text is None:
+            return values, None
+        if not self._has_masks:
+            raise DataError(
+                f"item {index} has a mask, ProbedSamples(..., has_masks=False) looks for none: set it to True"
+            )
+        mask = parse_mask(str(text))
+        reason = mask.why_unfit(len(values.tokens))
+        if reason is not None:
+            raise DataError(f"item {index} cannot have the mask {str(mask)[:60]}: {reason}")
+        return values, mask
+
+    def _read(self, index: int, item: Any) -> SampleTokens:
         if not isinstance(item, Mapping):
             ids = np.asarray(item, dtype=np.int64)
             if ids.ndim != 1 or len(ids) < 2:

@@ -28,7 +28,7 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import lost_rank
-from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep
+from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep, places_in_sequences
 from megatron.dynamic_cp.data.token_checksum import token_checksum
 from megatron.dynamic_cp.foreign.samples import ForeignSample
 from megatron.dynamic_cp.layout.sharding import shard_positions
@@ -302,7 +302,7 @@ def fill(packed: PackedStep, words: Tensor, arriving: Incoming, sent: SentColumn
         else:
             columns[COLUMNS.index(name)].index_copy_(0, targets, column.long())
     if "position_ids" not in sent.names:
-        columns[COLUMNS.index("position_ids")].index_copy_(0, targets, torch.from_numpy(arriving.positions).to(device))
+        columns[COLUMNS.index("position_ids")].index_copy_(0, targets, packed.positions.to(device)[targets])
     if "loss_mask" not in sent.names:
         has_loss = np.ones_like(arriving.is_last) if sent.own_labels else ~arriving.is_last
         loss_mask.index_copy_(0, targets, torch.from_numpy(has_loss).to(device, torch.float32))
@@ -321,11 +321,11 @@ def count_drawn(samples: Sequence[ForeignSample], ids: Sequence[int], names: Seq
     return totals
 
 
-def count_packed(packed: PackedStep, arriving: Incoming, names: Sequence[str]) -> list[int]:
+def count_packed(packed: PackedStep, arriving: Incoming, names: Sequence[str], lane: int) -> list[int]:
     """Return the same of the tokens of a packed step, which this rank computes on."""
     assert packed.columns is not None
     assert packed.loss_mask is not None
-    positions = packed.positions.cpu().numpy()[arriving.targets]
+    positions = places_in_sequences(packed, lane)[arriving.targets]
     totals = [len(positions)] + [0] * len(COLUMNS)
     for name in names:
         index = COLUMNS.index(name)

@@ -2,6 +2,7 @@
 
     {"tokens": [S], "labels"?, "loss_mask"?, "position_ids"?}              one sample
     {..., all [T], "cu_seqlens": [n + 1], "cu_seqlens_padded"?: [n + 1]}   n samples, one after the other
+    {..., "mask"?: text, or one text or None for each of several samples}  which keys their tokens see (`parse_mask`)
 
 Torch or numpy. Labels that are missing are the tokens moved by one within the sample; its last position has then no
 loss. Values travel as 4-byte words, so token ids and labels must fit into int32.
@@ -9,7 +10,7 @@ loss. Values travel as 4-byte words, so token ids and labels must fit into int32
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.types import Mask, SharedQuestion, parse_mask
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 
 
@@ -31,6 +33,7 @@ class ForeignSample:
         tokens, labels, position_ids: int32 [seqlen].
         loss_mask: float32 [seqlen].
         own_labels: labels came from the iterator.
+        mask: of its own, None: that of the layers.
     """
 
     seqlen: int
@@ -39,11 +42,13 @@ class ForeignSample:
     labels: NDArray[np.int32] | None
     loss_mask: NDArray[np.float32] | None
     own_labels: bool
+    mask: Mask | None = None
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column as int32 words [seqlen], with its default where none was given."""
         if name == "position_ids" and self.position_ids is None:
-            return np.arange(self.seqlen, dtype=np.int32)
+            by_mask = None if self.mask is None else self.mask.positions(self.seqlen)
+            return np.arange(self.seqlen, dtype=np.int32) if by_mask is None else by_mask.astype(np.int32)
         if name == "loss_mask":
             return self._mask().view(np.int32)
         values: NDArray[np.int32] = getattr(self, name)
@@ -60,7 +65,8 @@ def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
     """Return the samples of what the iterator yielded.
 
     Raises:
-        DataError: naming the key: missing, of a wrong type, shape or range, or boundaries that contradict the tokens.
+        DataError: naming the key: missing, of a wrong type, shape or range, boundaries that contradict the tokens, or a
+            mask that does not fit its sample.
     """
     if not isinstance(item, Mapping):
         raise DataError(f"the data iterator yielded a {type(item).__name__}, a dict with the key 'tokens' is needed")
@@ -78,10 +84,20 @@ def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
                 f"key {name!r} has {len(column)} values, key 'tokens' has {len(tokens)}: they must be equally long",
                 key=name,
             )
-    return [_cut(columns, first, end, needs) for first, end in _boundaries(item, len(tokens))]
+    boundaries = _boundaries(item, len(tokens))
+    masks = _masks(item, [end - first for first, end in boundaries])
+    if needs.labels and columns["labels"] is None and any(isinstance(mask, SharedQuestion) for mask in masks):
+        raise DataError(
+            "key 'labels' is missing, and in a shared_question (key 'mask') a label is not the next token: give labels "
+            "and loss_mask, as data.shared_question makes them",
+            key="labels",
+        )
+    return [_cut(columns, *place, mask, needs) for place, mask in zip(boundaries, masks, strict=True)]
 
 
-def _cut(columns: Mapping[str, NDArray[Any] | None], first: int, end: int, needs: ChunkNeeds) -> ForeignSample:
+def _cut(
+    columns: Mapping[str, NDArray[Any] | None], first: int, end: int, mask: Mask | None, needs: ChunkNeeds
+) -> ForeignSample:
     def part(name: str, needed: bool) -> NDArray[Any] | None:
         column = columns[name]
         return None if column is None or not needed else column[first:end]
@@ -99,7 +115,33 @@ def _cut(columns: Mapping[str, NDArray[Any] | None], first: int, end: int, needs
         labels=labels,
         loss_mask=part("loss_mask", needs.labels),
         own_labels=own_labels,
+        mask=mask,
     )
+
+
+def _masks(item: Mapping[str, Any], seqlens: Sequence[int]) -> list[Mask | None]:
+    """Return the mask of each sample, which fits it."""
+    given = item.get("mask")
+    if given is None:
+        return [None] * len(seqlens)
+    texts = [given] if isinstance(given, str | Mask) else given
+    if not isinstance(texts, Sequence) or not all(one is None or isinstance(one, str | Mask) for one in texts):
+        raise DataError(f"key 'mask' is a {type(given).__name__}, a text is needed for each sample", key="mask")
+    if len(texts) != len(seqlens):
+        raise DataError(
+            f"key 'mask' has {len(texts)} masks, the item {len(seqlens)} samples: give one each", key="mask"
+        )
+    masks = []
+    for text, seqlen in zip(texts, seqlens, strict=True):
+        try:
+            mask = parse_mask(text) if isinstance(text, str) else text
+        except InvalidInputError as error:
+            raise DataError(f"key 'mask': {error}", key="mask") from error
+        reason = None if mask is None else mask.why_unfit(seqlen)
+        if reason is not None:
+            raise DataError(f"key 'mask' is {str(mask)[:60]}, which does not fit: {reason}", key="mask")
+        masks.append(mask)
+    return masks
 
 
 def _boundaries(item: Mapping[str, Any], num_tokens: int) -> list[tuple[int, int]]:

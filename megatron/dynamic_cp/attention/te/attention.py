@@ -33,7 +33,7 @@ from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
-from megatron.dynamic_cp.attention.te.support import way
+from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, way
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
@@ -84,8 +84,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(params).__name__}")
         if params.masked_samples is not None:
             raise UnsupportedFeatureError(
-                f"samples with masks of their own came to TransformerEngine's attention at {params.label}, which "
-                "computes the mask of the layers only: use local layers (--transformer-impl local)"
+                f"samples of {params.label} have masks of their own, and {LACKS_MASKS}: use local layers"
             )
         assert params.cp_group is not None
         if params.cp_group.size() == 1:

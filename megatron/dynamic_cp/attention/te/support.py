@@ -14,9 +14,11 @@ Source: the assertions of `context_parallel.py` in TransformerEngine 2.11 to 2.2
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType
@@ -42,6 +44,8 @@ LARGEST_HEAD_DIM = 256
 
 WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
 """Exchanges that our wrapper does around any version."""
+
+LACKS_MASKS = "TransformerEngine's attention, which this model has, computes the mask of its layers only"
 
 Way = Literal["native", "wrapped"]
 
@@ -120,9 +124,14 @@ class LayerChoice:
         """
         if self.impl == "transformer_engine":
             raise UnsupportedFeatureError(
-                f"{samples} have masks of their own, TransformerEngine's attention computes the mask of the layers "
-                f"only, and this run has its layers ({self.reason}): use --transformer-impl local"
+                f"{samples} have masks of their own, and {LACKS_MASKS} ({self.reason}): use --transformer-impl local"
             )
+
+
+def why_no_masks(model: Iterable[torch.nn.Module]) -> str | None:
+    """Return why samples of a model must not bring masks of their own; None where they may."""
+    names = (type(module).__name__ for chunk in model for module in chunk.modules())
+    return LACKS_MASKS if "TransformerEngineAttention" in names else None
 
 
 def choose_layers(
