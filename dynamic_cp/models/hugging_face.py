@@ -9,8 +9,11 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense decoders with a gate and an up projection, whatever their hidden_act."""
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+"""Dense, with a gate and an up projection, whatever their hidden_act."""
+_ENCODERS = {"bert": False, "modernbert": True}
+"""Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
+MODEL_TYPES = (*_DECODERS, *_ENCODERS)
 
 _NOT_PRICED = {
     "num_local_experts": ("experts", 2),
@@ -83,7 +86,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         UnsupportedFeatureError: a model_type whose layers are not known here, what has no price, or a sliding window.
         InvalidInputError: a key that is missing or of the wrong type.
 
-    Limits: biases and query/key norms are not counted.
+    Limits: biases, query/key norms and the layer before a masked LM's head are not counted.
     """
     model_type = data.get("model_type")
     _refuse_what_has_no_price(where, data)
@@ -100,6 +103,13 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             key="sliding_window",
         )
     layer_types = data.get("layer_types") or []
+    every = data.get("global_attn_every_n_layers", 3)
+    if model_type == "modernbert" and not layer_types and every != 1:
+        raise UnsupportedFeatureError(
+            f"{where}: global_attn_every_n_layers is {every!r}, only attention over whole sequences is priced: set it "
+            "to 1",
+            key="global_attn_every_n_layers",
+        )
     if set(layer_types) - {"full_attention"}:
         raise UnsupportedFeatureError(
             f"{where}: layer_types has {', '.join(sorted(map(str, set(layer_types) - {'full_attention'})))}, only "
@@ -107,6 +117,9 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             key="layer_types",
         )
     values = dict(data)
+    if model_type in _ENCODERS:
+        values["num_key_value_heads"] = values.get("num_attention_heads")
+        values.setdefault("tie_word_embeddings", True)
     if model_type == "llama" and values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type != "qwen3" and values.get("head_dim") is None:
@@ -119,7 +132,8 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         )
     return ModelShape(
         **sizes,
-        gated_linear_unit=True,
+        gated_linear_unit=_ENCODERS.get(model_type, True),
+        causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
         source=f"{where} (Hugging Face config, model_type {model_type})",
     )
@@ -165,6 +179,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         not_trained.append(
             f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere"
         )
+    if data.get("model_type") in _ENCODERS:
+        not_trained.append(f"model_type {data['model_type']}: an encoder")
     if data.get("attention_dropout"):
         not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
     if data.get("hidden_act", "silu") not in ("silu", "swish"):

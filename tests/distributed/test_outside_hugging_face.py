@@ -20,6 +20,7 @@ from megatron.dynamic_cp.outside.hugging_face import (
     attention_forward,
     causal_lm_loss,
     lanes_of,
+    masked_lm_loss,
     model_inputs,
     problem_of,
     use_dynamic_cp,
@@ -164,6 +165,105 @@ def test_planned_steps_equal_the_model_alone(family, wrapper):
                 assert error <= TOLERANCE, f"{name}: {error:.1e}"
 
 
+ENCODERS = ("Bert", "ModernBert")
+
+
+def new_encoder(family, dropout=0.0):
+    import transformers
+
+    own = {"attention_probs_dropout_prob": dropout, "hidden_dropout_prob": 0.0}
+    if family == "ModernBert":
+        own = {
+            "global_attn_every_n_layers": 1,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        }
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        **own,
+    )
+    return getattr(transformers, f"{family}ForMaskedLM")(config)
+
+
+def masked_samples():
+    """Return two global batches of masked samples, of 1 to 301 tokens, all odd: padded wherever lanes share them."""
+    random = np.random.default_rng(4)
+    rows = []
+    for length in (301, 61, 1, 33, 7, 129) * 2:
+        tokens = random.integers(3, VOCAB_SIZE, length)
+        masked = random.random(length) < 0.3
+        rows.append({"input_ids": np.where(masked, 3, tokens), "labels": np.where(masked, tokens, -100)})
+    return rows
+
+
+def train_encoder_alone(family):
+    """Return loss and gradients of each step: sdpa, one unpacked sample at a time."""
+    model = new_encoder(family)
+    assert model.config._attn_implementation == "sdpa"
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.5), []
+    rows = masked_samples()
+    for batch in (rows[:6], rows[6:]):
+        num_tokens, loss = sum(int((row["labels"] != -100).sum()) for row in batch), 0.0
+        for row in batch:
+            tokens, labels = (torch.from_numpy(row[name])[None] for name in ("input_ids", "labels"))
+            part = torch.nn.functional.cross_entropy(model(input_ids=tokens).logits[0], labels[0], reduction="sum")
+            (part / num_tokens).backward()
+            loss += part.item() / num_tokens
+        steps.append((loss, {name: one.grad.clone() for name, one in model.named_parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def train_encoders():
+    """Return the same of each family, from plans, with the CP sizes of each step."""
+    accelerator, found = accelerator_of_rank(), {}
+    for family in ENCODERS:
+        model = new_encoder(family)
+        use_dynamic_cp(model)
+        problem = problem_of(model.config, 2, PlanOptions(max_tokens_per_rank=256), hardware="cpu")
+        lanes = lanes_of(accelerator, problem, timeout_s=60)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.5), []
+        collator = PlannedCollator(problem, lanes.lane)
+        for step in lanes.agreed(DataLoader(masked_samples(), batch_size=6, collate_fn=collator)):
+            result = train_step(lanes, wrapped, step, masked_lm_loss)
+            gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+            steps.append((result.loss, gradients, step.plan.facts.cp_histogram))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[family] = steps
+    return found
+
+
+def test_encoders_attend_to_whole_samples():
+    import transformers
+
+    assert [getattr(transformers, f"{family}ForMaskedLM") for family in ENCODERS]
+    ranks = run(2, train_encoders)
+    for family in ENCODERS:
+        reference = run(1, train_encoder_alone, family)[0]
+        for rank in ranks:
+            for (found, gradients, sizes), (loss, expected) in zip(rank[family], reference, strict=True):
+                assert sizes[2] >= 1
+                assert abs(found - loss) <= TOLERANCE * loss
+                assert gradients.keys() == expected.keys()
+                for name, gradient in gradients.items():
+                    # A bias of all keys changes no softmax: its gradient is 0 but for rounding.
+                    largest = expected[name].abs().max() if not name.endswith("key.bias") else 1.0
+                    error = (gradient - expected[name]).abs().max() / largest
+                    assert error <= TOLERANCE, f"{family}, {name}: {error:.1e}"
+
+
 def misuse():
     """What the errors say, on each of two ranks."""
     accelerator = accelerator_of_rank()
@@ -208,6 +308,7 @@ def misuse():
             lambda: attention_forward(model, q, q, q, None, packed_seq_params=object(), sliding_window=4),
         ),
         "dropout": (UnsupportedFeatureError, lambda: use_dynamic_cp(new_model("Llama", attention_dropout=0.1))),
+        "encoder_dropout": (UnsupportedFeatureError, lambda: use_dynamic_cp(new_encoder("Bert", 0.1))),
         "rope": (
             UnsupportedFeatureError,
             lambda: use_dynamic_cp(
@@ -239,6 +340,7 @@ SAYS = {
     "mask_of_4_dims": ("with a mask",),
     "window": ("sliding_window", "use None"),
     "dropout": ("attention_dropout 0.1", "only 0"),
+    "encoder_dropout": ("attention_probs_dropout_prob 0.1", "only 0"),
     "rope": ("'dynamic'", "llama3"),
     "window_layers": ("sliding_attention", "full_attention only"),
     "loader_split_by_rank": ("ranks disagree on the global batch of a step",),

@@ -7,6 +7,7 @@ planted in what TransformerEngine is given are noticed by the fake.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -316,6 +317,8 @@ def fail_in_forward() -> list[tuple[Any, ...]]:
             stats=ExchangeStats(),
         )
         attention = TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")
+        with pytest.raises(UnsupportedFeatureError, match=r"the micro-batch has full attention \(test\)"):
+            attention(q, k, v, None, packed_seq_params=replace(params, mask=FULL))
         with pytest.raises(RuntimeError, match="planted"):
             attention(q, k, v, None, packed_seq_params=params)
     assert len(fake.DotProductAttention.set_calls) == 2 * len(OLD), "every group was set and put back"

@@ -4,8 +4,11 @@ A step of the ring is one `Pack` for any number of sequences: flash kernels take
 local tokens of a sequence, the steps are (L, L) causal for the lane's own keys, (L, L/2) for those of an earlier lane
 (the first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries).
 
-Masks that are made of few rectangles give a pack of the causal squares and one of what is full; all others give a
-*ranged* pack, which has two ranges of keys for every row.
+With full attention every step is (L, L), but for the keys of padding, which a causal mask hides from all that counts
+and a full one does not.
+
+Masks of samples that are made of few rectangles give a pack of the causal squares and one of what is full; all others
+give a *ranged* pack, which has two ranges of keys for every row.
 
 Everything is made on the host from the lengths that came with the plan, once per micro-batch, and kept in
 `DynamicPackedSeqParams.packs`: no layer asks the device for anything.
@@ -26,6 +29,7 @@ from torch import Tensor
 from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle, Sample
 from megatron.dynamic_cp.attention.key_ranges import SeenKeys, row_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
+from megatron.dynamic_cp.layout.sharding import count_held
 
 Kept = TypeVar("Kept")
 
@@ -150,7 +154,7 @@ def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
     """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
     samples = params.masked_samples
     if samples is None:
-        return [ring_pack(params, kv_rank, device)]
+        return full_packs(params, kv_rank, device) if params.mask == FULL else [ring_pack(params, kv_rank, device)]
     assert params.ring_size == 1, "masks are planned for one lane or a2a"
     return _kept(params, "by mask", lambda: [*_packs_of(samples, params.padded_seqlens, device)])
 
@@ -219,13 +223,46 @@ def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device
     return _kept(params, "later", lambda: Pack.build(halves, whole, device=device, rows=rows()))
 
 
+def full_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
+    """Return `ring_packs` of sequences with full attention: none where that lane holds nothing but padding."""
+
+    def build() -> list[Pack]:
+        of_sequences = zip(params.seqlens, params.padded_seqlens, strict=True)
+        shown = [count_held(seqlen, padded, params.ring_size, kv_rank) for seqlen, padded in of_sequences]
+        return _full_packs(params.ring_seqlens, params.ring_seqlens, shown, device)
+
+    return _kept(params, f"keys of lane {kv_rank}", build)
+
+
+def _full_packs(
+    row_seqlens: Sequence[int], held: Sequence[int], shown: Sequence[int], device: torch.device
+) -> list[Pack]:
+    """Return a pack of all queries against the first `shown` of the `held` keys of their sequence, if there are any."""
+    rows, keys, columns = np.array(row_seqlens), np.array(held), np.array(shown)
+    seen = columns > 0
+    if not seen.any():
+        return []
+    first_rows, first_columns = np.cumsum(rows) - rows, np.cumsum(keys) - keys
+    pack = Pack.build(
+        rows[seen].tolist(),
+        columns[seen].tolist(),
+        device=device,
+        rows=None if seen.all() else _ranges(first_rows[seen], rows[seen]),
+        columns=None if (columns == keys).all() else _ranges(first_columns[seen], columns[seen]),
+    )
+    return [pack]
+
+
 def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list[Pack]:
     """Return what this lane computes over the keys of its whole group, which lie in the order of the sequences.
 
-    A lane holds two chunks of each sequence. First come the diagonal squares of both, then what lies before the second
-    chunk, then what lies before the first one: in three packs, so that no key is twice in one.
+    Full: one pack. Causal: a lane holds two chunks of each sequence. First come the diagonal squares of both, then what
+    lies before the second chunk, then what lies before the first one: in three packs, so that no key is twice in one.
     """
     size, rank = params.cp_group.size(), params.cp_group.rank()
+    if params.mask == FULL:
+        rows = [seqlen // size for seqlen in params.padded_seqlens]
+        return _kept(params, "all", lambda: _full_packs(rows, params.padded_seqlens, params.seqlens, device))
     chunks = np.array([seqlen // (2 * size) for seqlen in params.padded_seqlens])
     starts = boundaries(params.padded_seqlens)[:-1]
 

@@ -34,7 +34,9 @@ def attention_thd(
     softmax_scale: float,
     backend: str = "auto",
 ) -> Tensor:
-    """Return causal attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
+    """Return attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
+
+    Which keys a token sees is the micro-batch's `mask`, causal or full, or that of its sample; nobody sees padding.
 
     One lane is a ring of one with any exchange: the same code without a transfer.
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from dynamic_cp.errors import DataError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of
-from dynamic_cp.types import Bucket, CpCommType, Sample
+from dynamic_cp.types import CAUSAL, Bucket, Causal, CpCommType, Full, Sample
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
@@ -53,7 +53,7 @@ class PackedBucket:
     """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place.
 
     Attributes:
-        masked_samples: as in `DynamicPackedSeqParams`.
+        seqlens, masked_samples: as in `DynamicPackedSeqParams`.
     """
 
     first_lane: int
@@ -61,6 +61,7 @@ class PackedBucket:
     cp_comm_type: CpCommType
     inner_cp_size: int
     padded_seqlens: tuple[int, ...]
+    seqlens: tuple[int, ...] | None = None
     masked_samples: tuple[Sample, ...] | None = None
 
     @property
@@ -126,6 +127,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
                 cp_comm_type=bucket.cp_comm_type,
                 inner_cp_size=bucket.inner_cp_size,
                 padded_seqlens=seqlens,
+                seqlens=tuple(sample.seqlen for sample in bucket.samples) or None,
                 masked_samples=bucket.samples if any(one.mask is not None for one in bucket.samples) else None,
             )
         )
@@ -202,13 +204,19 @@ def places_in_sequences(packed: PackedStep, lane: int) -> NDArray[np.int64]:
 
 
 def micro_batches(
-    packed: PackedStep, groups: DynamicCPGroups, device: torch.device, label: str, stats: ExchangeStats
+    packed: PackedStep,
+    groups: DynamicCPGroups,
+    device: torch.device,
+    label: str,
+    stats: ExchangeStats,
+    mask: Causal | Full = CAUSAL,
 ) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of a lane: [1, T] views of the step's tensors, and the packed-sequence parameters.
 
     Args:
         label: where in the run this is, for error messages.
         stats: counter that the attention of all of them adds to.
+        mask: of the model's layers.
 
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
@@ -230,6 +238,8 @@ def micro_batches(
                 cu_seqlens=cu_seqlens,
                 cp_comm_type=bucket.cp_comm_type,
                 levels=levels,
+                seqlens=bucket.seqlens,
+                mask=mask,
                 masked_samples=bucket.masked_samples,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dynamic_cp.types import CpCommType, Sample
+from dynamic_cp.types import CAUSAL, Causal, CpCommType, Full, Sample
 
 try:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -62,8 +62,11 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     Attributes:
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
+        seqlens: tokens of each sequence without its padding, whose keys no other token may see; an empty place has
+            padding alone, which counts as tokens.
+        mask: of the model's layers.
         masked_samples: the samples of the pack, where one brings a mask of its own; padding behind a sample is a causal
-            sequence of its own. None: all is causal.
+            sequence of its own. None: all have that of the layers.
         positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
         cp_comm_type: how keys and values are exchanged.
         heads_group: lanes that exchange heads for rows; None: heads stay where they are.
@@ -77,6 +80,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
     """
 
     padded_seqlens: tuple[int, ...] = ()
+    seqlens: tuple[int, ...] = ()
+    mask: Causal | Full = CAUSAL
     masked_samples: tuple[Sample, ...] | None = None
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
@@ -120,6 +125,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
         cp_comm_type: CpCommType = "p2p",
         cu_seqlens: torch.Tensor | None = None,
         levels: Levels | None = None,
+        seqlens: tuple[int, ...] | None = None,
+        mask: Causal | Full = CAUSAL,
         masked_samples: tuple[Sample, ...] | None = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
@@ -127,7 +134,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
         Args:
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
-            masked_samples: as the attribute.
+            seqlens: as the attribute; None: there is no padding.
+            mask, masked_samples: as the attributes.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -144,6 +152,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
             local_cp_size=cp_group.size(),
             cp_group=cp_group,
             padded_seqlens=padded_seqlens,
+            seqlens=padded_seqlens if seqlens is None else seqlens,
+            mask=mask,
             masked_samples=masked_samples,
             positions=positions,
             cp_comm_type=cp_comm_type,

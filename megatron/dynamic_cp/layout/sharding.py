@@ -32,6 +32,17 @@ def packed_shard_positions(padded_seqlens: Sequence[int], cp_size: int, cp_rank:
     return np.concatenate([shard_positions(seqlen, cp_size, cp_rank) for seqlen in padded_seqlens])
 
 
+def count_held(seqlen: int, padded_seqlen: int, cp_size: int, cp_rank: int) -> int:
+    """Return how many of the first `seqlen` tokens `cp_rank` holds: what is no padding.
+
+    They come first in its shard, because a late chunk has some of them only where the early one has nothing else.
+    """
+    if cp_size == 1:
+        return seqlen
+    chunk = padded_seqlen // (2 * cp_size)
+    return sum(min(max(seqlen - place * chunk, 0), chunk) for place in (cp_rank, 2 * cp_size - 1 - cp_rank))
+
+
 def take_shard(values: NDArray[np.generic], positions: NDArray[np.int64]) -> NDArray[np.generic]:
     """Return values[positions] where a position lies inside `values` [seqlen], 0 where it is padding."""
     shard = np.zeros(len(positions), dtype=values.dtype)

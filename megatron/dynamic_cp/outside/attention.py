@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -19,20 +20,23 @@ def scaled_dot_product_attention(
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = True,
+    is_causal: bool | None = None,
     scale: float | None = None,
     enable_gqa: bool = True,
     *,
     packed_seq_params: DynamicPackedSeqParams,
 ) -> Tensor:
-    """Return causal attention inside each packed sequence, over the lanes of the micro-batch's own CP group.
+    """Return attention inside each packed sequence, over the lanes of the micro-batch's own CP group.
+
+    Causal or full as the model that was planned for, `ModelShape.causal_attention`; keys of padding are never seen.
 
     Takes torch's arguments, so that it can stand where a model calls `F.scaled_dot_product_attention`; the exchange
     between lanes is the one that the plan chose. Collective over the CP group, in backward, too.
 
     Args:
         query: local shard [1, heads, T, dim]; key, value: [1, kv_heads, T, dim], where kv_heads divides heads.
-        attn_mask, dropout_p, is_causal, enable_gqa: only None, 0, True and True are possible.
+        attn_mask, dropout_p, enable_gqa: only None, 0 and True are possible.
+        is_causal: None, or what the model that was planned for says.
         scale: of the scores; default 1 / sqrt(dim).
         packed_seq_params: of the micro-batch.
 
@@ -40,15 +44,18 @@ def scaled_dot_product_attention(
         [1, heads, T, dim].
 
     Raises:
-        UnsupportedFeatureError: a mask, dropout, attention that is not causal, or torch's context_parallel around this.
+        UnsupportedFeatureError: a mask, dropout, another `is_causal` than was planned for, or torch's context_parallel
+            around this.
         InvalidInputError: another number of tokens than the micro-batch has on this lane, or a batch of several rows.
     """
     refuse_torch_context_parallel(query)
-    if attn_mask is not None or dropout_p or not is_causal:
-        what = "a mask" if attn_mask is not None else f"dropout {dropout_p}" if dropout_p else "is_causal=False"
+    planned = packed_seq_params.mask == CAUSAL
+    if attn_mask is not None or dropout_p or is_causal not in (None, planned):
+        what = "a mask" if attn_mask is not None else f"dropout {dropout_p}" if dropout_p else f"is_causal={is_causal}"
         raise UnsupportedFeatureError(
-            f"attention with {what} is not supported for packed micro-batches, only causal attention inside each "
-            "sequence: leave attn_mask, dropout_p and is_causal at None, 0 and True"
+            f"attention with {what} is not supported for packed micro-batches, only {packed_seq_params.mask} attention "
+            "inside each sequence, as planned: leave attn_mask, dropout_p and is_causal at None, 0 and "
+            f"{planned}, or plan for a ModelShape with causal_attention={not planned}"
         )
     num_tokens = len(packed_seq_params.positions)
     if query.shape[0] != 1 or query.shape[2] != num_tokens:

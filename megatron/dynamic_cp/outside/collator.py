@@ -42,8 +42,9 @@ class PlannedCollator:
         Args:
             features: one mapping a sample with "input_ids" [S] and, if some tokens have no loss, "labels" [S] that are
                 -100 there. Labels are not shifted yet, as transformers wants them: labels[i] is that of input_ids[i].
-                Shifting happens here, before sharding: afterwards a token's successor may be on another lane. Or one
-                with "prompt_ids" [P] and "response_ids", a list of [A]: one sample that trains all responses
+                Where the model is causal, shifting happens here, before sharding: afterwards a token's successor may be
+                on another lane. With full attention (masked LMs) they are needed, and stay as they are. Or one with
+                "prompt_ids" [P] and "response_ids", a list of [A]: one sample that trains all responses
                 (`data.shared_question`).
 
         Raises:
@@ -51,7 +52,8 @@ class PlannedCollator:
             InvalidInputError: a prompt of fewer than 2 tokens, or without a response.
             InfeasibleSampleError: a sample that no CP size can hold.
         """
-        read = [_read(index, feature) for index, feature in enumerate(features)]
+        causal = self.problem.model.causal_attention
+        read = [_read(index, feature, causal) for index, feature in enumerate(features)]
         values = [one for one, _ in read]
         samples = [Sample(sample_id=index, seqlen=len(one.tokens), mask=mask) for index, (one, mask) in enumerate(read)]
         plan = plan_for_lane(self.problem, samples, self.lane)
@@ -62,13 +64,19 @@ class PlannedCollator:
         return LaneStep(plan=plan, packed=pack_step(plan, values.__getitem__), digest=digest.hexdigest())
 
 
-def _read(index: int, feature: Mapping[str, Any]) -> tuple[SampleTokens, SharedQuestion | None]:
+def _read(index: int, feature: Mapping[str, Any], causal: bool) -> tuple[SampleTokens, SharedQuestion | None]:
     if "prompt_ids" in feature:
         return shared_question(feature["prompt_ids"], feature["response_ids"])
-    return _values(index, feature), None
+    return _values(index, feature, causal), None
 
 
-def _values(index: int, feature: Mapping[str, Any]) -> SampleTokens:
+def _values(index: int, feature: Mapping[str, Any], causal: bool) -> SampleTokens:
+    if not causal and "labels" not in feature:
+        raise DataError(
+            f"sample {index} has input_ids and 0 labels, the model's attention is full: a token sees itself, so give "
+            "labels, -100 where there is no loss (DataCollatorForLanguageModeling masks tokens and makes them)",
+            sample=index,
+        )
     tokens = np.asarray(feature["input_ids"], dtype=np.int64)
     labels = np.asarray(feature.get("labels", tokens), dtype=np.int64)
     if tokens.ndim != 1 or labels.shape != tokens.shape:
@@ -86,6 +94,7 @@ def _values(index: int, feature: Mapping[str, Any]) -> SampleTokens:
             num_tokens=len(tokens),
             num_real_tokens=real,
         )
-    shifted = np.append(labels[1:], IGNORED)
-    mask = shifted != IGNORED
-    return SampleTokens(tokens=tokens, labels=np.where(mask, shifted, 0), loss_mask=mask.astype(np.float32))
+    if causal:
+        labels = np.append(labels[1:], IGNORED)
+    mask = labels != IGNORED
+    return SampleTokens(tokens=tokens, labels=np.where(mask, labels, 0), loss_mask=mask.astype(np.float32))

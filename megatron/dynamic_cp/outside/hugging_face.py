@@ -1,4 +1,4 @@
-"""Planned micro-batches for a transformers causal LM, and for accelerate.
+"""Planned micro-batches for a transformers causal or masked LM, and for accelerate.
 
     use_dynamic_cp(model)                                     # its attention becomes ours
     lanes = lanes_of(accelerator, problem_of(model.config, num_lanes, options))
@@ -9,6 +9,8 @@
 accelerate's rules for context parallelism hold here, too: labels are shifted before sharding (`PlannedCollator`), and
 losses are weighted by tokens over all ranks (`train_step`). Its `cp_size` is something else: torch's context_parallel,
 with one fixed degree, for unpacked sequences.
+
+An encoder (BERT, ModernBERT with full layers) attends to its whole sequence, and takes `masked_lm_loss`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,7 +62,7 @@ def problem_of(
 
 
 def use_dynamic_cp(model: PreTrainedModel) -> None:
-    """Make a causal LM attend with ours, for packed micro-batches only; before it is wrapped.
+    """Make a causal or masked LM attend with ours, for packed micro-batches only; before it is wrapped.
 
     Raises:
         UnsupportedFeatureError: attention dropout, layers that are not full attention, RoPE that depends on the
@@ -68,11 +71,12 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
-    if dropout := getattr(config, "attention_dropout", 0.0):
-        raise UnsupportedFeatureError(
-            f"the model has attention_dropout {dropout}, our attention only 0: set config.attention_dropout = 0.0",
-            attention_dropout=dropout,
-        )
+    for name in ("attention_dropout", "attention_probs_dropout_prob"):
+        if dropout := getattr(config, name, 0.0):
+            raise UnsupportedFeatureError(
+                f"the model has {name} {dropout}, our attention only 0: set config.{name} = 0.0",
+                attention_dropout=dropout,
+            )
     layers = set(getattr(config, "layer_types", None) or ())
     if others := layers - {"full_attention"}:
         raise UnsupportedFeatureError(
@@ -80,8 +84,10 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             "another model",
             layer_types=sorted(layers),
         )
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in _ROPE_BY_BATCH:
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # for each type, or for all
+    rope_type = next((one for entry in of_layers if (one := entry.get("rope_type")) in _ROPE_BY_BATCH), None)
+    if rope_type is not None:
         raise UnsupportedFeatureError(
             f"the model has RoPE of type {rope_type!r}, whose angles depend on the longest position of a batch, and a "
             "lane holds a part of it only: use default, linear, llama3 or yarn",
@@ -157,7 +163,7 @@ def no_mask(*_sizes: Any, attention_mask: Tensor | None = None, **_others: Any) 
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a causal LM for a micro-batch: labels are shifted already, -100 for padding."""
+    """Return the arguments of an LM for a micro-batch: labels of a causal one are shifted already, -100 for padding."""
     labels = torch.where(batch["loss_mask"] > 0, batch["labels"], IGNORED)
     return {
         "input_ids": batch["tokens"],
@@ -172,6 +178,15 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 def causal_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`."""
     return model(**model_inputs(batch), num_items_in_batch=1).loss
+
+
+def masked_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the same for a masked LM: cross-entropy, because some models' own loss functions know the mean only."""
+    inputs = model_inputs(batch)
+    labels = inputs.pop("labels")
+    del inputs["shift_labels"]
+    logits = model(**inputs).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def lanes_of(accelerator: Accelerator, problem: Problem, *, timeout_s: float = 600.0) -> Lanes:

@@ -81,7 +81,8 @@ def train_step(
     stats = ExchangeStats()
     total = torch.zeros((), dtype=torch.float64, device=lanes.device)
     num_microbatches = len(step.packed.buckets)
-    for index, batch in enumerate(micro_batches(step.packed, lanes.groups, lanes.device, label, stats)):
+    mask = lanes.problem.model.layer.mask
+    for index, batch in enumerate(micro_batches(step.packed, lanes.groups, lanes.device, label, stats, mask)):
         with _reducing(model, index == num_microbatches - 1):
             loss = loss_sum(model, batch)
             # The model's wrapper averages over lanes what is to be a sum.

@@ -97,9 +97,26 @@ def test_a_hugging_face_config(tmp_path):
     assert catalog.load_model(config_file(tmp_path, model_type="mistral", sliding_window=None)).num_layers == 32
 
 
+def test_a_hugging_face_encoder_attends_to_whole_samples(tmp_path):
+    # 12 layers of BERT-base: 85 million weights, in 4 matrices of attention and 2 of the MLP.
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    changes = {"num_key_value_heads": "gone", "tie_word_embeddings": "gone", **sizes}
+    bert = catalog.load_model(config_file(tmp_path, model_type="bert", **changes))
+    assert (bert.causal_attention, bert.share_embeddings_and_output_weights, bert.num_query_groups) == (False, True, 12)
+    assert bert.num_layers * bert.linear_weights_per_layer == 12 * (4 * 768**2 + 2 * 768 * 3072)
+    assert catalog.load_model(config_file(tmp_path, model_type="bert", is_decoder=True, **changes)).causal_attention
+    of_bert = catalog.load_architecture(tmp_path / "config.json")
+    assert of_bert is not None
+    assert "model_type bert: an encoder" in of_bert.not_trained
+    changes |= {"model_type": "modernbert", "global_attn_every_n_layers": 1}
+    modern = catalog.load_model(config_file(tmp_path, **changes))
+    assert (modern.causal_attention, modern.gated_linear_unit) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"model_type": "modernbert"}, "global_attn_every_n_layers is 3, only attention over whole sequences"),
         ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', known are llama, mistral, qwen2, qwen3"),
         ({"model_type": "gone"}, "model_type is None"),
         ({"hidden_size": "gone"}, "lacks hidden_size"),

@@ -1,4 +1,4 @@
-"""Causal attention over a pack with one all-gather of keys and values instead of a ring.
+"""Attention over a pack with one all-gather of keys and values instead of a ring.
 
 Fewer, larger messages, none of them hidden; a rank holds the KV of whole sequences while it computes a layer. Gradients
 of KV come back with one reduce-scatter.

@@ -1,11 +1,12 @@
-"""Causal ring attention over a pack (p2p): keys and values travel round the ring; attention hides the transfers.
+"""Ring attention over a pack (p2p): keys and values travel round the ring; attention hides the transfers.
 
 The ring is the whole CP group (p2p), the outer lanes (a2a+p2p, where `heads` went before) or this lane alone (a2a).
 
-Rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of r: j <
-r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is half a
-square on every rank, and there are as many steps as lanes. Backward runs the ring again; the gradient of a rank's KV
-starts at its successor, collects one share per stop and reaches its owner on the last shift.
+Causal: rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of
+r: j < r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is
+half a square on every rank, and there are as many steps as lanes. Full: all queries see the KV of every rank, without
+what is padding; each step is a square. Backward runs the ring again; the gradient of a rank's KV starts at its
+successor, collects one share per stop and reaches its owner on the last shift.
 
 Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag split as in Megatron-Core and TransformerEngine.
 """
@@ -69,7 +70,8 @@ class Ring(ShardExecutor):
                 grad_kv = None
                 for pack in ring_packs(params, (rank - step) % size, kv_2THD.device):
                     grad_kv = rows.attend(pack, kv_2THD, grad_kv)
-                assert grad_kv is not None
+                if grad_kv is None:  # that lane holds padding alone, which nobody sees
+                    grad_kv = torch.zeros_like(kv_2THD)
                 if own_grad is None:
                     own_grad = grad_kv
                 else:

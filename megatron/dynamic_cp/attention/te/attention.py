@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
-from dynamic_cp.types import CpCommType
+from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
 from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, way
@@ -76,8 +76,8 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         """Return the context [T, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim].
 
         Raises:
-            UnsupportedFeatureError: an exchange that the installed version lacks, or samples with masks of their own;
-                start-up finds them before.
+            UnsupportedFeatureError: full attention, or samples with masks of their own; an exchange that the installed
+                version lacks. Start-up finds them before.
         """
         params = packed_seq_params
         if not isinstance(params, DynamicPackedSeqParams):
@@ -85,6 +85,11 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if params.masked_samples is not None:
             raise UnsupportedFeatureError(
                 f"samples of {params.label} have masks of their own, and {LACKS_MASKS}: use local layers"
+            )
+        if params.mask != CAUSAL:
+            raise UnsupportedFeatureError(
+                f"the micro-batch has {params.mask} attention ({params.label}), TransformerEngine is called for causal "
+                "only: use --transformer-impl local"
             )
         assert params.cp_group is not None
         if params.cp_group.size() == 1:
