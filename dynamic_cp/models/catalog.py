@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
-from dynamic_cp.models import hugging_face
+from dynamic_cp.models import diffusers, hugging_face
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.nearest import did_you_mean
@@ -92,14 +92,16 @@ def hardware_as_dict(hardware: Hardware) -> dict[str, Any]:
 
 
 def load_model(name_or_path: str | Path) -> ModelShape:
-    """Return the model of a bundled name, of a file like `dynamic_cp/data/models/llama-3-8b.json` or of a Hugging Face
-    config.json.
+    """Return the model of a bundled name, of a file like `dynamic_cp/data/models/llama-3-8b.json` or of a config.json
+    of Hugging Face transformers or diffusers.
 
     Raises:
         InvalidInputError: unknown name, unreadable file, or an entry that is missing or of the wrong type.
-        UnsupportedFeatureError: a Hugging Face model_type that is not known.
+        UnsupportedFeatureError: a model_type or a class that is not known.
     """
     where, data = _read("models", name_or_path)
+    if diffusers.is_config(data):
+        return diffusers.model_shape(where, data)
     if hugging_face.is_config(data):
         return hugging_face.model_shape(where, data)
     priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
@@ -123,7 +125,7 @@ def load_architecture(name_or_path: str | Path) -> Architecture | None:
         InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type.
     """
     where, data = _read("models", name_or_path)
-    if hugging_face.is_config(data):
+    if hugging_face.is_config(data) and not diffusers.is_config(data):
         return hugging_face.architecture(where, data)
     if _ARCHITECTURE not in data:
         return None

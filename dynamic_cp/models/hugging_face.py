@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
@@ -124,7 +124,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type != "qwen3" and values.get("head_dim") is None:
         values["head_dim"] = _divided(where, values)
-    sizes: dict[str, Any] = {name: _integer(where, values, key) for key, name in _SIZES.items()}
+    sizes: dict[str, Any] = {name: whole_number(where, values, key) for key, name in _SIZES.items()}
     tied = values.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InvalidInputError(
@@ -227,10 +227,15 @@ def _number(where: str, values: Mapping[str, Any], key: str, default: float) -> 
     return value
 
 
-def _integer(where: str, values: Mapping[str, Any], key: str) -> int:
+def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterable[str] = _SIZES) -> int:
+    """Return an entry of a config.
+
+    Raises:
+        InvalidInputError: it is missing, where those of `needed` must be there, or no whole number.
+    """
     value = values.get(key)
     if value is None:
-        raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(_SIZES)}", key=key)
+        raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
     return value
@@ -238,7 +243,7 @@ def _integer(where: str, values: Mapping[str, Any], key: str) -> int:
 
 def _divided(where: str, values: Mapping[str, Any]) -> int:
     """Return the width of a head where the file does not state it."""
-    hidden_size, heads = _integer(where, values, "hidden_size"), _integer(where, values, "num_attention_heads")
+    hidden_size, heads = whole_number(where, values, "hidden_size"), whole_number(where, values, "num_attention_heads")
     if heads < 1 or hidden_size % heads:
         raise InvalidInputError(
             f"{where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: give head_dim",

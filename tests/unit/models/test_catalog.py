@@ -113,6 +113,29 @@ def test_a_hugging_face_encoder_attends_to_whole_samples(tmp_path):
     assert (modern.causal_attention, modern.gated_linear_unit) == (False, True)
 
 
+def diffusers_file(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    wan = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "model_type": None}
+    data = {"_class_name": "WanTransformer3DModel", "patch_size": [1, 2, 2], **wan, **changes}
+    path.write_text(json.dumps({key: value for key, value in data.items() if value != "gone"}))
+    return path
+
+
+def test_a_diffusers_config(tmp_path):
+    path = diffusers_file(tmp_path)
+    wan = catalog.load_model(path)
+    assert replace(wan, source="") == replace(catalog.load_model("wan2.1-t2v-14b"), source="")
+    assert catalog.load_architecture(path) is None
+    small = {"num_attention_heads": 16, "attention_head_dim": 72, "num_layers": 28, "ffn_dim": "gone"}
+    image = catalog.load_model(diffusers_file(tmp_path, _class_name="DiTTransformer2DModel", **small))
+    assert image.linear_weights_per_layer == 12 * 1152**2
+    assert not image.causal_attention
+    with pytest.raises(DynamicCPError, match=r"lacks ffn_dim: it needs num_layers, .*, ffn_dim"):
+        catalog.load_model(diffusers_file(tmp_path, ffn_dim="gone"))
+    with pytest.raises(DynamicCPError, match="_class_name is 'FluxTransformer2DModel', known are CogVideoX"):
+        catalog.load_model(diffusers_file(tmp_path, _class_name="FluxTransformer2DModel"))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -1,0 +1,79 @@
+"""The shape of a diffusion transformer from a diffusers config.json.
+
+Its tokens attend to their whole sample. What a clip or an image has once (modulation, time) is not counted, nor are the
+keys and values of a text that cross-attention reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.hugging_face import whole_number
+from dynamic_cp.types import ModelShape
+
+
+class _Blocks(NamedTuple):
+    """What a config does not say of its blocks, which are all equal.
+
+    Attributes:
+        ffn_over_hidden: width of the MLP's inner layer over that of the model; None: the config has `ffn_dim`.
+        cross_attention: tokens also have queries and outputs of an attention to the text.
+    """
+
+    ffn_over_hidden: int | None
+    cross_attention: bool
+
+
+_KNOWN = {
+    "CogVideoXTransformer3DModel": _Blocks(4, cross_attention=False),  # text tokens are part of the sample
+    "DiTTransformer2DModel": _Blocks(4, cross_attention=False),
+    "WanTransformer3DModel": _Blocks(None, cross_attention=True),
+}
+"""Class -> its blocks. Source: the modules of these classes in diffusers, and for Wan their documentation (0.35)."""
+
+_NEEDED = ("num_layers", "num_attention_heads", "attention_head_dim")
+
+
+def is_config(data: Mapping[str, Any]) -> bool:
+    """Return whether `data` looks like a config.json of diffusers."""
+    return "_class_name" in data
+
+
+def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
+    """Return the shape in `data`; there is no vocabulary, so `vocab_size` is 1.
+
+    Args:
+        where: what to call the file in errors.
+        data: the content of a config.json.
+
+    Raises:
+        UnsupportedFeatureError: a class whose blocks are not known here.
+        InvalidInputError: a key that is missing or of the wrong type.
+    """
+    name = data["_class_name"]
+    if name not in _KNOWN:
+        raise UnsupportedFeatureError(
+            f"{where}: _class_name is {name!r}, known are {', '.join(_KNOWN)}: write the numbers into a file like the "
+            "bundled wan2.1-t2v-14b, with causal_attention false",
+            key="_class_name",
+        )
+    blocks = _KNOWN[name]
+    needed = _NEEDED if blocks.ffn_over_hidden else (*_NEEDED, "ffn_dim")
+    sizes = {key: whole_number(where, data, key, needed) for key in needed}
+    hidden_size = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    return ModelShape(
+        num_layers=sizes["num_layers"],
+        hidden_size=hidden_size,
+        ffn_hidden_size=sizes.get("ffn_dim", (blocks.ffn_over_hidden or 0) * hidden_size),
+        num_attention_heads=sizes["num_attention_heads"],
+        num_query_groups=sizes["num_attention_heads"],
+        kv_channels=sizes["attention_head_dim"],
+        vocab_size=1,
+        gated_linear_unit=str(data.get("activation_fn")).endswith("glu"),
+        causal_attention=False,
+        share_embeddings_and_output_weights=True,
+        other_weights_per_layer=2 * hidden_size**2 if blocks.cross_attention else 0,
+        source=f"{where} (diffusers config, {name})",
+    )
