@@ -3,8 +3,8 @@
 python examples/video_planning.py
 
 Wan 2.1 14B has full attention, so work grows with the square of the latent tokens even faster than for text, and clips
-mix short and long. Planning only: the trainer of this project trains causal GPTs. Lengths are synthetic (`dynamic-cp
-lengths video_dit`), seconds predicted.
+mix short and long. Planning only: `video_dit.py` trains a small one. Lengths are synthetic (`dynamic-cp lengths
+video_dit`), seconds predicted.
 """
 
 from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model

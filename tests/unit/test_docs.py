@@ -210,6 +210,17 @@ def test_examples_run(example: Path, examples_ran: Path) -> None:
     assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
 
 
+def test_the_video_model_trains_as_one_rank_does(examples_ran: Path) -> None:
+    out = (examples_ran / "video_dit.out").read_text(encoding="utf-8")
+    losses = [float(loss) for loss in re.findall(r"^step \d, planned: loss ([\d.]+)", out, re.MULTILINE)]
+    assert len(losses) >= 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]
+    (furthest,) = re.findall(r"largest difference of losses to one rank alone (\S+)", out)
+    assert float(furthest) <= 5e-6
+    assert "{1: 4, 2: 2, 4: 1}" in out, "CP sizes are mixed in a batch"
+
+
 def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks_of(UNDER_TORCHRUN))]
     command = [sys.executable, *words, str(UNDER_TORCHRUN)]
