@@ -33,6 +33,7 @@ class Fault(NamedTuple):
 
 
 PARITY = "tests/distributed/test_parity.py -k test_layout"
+FULL = "tests/distributed/test_full_attention.py"
 HEADS = "tests/distributed/test_parity.py -k test_head_exchange"
 PROMISES = "tests/property/test_plans.py -k test_every_promise_of_a_plan"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
@@ -74,6 +75,19 @@ FAULTS = {
     ),
     "an inner group orders its rows as the whole group does": Fault(
         "outer_size = params.cp_group.size() // group.size()", "outer_size = 1", HEADS
+    ),
+    "keys of padding are seen in the ring": Fault(
+        "shown = [count_held(seqlen, padded, params.ring_size, kv_rank) for seqlen, padded in of_sequences]",
+        "shown = [padded // params.ring_size for seqlen, padded in of_sequences]",
+        FULL,
+    ),
+    "gathered keys of padding are seen": Fault(
+        "_full_packs(rows, params.padded_seqlens, params.seqlens, device)",
+        "_full_packs(rows, params.padded_seqlens, params.padded_seqlens, device)",
+        FULL,
+    ),
+    "labels of an encoder are shifted": Fault(
+        "    if causal:\n        labels = np.append", "    if True:\n        labels = np.append", FULL + " -k labels"
     ),
     "no static packing is tried": Fault(
         "found += self._better_static(min(one.makespan_ns for one in found))", "found += []", PROMISES
