@@ -16,13 +16,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType
 from megatron.dynamic_cp.attention.te.kernels import Capability, why_no_kernel
+
+if TYPE_CHECKING:
+    import torch  # parsing flags must not wait for it
 
 Release = tuple[int, int]
 TransformerImpl = Literal["local", "transformer_engine"]
