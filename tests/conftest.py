@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cost_s = costs_s.get(name_of(item), 0.0)
         files_s[item.path] += cost_s
         dearest_s = max([cost_s, *(costs_s.get(name, 0.0) for name in names_of_fixtures(item))])
-        if dearest_s >= SLOW_S and item.get_closest_marker("in_check") is None:
+        is_slow = dearest_s >= SLOW_S or item.get_closest_marker("nightly") is not None
+        if is_slow and item.get_closest_marker("in_check") is None:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: -files_s[item.path])
 

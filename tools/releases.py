@@ -105,7 +105,7 @@ def _installed_beside(command: str, python: str, release: Release) -> Path:
 
 def run_tests(installed: Installation, words: Sequence[str]) -> bool:
     """Run pytest, print its last line and what failed; return whether nothing did."""
-    done = installed.run(["pytest", "-q", "-n", "2", "--dist", "loadfile", *(words or TESTS)])
+    done = installed.run(["pytest", "-q", "-m", "", "-n", "2", "--dist", "loadfile", *(words or TESTS)])
     lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
     print(f"{installed}: {lines[-1]}", flush=True)
     print("".join(f"  {line}\n" for line in lines if line.startswith(("FAILED", "ERROR"))), end="", flush=True)

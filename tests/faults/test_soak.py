@@ -1,4 +1,4 @@
-"""A short soak; the long one is a command, tools/soak.py."""
+"""A short soak, each night; the long one is a command, tools/soak.py."""
 
 import argparse
 import json
@@ -24,6 +24,7 @@ def test_what_is_held_at_the_end_is_what_was_held_before(fds, wrong):
     assert watch.wrong == wrong
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fresh_planners")
 def test_a_run_with_random_kills_trains_what_an_undisturbed_one_trains(capsys, no_compile):
     # Memory says nothing after so few steps.
