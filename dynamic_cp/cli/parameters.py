@@ -20,6 +20,7 @@ from dynamic_cp.models import catalog
 from dynamic_cp.types import (
     CAUSAL,
     CP_COMM_TYPES,
+    PLACED,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
     CpCommType,
@@ -329,7 +330,7 @@ def exchange_option(default: str) -> Any:
     """Return --cp-comm-type; `default`: what its help says."""
     return _option(
         "--cp-comm-type",
-        type=click.Choice(("auto", *CP_COMM_TYPES)),
+        type=click.Choice(("auto", *CP_COMM_TYPES, *PLACED)),
         help=f"Exchange inside a CP group; auto: the fastest for every bucket. [default: {default}]",
     )
 

@@ -112,7 +112,7 @@ class Mechanism:
         """
         return (even,) * bucket.cp_size
 
-    def lane_parts(self, bucket: Bucket) -> Sequence[object] | None:
+    def lane_parts(self, bucket: Bucket, topology: Topology) -> Sequence[object] | None:
         """Return what only this or that lane of `bucket` has to know, as JSON; None where the bucket says all."""
         return None
 

@@ -74,6 +74,12 @@ class StageAttention:
 
     Attributes:
         sides: forward and backward.
+        mask: of the layers; kernels are priced by the squared tokens of samples that have it.
+        layers: their number; hardware: what they run on.
+        query_bytes: of queries and outputs of a token, all layers; kv_bytes: of its keys and values; lse_bytes: of its
+            log-sum-exp.
+        node_lanes: largest group whose lanes surely share a node.
+        latency_s: of one transfer in each layer; bandwidths: bytes per second (in a node, across nodes).
 
     Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank.
     """
@@ -81,16 +87,18 @@ class StageAttention:
     def __init__(self, stage: Stage, problem: Problem, node_lanes: int) -> None:
         hardware, tp_size = problem.hardware, problem.topology.tp_size
         element_bytes = problem.options.element_bytes.exchanged
-        self._layers = stage.num_layers
-        self._hardware = hardware
+        self.layers = stage.num_layers
+        self.hardware = hardware
         forward, backward = _kernels_of_stage(stage, tp_size, hardware)
         self.sides = Side(*forward, 1.0, 1.0), Side(*backward, hardware.exchange_backward_over_forward, 2.0)
         # With fewer KV heads than TP ranks every rank keeps a whole head.
-        self._kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
-        self._query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
-        self._node_lanes = node_lanes
-        self._latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
-        self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
+        self.kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
+        self.query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
+        self.lse_bytes = 4 * stage.sum(lambda layer: layer.query_size / layer.kv_channels) / tp_size
+        self.mask = stage.layers[0][1].mask
+        self.node_lanes = node_lanes
+        self.latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
+        self.bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
     def alone(self) -> tuple[Convex, Convex]:
         """Return (forward, backward) of a lane by itself."""
@@ -99,16 +107,16 @@ class StageAttention:
 
     def kv_shard(self, cp_size: int, copies: int, link: int) -> Linear:
         """Return what sending a lane's keys and values once takes, each KV head `copies` times."""
-        return Linear(self._latency_s, copies * self._kv_bytes / cp_size / self._bandwidths[link])
+        return Linear(self.latency_s, copies * self.kv_bytes / cp_size / self.bandwidths[link])
 
     def exchanged_heads(self, cp_size: int, inner: int, copies: int, link: int) -> Linear:
         """Return what the all-to-alls of an inner group take, in one direction."""
-        sent = sent_bytes(cp_size, inner, self._query_bytes, self._kv_bytes, copies)
+        sent = sent_bytes(cp_size, inner, self.query_bytes, self.kv_bytes, copies)
         leaving = 1.0
-        if link == ACROSS_NODES and self._node_lanes < inner:
-            leaving = (inner - self._node_lanes) / (inner - 1)
-        across = Linear(sent.inner_steps * self._latency_s, leaving * sent.inner / cp_size / self._bandwidths[link])
-        return across.plus(Linear(0.0, (1.0 - leaving) * sent.inner / cp_size / self._bandwidths[IN_NODE]))
+        if link == ACROSS_NODES and self.node_lanes < inner:
+            leaving = (inner - self.node_lanes) / (inner - 1)
+        across = Linear(sent.inner_steps * self.latency_s, leaving * sent.inner / cp_size / self.bandwidths[link])
+        return across.plus(Linear(0.0, (1.0 - leaving) * sent.inner / cp_size / self.bandwidths[IN_NODE]))
 
     def in_ring(
         self, outer: int, inner: int, shard: Linear, exchanged_heads: Linear | None = None
@@ -124,7 +132,7 @@ class StageAttention:
         return forward, backward
 
     def _ring(self, side: Side, outer: int, inner: int, shard: Linear, exchanged_heads: Linear) -> Convex:
-        overhead_s = (outer - 1) * side.launches * self._layers * self._hardware.ring_step_overhead_s_per_layer
+        overhead_s = (outer - 1) * side.launches * self.layers * self.hardware.ring_step_overhead_s_per_layer
         linear = side.tiles(outer, inner).plus(exchanged_heads).plus(Linear(overhead_s))
         kinks: tuple[Kink, ...] = ()
         if outer > 1:

@@ -4,9 +4,13 @@ A sample is cut into *homes*, each on one lane; a *tile* is the attention of the
 Homes are placed so that tokens come out even, tiles so that work does, and both so that little has to travel: queries
 and outputs (a *row*) or keys and values (a *column*) once to each node and lane that needs them. Read in this order:
 
-- `problem`: what a micro-batch is placed for
 - `order`: sorting and searching in compiled loops
 - `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
+- `legal`: whether a placement computes what masks allow, once, and nothing else
+- `transport`: what lanes fetch and give back, over which link, and in which division
+- `programme`: what each lane does, as plain data that travels to it
+- `times`: how long the programmes take
+- `problem`: what a micro-batch is placed for
 - `blocks`: a micro-batch as a graph of blocks and tiles
 - `documents`: where a search begins, whole documents where they fit
 - `row_search`: moves blocks with all tiles of their queries

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample, parse_mask
+from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample, Topology, parse_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,8 @@ class LanePlan:
 
     Attributes:
         lane: whose plan this is.
-        buckets: that hold this lane, one per micro-batch.
+        buckets: that hold this lane, one per micro-batch; placed ones with those samples only that the lane works with,
+            and without the placement: `parts` has what the lane does.
         parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does.
         facts: of the whole plan.
     """
@@ -93,14 +94,22 @@ class LanePlan:
 def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
     """Return the part of `lane`."""
     buckets = tuple(micro_batch.bucket_of_lane(lane) for micro_batch in plan.micro_batches)
-    parts = {index: _parts(bucket) for index, bucket in enumerate(buckets)}
+    parts = {index: _parts(bucket, plan.topology) for index, bucket in enumerate(buckets)}
     own = {index: of_lanes[lane - buckets[index].first_lane] for index, of_lanes in parts.items() if of_lanes}
-    return LanePlan(lane=lane, buckets=buckets, facts=facts, parts=own)
+    return LanePlan(lane=lane, buckets=tuple(_of_lane(bucket, lane) for bucket in buckets), facts=facts, parts=own)
 
 
-def _parts(bucket: Bucket) -> Sequence[object] | None:
+def _of_lane(bucket: Bucket, lane: int) -> Bucket:
+    """Return what one of its lanes knows of a bucket."""
+    if bucket.placement is None:
+        return bucket
+    samples = tuple(bucket.samples[number] for number in bucket.placement.samples_of(lane - bucket.first_lane))
+    return replace(bucket, samples=samples, placement=None)
+
+
+def _parts(bucket: Bucket, topology: Topology) -> Sequence[object] | None:
     """Return what only this or that lane of `bucket` has to know; a lane by itself knows all."""
-    return MECHANISMS[bucket.cp_comm_type].lane_parts(bucket) if bucket.cp_size > 1 else None
+    return MECHANISMS[bucket.cp_comm_type].lane_parts(bucket, topology) if bucket.cp_size > 1 else None
 
 
 def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
@@ -109,10 +118,10 @@ def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
     parts: list[dict[int, object]] = [{} for _ in range(plan.topology.num_lanes)]
     for index, micro_batch in enumerate(plan.micro_batches):
         for bucket in micro_batch.buckets:
-            text = _encode_bucket(bucket)
+            text = None if bucket.placement else _encode_bucket(bucket)
             for lane in bucket.lanes:
-                buckets[lane].append(text)
-            for lane, part in zip(bucket.lanes, _parts(bucket) or (), strict=False):
+                buckets[lane].append(text or _encode_bucket(_of_lane(bucket, lane)))
+            for lane, part in zip(bucket.lanes, _parts(bucket, plan.topology) or (), strict=False):
                 parts[lane][index] = part
     head = json.dumps(asdict(facts), separators=(",", ":"))
     return [_message(lane, head, *of_lane) for lane, of_lane in enumerate(zip(buckets, parts, strict=True))]

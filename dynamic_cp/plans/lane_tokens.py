@@ -6,12 +6,14 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.padding import placed_tokens, rank_tokens
 from dynamic_cp.types import Bucket, Plan
 
 
 def lane_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
     """Return the padded tokens of each lane of `bucket`: those of every rank of the lane."""
+    if bucket.placement is not None:
+        return placed_tokens(bucket.placement, bucket.cp_size, rank_token_multiple)
     even = rank_tokens(bucket, rank_token_multiple)
     return (even,) if bucket.cp_size == 1 else MECHANISMS[bucket.cp_comm_type].lane_tokens(bucket, even)
 

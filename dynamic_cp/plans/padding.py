@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from dynamic_cp.types import Bucket, MicroBatch, Plan
+from dynamic_cp.types import Bucket, MicroBatch, Placement, Plan
 
 if TYPE_CHECKING:
     from dynamic_cp.arrays import Ints
@@ -66,7 +66,9 @@ def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: in
 
 
 def padded_of(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
-    """Return `padded_seqlens` of a bucket's samples."""
+    """Return `padded_seqlens` of a bucket's samples; of placed ones only lanes are padded (`placed_tokens`)."""
+    if bucket.placement is not None:
+        return tuple(sample.seqlen for sample in bucket.samples)
     return padded_seqlens((sample.seqlen for sample in bucket.samples), bucket.cp_size, rank_token_multiple)
 
 
@@ -79,9 +81,19 @@ def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
     return round_up(units * multiple // bucket.cp_size, rank_multiple(bucket.cp_size, rank_token_multiple))
 
 
+def placed_tokens(placement: Placement, cp_size: int, rank_token_multiple: int = 1) -> tuple[int, ...]:
+    """Return the padded tokens of each lane of a placed bucket: at least one, and a multiple."""
+    return tuple(round_up(max(tokens, 1), rank_token_multiple) for tokens in placement.home_tokens(cp_size))
+
+
 def micro_batch_padded_tokens(micro_batch: MicroBatch, rank_token_multiple: int = 1) -> int:
     """Return the padded tokens of all lanes of `micro_batch`."""
-    return sum(rank_tokens(bucket, rank_token_multiple) * bucket.cp_size for bucket in micro_batch.buckets)
+    return sum(
+        rank_tokens(bucket, rank_token_multiple) * bucket.cp_size
+        if bucket.placement is None
+        else sum(placed_tokens(bucket.placement, bucket.cp_size, rank_token_multiple))
+        for bucket in micro_batch.buckets
+    )
 
 
 def padding_fraction(plan: Plan) -> float:

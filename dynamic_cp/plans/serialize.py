@@ -18,6 +18,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.types import (
     CHOOSES_INNER_SIZE,
+    PLACED,
     Attention,
     Bucket,
     CpCommType,
@@ -26,6 +27,7 @@ from dynamic_cp.types import (
     Sample,
     Topology,
     parse_mask,
+    parse_placement,
 )
 
 SCHEMA_VERSION = 1
@@ -103,7 +105,7 @@ def format_plan(plan: Plan) -> str:
     """Return `plan` as text: one line of settings, then one line per micro-batch.
 
     Example (sample_id:seqlen, with @mask where a sample has its own; "-" is an empty place, an exchange other than p2p
-    is named, as in "a2a+p2p/8" with the inner size where the exchange does not imply it):
+    is named, as in "a2a+p2p/8" with the inner size where the exchange does not imply it; a placement follows):
 
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
@@ -143,7 +145,7 @@ def parse_plan(text: str) -> Plan:
 
 
 def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
-    data = {
+    data: dict[str, Any] = {
         "first_lane": bucket.first_lane,
         "cp_size": bucket.cp_size,
         "cp_comm_type": bucket.cp_comm_type,
@@ -151,20 +153,25 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
     }
     if bucket.attention.chooses_inner_size:
         data["inner_cp_size"] = bucket.inner_cp_size
+    if bucket.placement is not None:
+        data["placement"] = str(bucket.placement)
     return data
 
 
 def _bucket_from_dict(data: object, where: str) -> Bucket:
     names: tuple[str, ...] = ("first_lane", "cp_size", "cp_comm_type", "samples")
+    given = data if isinstance(data, dict) else {}
     # The others imply it, but may say it, too.
-    chooses = isinstance(data, dict) and data.get("cp_comm_type") in CHOOSES_INNER_SIZE
-    has_inner = chooses or (isinstance(data, dict) and "inner_cp_size" in data)
-    bucket = _Fields(data, where, (*names, "inner_cp_size") if has_inner else names)
+    has_inner = given.get("cp_comm_type") in CHOOSES_INNER_SIZE or "inner_cp_size" in given
+    is_placed = given.get("cp_comm_type") in PLACED
+    names += ("inner_cp_size",) * has_inner + ("placement",) * is_placed
+    bucket = _Fields(data, where, names)
     return Bucket(
         first_lane=bucket.get("first_lane", int),
         cp_size=bucket.get("cp_size", int),
         cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
         inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
+        placement=parse_placement(bucket.get("placement", str)) if is_placed else None,
         samples=tuple(
             _sample_from_list(one, f"{where}.samples[{index}]") for index, one in enumerate(bucket.get("samples", list))
         ),
@@ -195,6 +202,8 @@ def _format_bucket(bucket: Bucket) -> str:
         else f"lanes {bucket.first_lane}-{bucket.first_lane + bucket.cp_size - 1}"
     )
     exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
+    if bucket.placement is not None:
+        exchange += f" {bucket.placement}"
     samples = " ".join(map(_format_sample, bucket.samples)) or "-"
     return f"{lanes}{exchange}: {samples}"
 
@@ -204,7 +213,8 @@ def _format_sample(sample: Sample) -> str:
 
 
 _SAMPLE = r"-?\d+:\d+(?:@[^\s|]+)?"
-_BUCKET = re.compile(rf"lanes? (\d+)(?:-(\d+))?(?: ([^\s:/]+)(?:/(\d+))?)?: (-|{_SAMPLE}(?: {_SAMPLE})*)")
+_EXCHANGE = r"(?: ([^\s:/]+)(?:/(\d+))?)?(?: ([\d.,/]+))?"
+_BUCKET = re.compile(rf"lanes? (\d+)(?:-(\d+))?{_EXCHANGE}: (-|{_SAMPLE}(?: {_SAMPLE})*)")
 
 
 def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
@@ -217,10 +227,11 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
                 f"line {index + 2} is {row[:60]!r}: micro-batch {index} looks like "
                 f"'{index} | lanes 0-1: 7:100 3:9 | lane 2: - |' (sample_id:seqlen)"
             )
-        first_lane, last_lane, cp_comm_type, inner_cp_size, samples = match.groups()
+        first_lane, last_lane, cp_comm_type, inner_cp_size, placement, samples = match.groups()
         buckets.append(
             {
                 **({"inner_cp_size": int(inner_cp_size)} if inner_cp_size else {}),
+                **({"placement": placement} if placement else {}),
                 "first_lane": int(first_lane),
                 "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
                 "cp_comm_type": cp_comm_type or Attention().cp_comm_type,

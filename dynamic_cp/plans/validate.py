@@ -18,13 +18,14 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     The rules:
         1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple.
         2. The buckets of a micro-batch, in lane order, tile lanes 0 .. num_lanes - 1 exactly once.
-        3. A bucket is aligned: first_lane is a multiple of cp_size (a power of two by its type).
+        3. A bucket is aligned: first_lane is a multiple of cp_size (a power of two by its type). A placed one need not.
         4. A bucket with samples holds at most max_tokens_per_rank padded tokens a rank.
         5. A bucket without samples (an empty place) has cp_size 1.
         6. No sample is in two places.
         7. The samples are `samples`, lengths and masks included, where they are given.
         8. The lanes of a bucket can use its mechanism: the inner groups of a2a+p2p divide the lanes of a node, and each
-           lies inside one node on every stage; only some mechanisms serve samples with masks of their own.
+           lies inside one node on every stage; only some mechanisms serve samples with masks of their own; a placement
+           computes all that the masks allow, once, and nothing else (`placement.legal`).
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -76,7 +77,7 @@ def _check_tiling(plan: Plan, index: int, micro_batch: MicroBatch) -> None:
                 "list buckets in lane order, each lane exactly once",
                 expected_lane=lane,
             )
-        if bucket.first_lane % bucket.cp_size:
+        if bucket.placement is None and bucket.first_lane % bucket.cp_size:
             raise _illegal(
                 plan,
                 index,

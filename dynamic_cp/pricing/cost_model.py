@@ -145,6 +145,10 @@ class CostModel:
         seconds = self._stage.lane_costs(bucket, micro_batch, tokens)
         return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
 
+    def bytes_per_token(self) -> tuple[float, float]:
+        """Return what one token sends in a forward pass of a stage: queries with outputs, and keys with values."""
+        return self._stage.bytes_per_token()
+
     def _with_edges(self, forward_s: float, backward_s: float, rank_tokens: float) -> BucketCost:
         embedding_forward, embedding_backward, head_forward, head_backward = self._edges
         return BucketCost(

@@ -67,6 +67,10 @@ class StagePrices:
         forward, backward = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
         return terms_of(forward), terms_of(backward)
 
+    def bytes_per_token(self) -> tuple[float, float]:
+        """Return (queries with outputs, keys with values) of a token, all layers."""
+        return self._attention.query_bytes, self._attention.kv_bytes
+
     def lane_costs(self, bucket: Bucket, micro_batch: MicroBatch, tokens: Sequence[int]) -> list[tuple[float, float]]:
         """Return (forward, backward) seconds of each lane of a bucket whose mechanism has no closed form.
 

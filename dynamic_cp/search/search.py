@@ -17,6 +17,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
@@ -29,6 +30,7 @@ from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.packing.wlb import packings_like_wlb
+from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
@@ -36,7 +38,8 @@ from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.search.placed import may_place, options_of_packing, placed_plans
+from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
@@ -94,6 +97,8 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples))
     options = options_serving(batch.samples, problem.model, problem.options)
+    places = policy == "dynamic" and may_place(options)
+    is_guess, options = set(options.cp_comm_types) <= set(PLACED), options_of_packing(options)
     if policy not in ("static", "balanced") or options.static_cp_size is None:
         _check_capacity(batch.samples[0], topology, options)
     cost_model = CostModel(problem.model, problem.hardware, topology, options)
@@ -106,15 +111,31 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     best = ranking[0]
     priced = price_packing(batch.lengths, best.packing, best.cost_model)
     plan = build_plan(batch.samples, priced, best.cost_model, policy)
-    check_plan(plan, batch.samples)
+    if not is_guess:
+        check_plan(plan, batch.samples)
     # The grid of the packing is the grid of the plan, and much faster to make.
-    grid = grid_of_priced(priced, best.cost_model)
+    grid: Grid | None = grid_of_priced(priced, best.cost_model)
+    reason = _reason(ranking)
+    if places:
+        is_guess = is_guess and any(bucket.cp_size > 1 for bucket in plan.buckets)
+        found = min(placed_plans(plan, batch.samples, cost_model), default=None, key=lambda one: one.makespan_ns)
+        if found is None and is_guess:
+            raise InfeasibleSampleError(
+                f"no placement keeps {options.max_tokens_per_rank} tokens per rank, with {MOST_FETCHED} times as many "
+                "fetched ones: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or allow other exchanges "
+                "(--cp-comm-type auto)",
+                max_tokens_per_rank=options.max_tokens_per_rank,
+            )
+        if found is not None and (is_guess or found.makespan_ns < best.makespan_ns):
+            reason = f"{found.name}: {found.makespan_ns / 1e9:.6f} s; without placed attention {reason}"
+            plan, grid = found.plan, None
+            check_plan(plan, batch.samples)
     timeline = simulate(plan, cost_model, grid=grid)
     return PlannedBatch(
         plan=plan,
         predicted_s=timeline.iteration_s,
         predicted_busy_s=timeline.lane_busy_s,
-        reason=_reason(ranking),
+        reason=reason,
     )
 
 

@@ -4,8 +4,8 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `plan`, then what a batch is planned
-for: `layers`, `model`, `hardware`, `options`, `problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `placement`, `plan`, then what a batch
+is planned for: `layers`, `model`, `hardware`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -14,6 +14,7 @@ from dynamic_cp.types.attention import (
     CP_COMM_TYPES,
     IN_NODE,
     INNER_SIZES,
+    PLACED,
     Attention,
     CpCommType,
 )
@@ -52,6 +53,7 @@ from dynamic_cp.types.options import (
     Recompute,
     SearchEffort,
 )
+from dynamic_cp.types.placement import Placement, parse_placement
 from dynamic_cp.types.plan import (
     Bucket,
     MicroBatch,
@@ -75,6 +77,7 @@ __all__ = [
     "IN_NODE",
     "MAX_COUNT",
     "MAX_LANES",
+    "PLACED",
     "RECOMPUTE_MODES",
     "SEARCH_EFFORTS",
     "Attention",
@@ -91,6 +94,7 @@ __all__ = [
     "MaskRule",
     "MicroBatch",
     "ModelShape",
+    "Placement",
     "Plan",
     "PlanOptions",
     "PlannedBatch",
@@ -107,4 +111,5 @@ __all__ = [
     "largest_power_of_two",
     "parse_mask",
     "parse_mask_rule",
+    "parse_placement",
 ]

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
-CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
-CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
+CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks"]
 INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen"]] = {
     "p2p": "one",
     "a2a": "all",
     "all_gather": "one",
     "a2a+p2p": "chosen",
+    "blocks": "one",
 }
 """Mechanism -> how many lanes of a group exchange heads: none with another, all, or as many as the planner chooses."""
 CHOOSES_INNER_SIZE = tuple(name for name, inner in INNER_SIZES.items() if inner == "chosen")
 """Mechanisms that do not imply `Bucket.inner_cp_size`."""
+
+PLACED: tuple[CpCommType, ...] = ("blocks",)
+"""Mechanisms whose buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes."""
+
+CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(name for name in get_args(CpCommType) if name not in PLACED)
+"""Mechanisms that packers compare by their closed forms: those that `auto` chooses from."""
 
 IN_NODE, ACROSS_NODES = 0, 1
 """The link of a group of lanes."""

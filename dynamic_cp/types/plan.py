@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.attention import INNER_SIZES, Attention, CpCommType
+from dynamic_cp.types.attention import INNER_SIZES, PLACED, Attention, CpCommType
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
 from dynamic_cp.types.masks import Mask
+from dynamic_cp.types.placement import Placement
 from dynamic_cp.types.topology import Topology
 
 
@@ -77,6 +78,8 @@ class Bucket:
             the following are inner group k; lanes with equal index in their inner groups form the outer ring of
             cp_size / inner_cp_size members. Implied by p2p and all_gather (1) and by a2a (cp_size: leave it at 1);
             a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size.
+        placement: which lane holds and computes what, where the mechanism places it (`PLACED`); such a bucket may have
+            any cp_size above 1. A lane that got only its own part of a plan knows none.
     """
 
     first_lane: int
@@ -84,11 +87,20 @@ class Bucket:
     samples: tuple[Sample, ...] = ()
     cp_comm_type: CpCommType = "p2p"
     inner_cp_size: int = 1
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         if self.first_lane < 0:  # thousands of buckets are made for a plan: the call would cost more than the check
             require_at_least(0, first_lane=self.first_lane)
-        if not is_power_of_two(self.cp_size):
+        if self.cp_comm_type in PLACED:
+            require_at_least(2, cp_size=self.cp_size)
+        elif self.placement is not None:
+            raise InvalidInputError(
+                f"the bucket at lane {self.first_lane} has a placement of {len(self.placement.homes)} homes, which "
+                f"{self.cp_comm_type} does not have: leave it out, or use {' '.join(PLACED)}",
+                cp_comm_type=self.cp_comm_type,
+            )
+        elif not is_power_of_two(self.cp_size):
             raise InvalidInputError(
                 f"cp_size {self.cp_size} of the bucket at lane {self.first_lane} is not a power of two: "
                 "use 1, 2, 4, ...",

@@ -35,7 +35,8 @@ class RowSums:
     """Softmax-weighted sum over packs, for all local tokens.
 
     Attributes:
-        out_THD: [T, heads, dim], in the dtype of the model after one pack, float32 after more.
+        queries: [T, heads, dim].
+        out_THD: as these, in the dtype of the model after one pack, float32 after more.
         lse_HT: float32 [heads, T].
     """
 
@@ -43,13 +44,27 @@ class RowSums:
     lse_HT: Tensor
 
     def __init__(self, q_THD: Tensor, kernel: Kernel, scale: float) -> None:
-        self._queries, self._num_rows = _Selected(q_THD), len(q_THD)
+        self.queries, self._num_rows = q_THD, len(q_THD)
+        self._selected = _Selected(q_THD)
         self._kernel, self._scale = kernel, scale
         self._is_first = True
 
+    def over(self, q_THD: Tensor) -> RowSums:
+        """Return sums of nothing yet for other queries, with the same kernel: output 0, log-sum-exp -inf."""
+        sums = RowSums(q_THD, self._kernel, self._scale)
+        sums._is_first = False
+        sums.out_THD = torch.zeros_like(q_THD, dtype=SUM_DTYPE)
+        sums.lse_HT = q_THD.new_full((q_THD.shape[1], len(q_THD)), -torch.inf, dtype=SUM_DTYPE)
+        return sums
+
+    def take(self, sums: RowSums) -> None:
+        """Make the first rows of `sums` these ones."""
+        self._is_first = False
+        self.out_THD, self.lse_HT = sums.out_THD[: self._num_rows], sums.lse_HT[:, : self._num_rows].contiguous()
+
     def attend(self, pack: Pack, kv_2SHD: Tensor) -> None:
         """Add the rectangles of `pack` against the keys kv_2SHD[0] and values kv_2SHD[1]."""
-        (query,) = self._queries.of(pack.rows)
+        (query,) = self._selected.of(pack.rows)
         key, value = _columns(kv_2SHD, pack)
         kernel = kernel_of(pack, self._kernel, query)
         self.add(pack.rows, *kernel.forward(query, key, value, pack, self._scale))
@@ -80,6 +95,7 @@ class RowGradients:
     """What the backward pass of any pack needs of its rows, and their gradient as it grows.
 
     Attributes:
+        tensors: gradient of the output, queries and output, [T, heads, dim], and log-sum-exp, float32 [T, heads].
         grad_q_THD: [T, heads, dim], in the dtype of the model after one pack, float32 after more.
     """
 
@@ -88,9 +104,22 @@ class RowGradients:
     def __init__(
         self, grad_THD: Tensor, q_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, kernel: Kernel, scale: float
     ) -> None:
-        self._rows, self._num_rows = _Selected(grad_THD, q_THD, out_THD, lse_HT.t()), len(q_THD)
+        self.tensors = grad_THD, q_THD, out_THD, lse_HT.t()
+        self._rows, self._num_rows = _Selected(*self.tensors), len(q_THD)
         self._kernel, self._scale = kernel, scale
         self._is_first = True
+
+    def over(self, grad_THD: Tensor, q_THD: Tensor, out_THD: Tensor, lse_TH: Tensor) -> RowGradients:
+        """Return gradients of nothing yet for other rows, with the same kernel: every row starts at 0."""
+        rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH.t(), self._kernel, self._scale)
+        rows._is_first = False
+        rows.grad_q_THD = torch.zeros_like(q_THD, dtype=SUM_DTYPE)
+        return rows
+
+    def take(self, rows: RowGradients) -> None:
+        """Make the first rows of `rows` these ones."""
+        self._is_first = False
+        self.grad_q_THD = rows.grad_q_THD[: self._num_rows]
 
     def attend(self, pack: Pack, kv_2SHD: Tensor, total_2SHD: Tensor | None = None) -> Tensor:
         """Return the gradient of kv_2SHD from `pack`, in its dtype, and add its rows' to `grad_q_THD`.

@@ -11,6 +11,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
+from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
@@ -23,6 +24,7 @@ EXECUTORS: dict[CpCommType, type[Executor]] = {
     "all_gather": AllGather,
     "a2a": HeadsAroundRing,
     "a2a+p2p": HeadsAroundRing,
+    "blocks": Blocks,
 }
 
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DataError
+from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.plans.padding import padded_of
-from dynamic_cp.types import CAUSAL, Bucket, Causal, CpCommType, Full, Sample
+from dynamic_cp.plans.padding import padded_of, round_up
+from dynamic_cp.types import CAUSAL, PLACED, Bucket, Causal, CpCommType, Full, Sample
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
@@ -54,6 +56,7 @@ class PackedBucket:
 
     Attributes:
         seqlens, masked_samples: as in `DynamicPackedSeqParams`.
+        placed: what this lane does, where attention is placed; its padded lengths are then those of the lane.
     """
 
     first_lane: int
@@ -63,10 +66,13 @@ class PackedBucket:
     padded_seqlens: tuple[int, ...]
     seqlens: tuple[int, ...] | None = None
     masked_samples: tuple[Sample, ...] | None = None
+    placed: PlacedLane | None = None
 
     @property
     def rank_tokens(self) -> int:
-        """Padded tokens on each lane."""
+        """Padded tokens on this lane."""
+        if self.placed is not None:
+            return self.placed.num_tokens
         return sum(self.padded_seqlens) // self.cp_size
 
 
@@ -118,23 +124,12 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
     """
     packed, positions = [], []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
-    for bucket in plan.buckets:
-        seqlens = padded_of(bucket, plan.facts.rank_token_multiple)
-        packed.append(
-            PackedBucket(
-                first_lane=bucket.first_lane,
-                cp_size=bucket.cp_size,
-                cp_comm_type=bucket.cp_comm_type,
-                inner_cp_size=bucket.inner_cp_size,
-                padded_seqlens=seqlens,
-                seqlens=tuple(sample.seqlen for sample in bucket.samples) or None,
-                masked_samples=bucket.samples if any(one.mask is not None for one in bucket.samples) else None,
-            )
-        )
-        shard = packed_shard_positions(seqlens, bucket.cp_size, plan.lane - bucket.first_lane)
-        shards = np.split(shard, np.cumsum(seqlens)[:-1] // bucket.cp_size)
-        # An empty place has a shard, but no sample.
-        places = [_positions(sample, one) for sample, one in zip(bucket.samples, shards, strict=False)] or shards
+    for index, bucket in enumerate(plan.buckets):
+        packed.append(_packed(bucket, plan, plan.parts.get(index)))
+        shards = shards_of(packed[-1], plan.lane)
+        # Behind the shards of samples there may be one that is nothing but padding.
+        places = [_positions(sample, shard) for sample, shard in zip(bucket.samples, shards, strict=False)]
+        places += shards[len(places) :]
         positions += places
         if read_sample is not None:
             for name, part in read_shard(bucket, shards, places, read_sample).items():
@@ -147,6 +142,40 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
         columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
     )
+
+
+def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
+    """Return a bucket without its tokens."""
+    shape = PackedBucket(
+        first_lane=bucket.first_lane,
+        cp_size=bucket.cp_size,
+        cp_comm_type=bucket.cp_comm_type,
+        inner_cp_size=bucket.inner_cp_size,
+        padded_seqlens=(),
+    )
+    multiple = plan.facts.rank_token_multiple
+    if part is not None:
+        programme = Programme.read(part)
+        num_tokens = round_up(max(programme.num_tokens, 1), multiple)
+        placed = PlacedLane(programme=programme, samples=bucket.samples, num_tokens=num_tokens)
+        return replace(shape, padded_seqlens=(num_tokens,), placed=placed)
+    return replace(
+        shape,
+        padded_seqlens=padded_of(bucket, multiple),
+        seqlens=tuple(sample.seqlen for sample in bucket.samples) or None,
+        masked_samples=bucket.samples if any(sample.mask is not None for sample in bucket.samples) else None,
+    )
+
+
+def shards_of(bucket: PackedBucket, lane: int) -> list[NDArray[np.int64]]:
+    """Return which token of its sequence each local token is, from 0, for each sequence of the pack.
+
+    `PackedStep.positions` says that where all samples are causal; several tokens of others may have one position.
+    """
+    if bucket.placed is not None:
+        return bucket.placed.shards()
+    shard = packed_shard_positions(bucket.padded_seqlens, bucket.cp_size, lane - bucket.first_lane)
+    return np.split(shard, np.cumsum(bucket.padded_seqlens)[:-1] // bucket.cp_size)
 
 
 def read_shard(
@@ -162,7 +191,9 @@ def read_shard(
         places: their positions, of `_positions`.
     """
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
-    read = [_read(sample, read_sample) for sample in bucket.samples] or [_EMPTY_PLACE]
+    held = zip(bucket.samples, shards, strict=False)
+    read = [_read(sample, read_sample) if len(shard) else _EMPTY_PLACE for sample, shard in held]
+    read += [_EMPTY_PLACE] * (len(shards) - len(read))
     for values, shard, positions in zip(read, shards, places, strict=True):
         for name in ("tokens", "labels", "loss_mask"):
             columns[name].append(take_shard(getattr(values, name), shard))
@@ -191,18 +222,6 @@ def _read(sample: Sample, read_sample: ReadSample) -> HasTokens:
     return values
 
 
-def places_in_sequences(packed: PackedStep, lane: int) -> NDArray[np.int64]:
-    """Return which token of its sequence each local token is, int64 [T], from 0.
-
-    `packed.positions` says that where all samples are causal; several tokens of others may have one position.
-    """
-    shards = [
-        packed_shard_positions(bucket.padded_seqlens, bucket.cp_size, lane - bucket.first_lane)
-        for bucket in packed.buckets
-    ]
-    return np.concatenate(shards)
-
-
 def micro_batches(
     packed: PackedStep,
     groups: DynamicCPGroups,
@@ -226,6 +245,11 @@ def micro_batches(
     start = first_boundary = 0
     for index, (bucket, (group, levels)) in enumerate(zip(packed.buckets, held, strict=True)):
         part = slice(start, start + bucket.rank_tokens)
+        placed = bucket.placed
+        if placed is not None:
+            placed = replace(
+                placed, first_in_group=bucket.first_lane - groups.around(bucket.first_lane, bucket.cp_size)[0]
+            )
         start = part.stop
         num_boundaries = len(bucket.padded_seqlens) + 1
         cu_seqlens = on_device.cu_seqlens[first_boundary : first_boundary + num_boundaries]
@@ -241,6 +265,7 @@ def micro_batches(
                 seqlens=bucket.seqlens,
                 mask=mask,
                 masked_samples=bucket.masked_samples,
+                placed=placed,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,
@@ -264,6 +289,9 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
         InvalidInputError: one of them was not built.
     """
     place = bucket.first_lane, bucket.cp_size
+    if bucket.cp_comm_type in PLACED:
+        group = groups.around(*place)[1]
+        return group, (None, group)
     return groups.group(*place), groups.levels(*place, bucket.inner_cp_size)
 
 

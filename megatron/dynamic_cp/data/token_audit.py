@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.plans.lane_plan import LanePlan
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
-from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, places_in_sequences
+from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, shards_of
 from megatron.dynamic_cp.data.token_checksum import combine, token_checksum
 
 
@@ -33,7 +33,7 @@ def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, wh
         if packed.columns is None or packed.loss_mask is None:
             return 0, 0
         values = (*packed.columns.numpy()[:2], packed.loss_mask.numpy())
-        return _as_read(plan, read_sample), _as_packed(plan, packed, values)
+        return _as_read(plan, packed, read_sample), _as_packed(plan, packed, values)
 
     sums = torch.tensor(run_on_all_ranks(both_sums, device), device=device)
     dist.all_reduce(sums)
@@ -45,26 +45,33 @@ def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, wh
         )
 
 
-def _as_read(plan: LanePlan, read_sample: ReadSample) -> int:
+def _as_read(plan: LanePlan, packed: PackedStep, read_sample: ReadSample) -> int:
+    """Return the sum over the samples of buckets that begin at this lane, and over placed ones that do."""
     total = 0
-    for bucket in plan.buckets:
-        if bucket.first_lane == plan.lane:
-            for sample in bucket.samples:
-                values = read_sample(sample.sample_id)
-                positions = np.arange(sample.seqlen)
-                for column, name in enumerate(("tokens", "labels", "loss_mask")):
-                    total += token_checksum(sample.sample_id, positions, getattr(values, name), column=column)
+    for bucket, shape in zip(plan.buckets, packed.buckets, strict=True):
+        samples = bucket.samples if bucket.first_lane == plan.lane else ()
+        if shape.placed is not None:
+            samples = tuple(bucket.samples[home.sample] for home in shape.placed.programme.own if home.start == 0)
+        for sample in samples:
+            values = read_sample(sample.sample_id)
+            positions = np.arange(sample.seqlen)
+            for column, name in enumerate(("tokens", "labels", "loss_mask")):
+                total += token_checksum(sample.sample_id, positions, getattr(values, name), column=column)
     return combine(total)
 
 
 def _as_packed(plan: LanePlan, packed: PackedStep, columns: Sequence[NDArray[Any]]) -> int:
-    ids, seqlens = [], []
+    ids, seqlens, shards = [], [], []
     for bucket, shape in zip(plan.buckets, packed.buckets, strict=True):
-        local = [padded // bucket.cp_size for padded in shape.padded_seqlens]
-        samples = [(sample.sample_id, sample.seqlen) for sample in bucket.samples] or [(0, 0)]
-        ids.append(np.repeat([sample_id for sample_id, _ in samples], local))
-        seqlens.append(np.repeat([seqlen for _, seqlen in samples], local))
-    positions = places_in_sequences(packed, plan.lane)
+        local = shards_of(shape, plan.lane)
+        # Behind those of samples there may be one that is nothing but padding.
+        samples = [(sample.sample_id, sample.seqlen) for sample in bucket.samples]
+        samples += [(0, 0)] * (len(local) - len(samples))
+        lengths = [len(shard) for shard in local]
+        ids.append(np.repeat([sample_id for sample_id, _ in samples], lengths))
+        seqlens.append(np.repeat([seqlen for _, seqlen in samples], lengths))
+        shards += local
+    positions = np.concatenate(shards)
     is_real = positions < np.concatenate(seqlens)
     owners = np.concatenate(ids)[is_real]
     return combine(

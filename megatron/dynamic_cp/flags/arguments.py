@@ -13,7 +13,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import CP_COMM_TYPES, SEARCH_EFFORTS
+from dynamic_cp.types import CP_COMM_TYPES, PLACED, SEARCH_EFFORTS
 
 VERIFY_MODES = ("digest", "full", "off")
 # The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
@@ -122,7 +122,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     )
     group.add_argument(
         "--cp-comm-type",
-        choices=("auto", *CP_COMM_TYPES),
+        choices=("auto", *CP_COMM_TYPES, *PLACED),
         default="auto",
         help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
         "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; auto: the planner chooses for every "

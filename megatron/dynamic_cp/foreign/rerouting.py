@@ -28,7 +28,7 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import lost_rank
-from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep, places_in_sequences
+from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep, shards_of
 from megatron.dynamic_cp.data.token_checksum import token_checksum
 from megatron.dynamic_cp.foreign.samples import ForeignSample
 from megatron.dynamic_cp.layout.sharding import shard_positions
@@ -325,7 +325,8 @@ def count_packed(packed: PackedStep, arriving: Incoming, names: Sequence[str], l
     """Return the same of the tokens of a packed step, which this rank computes on."""
     assert packed.columns is not None
     assert packed.loss_mask is not None
-    positions = places_in_sequences(packed, lane)[arriving.targets]
+    positions = np.concatenate([shard for bucket in packed.buckets for shard in shards_of(bucket, lane)])
+    positions = positions[arriving.targets]
     totals = [len(positions)] + [0] * len(COLUMNS)
     for name in names:
         index = COLUMNS.index(name)

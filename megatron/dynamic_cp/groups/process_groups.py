@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CHOOSES_INNER_SIZE, CpCommType, Topology
+from dynamic_cp.types import CHOOSES_INNER_SIZE, PLACED, CpCommType, Topology
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.groups.first_exchange import warm_up, ways_of
@@ -123,6 +123,8 @@ class DynamicCPGroups:
 
         chooses = not set(CHOOSES_INNER_SIZE).isdisjoint(exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
+        if not set(PLACED).isdisjoint(exchanges) and (0, topology.num_lanes) not in blocks:
+            blocks.append((0, topology.num_lanes))  # placed buckets span any lanes
         two_levels = two_level_blocks(lane, blocks, inner_sizes if chooses else ())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
@@ -164,6 +166,24 @@ class DynamicCPGroups:
                 first_lane=first_lane,
                 cp_size=cp_size,
             ) from None
+
+    def around(self, first_lane: int, num_lanes: int) -> tuple[int, dist.ProcessGroup]:
+        """Return the first lane of the smallest group that holds these neighbouring lanes, and the group.
+
+        Raises:
+            InvalidInputError: no group does.
+        """
+        last = first_lane + num_lanes
+        holding = [(size, first) for first, size in self.groups if first <= first_lane and last <= first + size]
+        if not holding:
+            raise InvalidInputError(
+                f"lane {self.lane} has no CP group that holds lanes {first_lane} to {last - 1}; built: "
+                f"{sorted(self.groups)}; widen --max-dynamic-cp-size",
+                first_lane=first_lane,
+                num_lanes=num_lanes,
+            )
+        size, first = min(holding)
+        return first, self.groups[first, size]
 
     def levels(self, first_lane: int, cp_size: int, inner_cp_size: int) -> Levels:
         """Return this lane's groups of a bucket: those who exchange heads, and those who pass keys and values round.

@@ -76,6 +76,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
+        placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
         packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
     """
 
@@ -91,6 +92,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
     row_order_cache: torch.Tensor | None = None
+    placed: Any = None
     packs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -128,6 +130,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         seqlens: tuple[int, ...] | None = None,
         mask: Causal | Full = CAUSAL,
         masked_samples: tuple[Sample, ...] | None = None,
+        placed: Any = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
@@ -135,7 +138,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
             seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples: as the attributes.
+            mask, masked_samples, placed: as the attributes.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -155,6 +158,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             seqlens=padded_seqlens if seqlens is None else seqlens,
             mask=mask,
             masked_samples=masked_samples,
+            placed=placed,
             positions=positions,
             cp_comm_type=cp_comm_type,
             heads_group=heads_group,

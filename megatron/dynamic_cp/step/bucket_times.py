@@ -33,7 +33,7 @@ from torch.autograd import Variable
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.pricing.lengths import squared_tokens
-from dynamic_cp.types import CP_COMM_TYPES
+from dynamic_cp.types import INNER_SIZES
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.step import loss
 
@@ -55,6 +55,8 @@ _COLUMNS = (
     "forward_s",
     "backward_s",
 )
+_EXCHANGES = tuple(INNER_SIZES)
+"""A mechanism is a number in a row of figures."""
 _NUM_KEYS = 10
 """All columns but the seconds: the same on all ranks that share a bucket on a chunk."""
 
@@ -212,7 +214,7 @@ class BucketTimes:
             chunk=chunk,
             micro_batch=self._num_started[chunk],
             cp_size=params.local_cp_size,
-            exchange=CP_COMM_TYPES.index(params.cp_comm_type),
+            exchange=_EXCHANGES.index(params.cp_comm_type),
             inner_cp_size=params.inner_cp_size,
             tokens=sum(params.padded_seqlens),
             tokens_squared=_tokens_squared(params),
@@ -278,7 +280,7 @@ def _observations(rows: NDArray[np.float64]) -> list[Observation]:
         column = dict(zip(_COLUMNS, row, strict=True))
         observations.append(
             Observation(
-                cp_comm_type=CP_COMM_TYPES[int(column["exchange"])],
+                cp_comm_type=_EXCHANGES[int(column["exchange"])],
                 inner_cp_size=int(column["inner_cp_size"]),
                 forward_s=column["forward_s"],
                 backward_s=column["backward_s"],

@@ -48,7 +48,7 @@ class Lopsided(Mechanism):
         even = sum(sample.seqlen for sample in bucket.samples) // bucket.cp_size
         return users * np.outer((FORWARD_S, BACKWARD_S), self.lane_tokens(bucket, even))
 
-    def lane_parts(self, bucket):
+    def lane_parts(self, bucket, topology):
         return [{"holds": tokens} for tokens in self.lane_tokens(bucket, 16)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -62,6 +63,69 @@ class RingShift:
         except RuntimeError as error:
             raise _failed(self._group, self._params, error) from error
         return self._received
+
+
+class LaneMessages:
+    """One message to each of some lanes and one from each of some; `wait()` returns what came.
+
+    A message is bytes, so that tensors of several dtypes travel at once. Runs beside what is computed, as `RingShift`.
+
+    Args:
+        sends: (lane of the bucket, tensors for it).
+        receives: (lane of the bucket, tensors like those that it sends), of which shape and dtype count.
+        first_in_group: place of the bucket's first lane in the group.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[tuple[int, Sequence[Tensor]]],
+        receives: Sequence[tuple[int, Sequence[Tensor]]],
+        params: DynamicPackedSeqParams,
+        first_in_group: int = 0,
+    ) -> None:
+        group, self._params = params.cp_group, params
+        ranks = dist.get_process_group_ranks(group)[first_in_group:]
+        self._receives = [tensors for _, tensors in receives]
+        # Those sent stay referenced until the transfer is done.
+        self._sent = [torch.cat([_as_bytes(tensor) for tensor in tensors]) for _, tensors in sends]
+        self._received = [
+            tensors[0].new_empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+            for tensors in self._receives
+        ]
+        operations = [
+            dist.P2POp(operation, message, ranks[lane], group)
+            for operation, side, messages in ((dist.isend, sends, self._sent), (dist.irecv, receives, self._received))
+            for (lane, _), message in zip(side, messages, strict=True)
+            if len(message)
+        ]
+        try:
+            self._pending = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise _failed(group, params, error) from error
+        params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)
+
+    def wait(self) -> list[list[Tensor]]:
+        """Return the tensors of each lane of `receives`."""
+        try:
+            for work in self._pending:
+                work.wait()
+        except RuntimeError as error:
+            raise _failed(self._params.cp_group, self._params, error) from error
+        found = []
+        for like, received in zip(self._receives, self._received, strict=True):
+            parts = received.split([tensor.nbytes for tensor in like])
+            found.append([_from_bytes(part, tensor) for part, tensor in zip(parts, like, strict=True)])
+        return found
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _from_bytes(content: Tensor, like: Tensor) -> Tensor:
+    if content.storage_offset() % like.element_size():
+        content = content.clone()  # a view needs its elements aligned
+    return content.view(like.dtype).view(like.shape)
 
 
 def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:

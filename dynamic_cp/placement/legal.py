@@ -1,0 +1,94 @@
+"""Whether a placement computes what the masks of its samples allow, all of it once, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dynamic_cp.arrays import Ints
+from dynamic_cp.placement.runs import Tiles, count_tiles, runs_of
+from dynamic_cp.types import CAUSAL, Mask, Placement, Sample
+
+
+def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: int, mask: Mask = CAUSAL) -> str | None:
+    """Return the first thing that is wrong, with its numbers and what to do; None where nothing is.
+
+    The rules: homes tile every sample, in order; every lane is one of the bucket; between any two homes of a sample
+    there is one tile where the mask allows a pair, and none where it allows none.
+
+    Args:
+        num_lanes: of the bucket.
+        mask: of samples that bring none.
+    """
+    homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
+    remedy = ": plan these samples again"
+    for what, lanes in (("home", homes[:, 3]), ("tile", tiles[:, 2])):
+        (wrong,) = np.nonzero((lanes < 0) | (lanes >= num_lanes))
+        if wrong.size:
+            number = int(wrong[0])
+            return f"{what} {number} of its placement is on lane {lanes[number]} of {num_lanes}{remedy}"
+    if tiles[:, 3].min(initial=0) < 0:
+        return f"a tile of its placement is in division {tiles[:, 3].min()}, the first one is 0{remedy}"
+    if (reason := _why_not_tiled(homes, samples)) is not None:
+        return reason + remedy
+    (strange,) = np.nonzero((tiles[:, :2].min(axis=1) < 0) | (tiles[:, :2].max(axis=1) >= len(homes)))
+    if strange.size:
+        number = int(strange[0])
+        return f"tile {number} of its placement names homes {tiles[number, :2].tolist()} of {len(homes)}{remedy}"
+    wanted = tiles_between(placement, samples, mask)
+    given = np.sort(tiles[:, 0] * len(homes) + tiles[:, 1])
+    needed = wanted.rows * len(homes) + wanted.columns
+    if np.array_equal(given, needed):
+        return None
+    twice = given[1:][given[1:] == given[:-1]]
+    key = int(np.concatenate([twice, np.setxor1d(given, needed)]).min())
+    row, column = divmod(key, len(homes))
+    (sample, start, stop, _), (of_keys, first, end, _) = homes[row].tolist(), homes[column].tolist()
+    return (
+        f"queries {start} to {stop} of sample {samples[sample].sample_id} meet keys {first} to {end} of sample "
+        f"{samples[of_keys].sample_id} in {(given == key).sum()} tiles, under the mask "
+        f"{str(samples[sample].mask or mask)[:40]} in {(needed == key).sum()}{remedy}"
+    )
+
+
+def tiles_between(placement: Placement, samples: Sequence[Sample], mask: Mask) -> Tiles:
+    """Return the tiles that there have to be between the homes of a placement, ascending, with their pairs.
+
+    Args:
+        placement: whose homes tile every sample.
+        mask: of samples that bring none.
+    """
+    masked = (
+        [sample if sample.mask else replace(sample, mask=mask) for sample in samples] if mask != CAUSAL else samples
+    )
+    last_of_sample = np.cumsum(np.bincount(placement.homes[:, 0], minlength=len(samples)))
+    starts = np.concatenate([[0], last_of_sample + np.arange(1, len(samples) + 1)])
+    seqlens = np.array([sample.seqlen for sample in samples], np.int64)
+    cuts = np.insert(placement.homes[:, 1].astype(np.int64), last_of_sample, seqlens)
+    return count_tiles(runs_of(masked), starts, cuts)
+
+
+def _why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:
+    """Return where homes do not follow each other from the first to the last token of every sample."""
+    wanted = [(number, 0, sample.seqlen) for number, sample in enumerate(samples)]
+    sample, start, stop = homes[:, 0], homes[:, 1], homes[:, 2]
+    begins = np.flatnonzero(np.diff(sample, prepend=-1) != 0)
+    ends = np.append(begins[1:], len(homes)) - 1
+    found = list(zip(sample[begins].tolist(), start[begins].tolist(), stop[ends].tolist(), strict=True))
+    for wants, has in zip(wanted, found, strict=False):
+        if wants != has:
+            return (
+                f"homes hold tokens {has[1]} to {has[2]} of sample {has[0]}, not 0 to {wants[2]} of sample {wants[0]}"
+            )
+    if len(found) != len(wanted):
+        return f"homes hold {len(found)} samples of {len(wanted)}"
+    empty = np.flatnonzero(stop <= start)
+    if empty.size:
+        return f"home {empty[0]} holds tokens {start[empty[0]]} to {stop[empty[0]]}, none"
+    inside = np.diff(sample) == 0
+    (gaps,) = np.nonzero(inside & (start[1:] != stop[:-1]))
+    if gaps.size:
+        return f"home {gaps[0] + 1} begins at token {start[gaps[0] + 1]}, the one before it ends at {stop[gaps[0]]}"
+    return None

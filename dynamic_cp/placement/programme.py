@@ -1,0 +1,231 @@
+"""What each lane of a placement has to do, as plain data that travels to it and that its executor runs.
+
+A lane numbers what it works with: first the homes that it holds, then what it fetches (a row or a column of a home of
+another lane). Rows and columns that it fetches have a place each in a buffer; a place is used again once what was there
+is no longer needed. The order of operations is the same on all lanes (`executor order`, below), so that no two lanes
+wait for each other: every transfer belongs to a round, and rounds follow each other everywhere in the same order.
+
+    division t:  wait for ACROSS t and INSIDE t, begin INSIDE t + 1 and ACROSS t + 2, attend, begin COLLECT t, DELIVER t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Ints
+from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
+from dynamic_cp.types import Placement
+
+
+class Held(NamedTuple):
+    """Tokens that a lane works with.
+
+    Attributes:
+        sample, start, stop: which tokens; the sample by its number among those of the lane (`Placement.samples_of`).
+        kind: ROW or COLUMN where they are fetched; -1 where they are its own, and both.
+        place: of its own: the first of its tokens among those of the lane; else in the buffer of the kind.
+    """
+
+    sample: int
+    start: int
+    stop: int
+    kind: int
+    place: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens."""
+        return self.stop - self.start
+
+
+class Exchange(NamedTuple):
+    """One round of one lane.
+
+    Attributes:
+        division, round: as in `transport`.
+        sends, receives: (lane, entries) for each lane that takes part, ascending; an entry is (number in `held`, kind),
+            in an order that both sides have. What is given back is added to what the receiver has there.
+    """
+
+    division: int
+    round: int
+    sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    receives: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+class Programme(NamedTuple):
+    """What one lane of a placement does.
+
+    Attributes:
+        held: its own homes, then what it fetches.
+        tiles: [division] -> (number of the rows, number of the columns) in `held`, ascending.
+        exchanges: its rounds, in their order.
+        buffer_tokens: of the buffers of fetched (rows, columns).
+    """
+
+    held: tuple[Held, ...]
+    tiles: tuple[tuple[tuple[int, int], ...], ...]
+    exchanges: tuple[Exchange, ...]
+    buffer_tokens: tuple[int, int]
+
+    @property
+    def own(self) -> tuple[Held, ...]:
+        """The homes of the lane, in the order of its tokens."""
+        return tuple(one for one in self.held if one.kind < 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the lane, without padding."""
+        return sum(one.num_tokens for one in self.own)
+
+    def as_json(self) -> list[Any]:
+        """Return it as what JSON holds; `Programme.read` takes it."""
+        exchanges = [
+            [one.division, one.round, *([[lane, [*map(list, entries)]] for lane, entries in side] for side in one[2:])]
+            for one in self.exchanges
+        ]
+        tiles = [[list(tile) for tile in division] for division in self.tiles]
+        return [[list(one) for one in self.held], tiles, exchanges, list(self.buffer_tokens)]
+
+    @classmethod
+    def read(cls, data: Any) -> Programme:
+        """Return what `as_json` wrote."""
+        held, tiles, exchanges, buffer_tokens = data
+        return cls(
+            held=tuple(Held(*one) for one in held),
+            tiles=tuple(tuple((row, column) for row, column in division) for division in tiles),
+            exchanges=tuple(
+                Exchange(division, when, _entries(sends), _entries(receives))
+                for division, when, sends, receives in exchanges
+            ),
+            buffer_tokens=(buffer_tokens[0], buffer_tokens[1]),
+        )
+
+
+def _entries(sides: Any) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    return tuple((lane, tuple((number, kind) for number, kind in entries)) for lane, entries in sides)
+
+
+def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[Programme]:
+    """Return what each lane does.
+
+    Args:
+        num_lanes, first_lane: of the bucket.
+        node_lanes: lanes of a node.
+    """
+    fetches = fetches_of(placement, first_lane, node_lanes)
+    homes = placement.homes.tolist()
+    num_divisions = placement.num_divisions
+    own: list[list[int]] = [[] for _ in range(num_lanes)]
+    for number, home in enumerate(homes):
+        own[home[3]].append(number)
+    of_lane = _by_lane(fetches, num_lanes)
+    places, buffers = _places(fetches, placement, of_lane)
+    held: list[list[Held]] = []
+    number_of: list[dict[tuple[int, int], int]] = []
+    for lane in range(num_lanes):
+        entries: list[Held] = []
+        numbers: dict[tuple[int, int], int] = {}
+        place = 0
+        sample_numbers = {sample: number for number, sample in enumerate(placement.samples_of(lane))}
+        for home in own[lane]:
+            sample, start, stop, _ = homes[home]
+            numbers[home, ROW] = numbers[home, COLUMN] = len(entries)
+            entries.append(Held(sample_numbers[sample], start, stop, -1, place))
+            place += stop - start
+        for fetch in of_lane[lane].tolist():
+            home, kind = int(fetches.home[fetch]), int(fetches.kind[fetch])
+            numbers[home, kind] = len(entries)
+            sample, start, stop, _ = homes[home]
+            entries.append(Held(sample_numbers[sample], start, stop, kind, places[fetch]))
+        held.append(entries)
+        number_of.append(numbers)
+    exchanges = _exchanges(fetches, number_of, num_lanes)
+    tiles: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_divisions)] for _ in range(num_lanes)]
+    in_order = np.lexsort((placement.tiles[:, 1], placement.tiles[:, 0]))
+    for row, column, lane, division in placement.tiles[in_order].tolist():
+        numbers = number_of[lane]
+        tiles[lane][division].append((numbers[row, ROW], numbers[column, COLUMN]))
+    return [
+        Programme(
+            held=tuple(held[lane]),
+            tiles=tuple(map(tuple, tiles[lane])),
+            exchanges=tuple(exchanges[lane]),
+            buffer_tokens=buffers[lane],
+        )
+        for lane in range(num_lanes)
+    ]
+
+
+def buffer_tokens_of(placement: Placement, num_lanes: int, node_lanes: int) -> list[tuple[int, int]]:
+    """Return `Programme.buffer_tokens` of each lane, where the first lane of the bucket begins a node."""
+    fetches = fetches_of(placement, 0, node_lanes)
+    return _places(fetches, placement, _by_lane(fetches, num_lanes))[1]
+
+
+def _by_lane(fetches: Fetches, num_lanes: int) -> list[Ints]:
+    """Return which fetches are those of each lane."""
+    return np.split(np.arange(len(fetches.lane)), np.searchsorted(fetches.lane, np.arange(1, num_lanes)))
+
+
+def _exchanges(
+    fetches: Fetches, number_of: Sequence[dict[tuple[int, int], int]], num_lanes: int
+) -> list[list[Exchange]]:
+    """Return the rounds of each lane; rounds in which a lane has no part are left out."""
+    sends: dict[tuple[int, int, int], dict[int, list[tuple[int, int]]]] = {}
+    receives: dict[tuple[int, int, int], dict[int, list[tuple[int, int]]]] = {}
+
+    def add(division: int, when: int, sender: int, receiver: int, home: int, kind: int) -> None:
+        for book, lane, peer in ((sends, sender, receiver), (receives, receiver, sender)):
+            of_peer = book.setdefault((lane, division, when), {}).setdefault(peer, [])
+            of_peer.append((number_of[lane][home, kind], kind))
+
+    for user, kind, home, source, crosses, first, last in zip(*(column.tolist() for column in fetches), strict=True):
+        add(first, ACROSS if crosses else INSIDE, source, user, home, kind)
+        add(last, DELIVER if crosses else COLLECT, user, source, home, kind)
+    rounds: list[list[Exchange]] = [[] for _ in range(num_lanes)]
+    for lane, division, when in sorted({*sends, *receives}):
+        sides = (book.get((lane, division, when), {}) for book in (sends, receives))
+        sent, received = (tuple((peer, tuple(of_peer[peer])) for peer in sorted(of_peer)) for of_peer in sides)
+        rounds[lane].append(Exchange(division, when, sent, received))
+    return rounds
+
+
+def _places(
+    fetches: Fetches, placement: Placement, of_lane: Sequence[Ints]
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Return where each fetch lies in the buffer of its kind, and the tokens of both buffers of each lane.
+
+    A place is taken from the round that fills it, begun two divisions ahead (one inside the node), until what is given
+    back for it has been sent, which is waited for before the division after the next.
+    """
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).tolist()
+    places: dict[int, int] = {}
+    buffers = []
+    for own in of_lane:
+        sizes = []
+        for kind in (ROW, COLUMN):
+            mine = own[fetches.kind[own] == kind]
+            begins = fetches.first[mine] - np.where(fetches.crosses[mine] > 0, 2, 1)
+            size = 0
+            free: list[tuple[int, int, int]] = []  # (free from division, place, tokens)
+            for index in np.argsort(begins, kind="stable").tolist():
+                fetch = int(mine[index])
+                needed = tokens[int(fetches.home[fetch])]
+                fitting = [one for one in free if one[0] <= begins[index] and one[2] >= needed]
+                if fitting:
+                    taken = min(fitting, key=lambda one: (one[2], one[1]))
+                    free.remove(taken)
+                    if taken[2] > needed:
+                        free.append((taken[0], taken[1] + needed, taken[2] - needed))
+                    places[fetch] = taken[1]
+                else:
+                    places[fetch] = size
+                    size += needed
+                free.append((int(fetches.last[fetch]) + 2, places[fetch], needed))
+            sizes.append(size)
+        buffers.append((sizes[ROW], sizes[COLUMN]))
+    return places, buffers

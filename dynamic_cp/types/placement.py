@@ -1,0 +1,103 @@
+"""Placed attention: which lane of a bucket holds which tokens, and which lane computes which tile of scores.
+
+A *home* is a run of neighbouring tokens of one sample and the lane that holds them: their queries, keys and values
+start there, and their outputs and gradients end there. A *tile* is the queries of one home against the keys of another
+one of the same sample, with the lane that computes it and the *division* of its programme in which it does: attention
+of one division hides what is fetched for the next ones.
+
+Arrays are compared by content; a placement is not to be changed once it is made.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dynamic_cp.errors import InvalidInputError
+
+if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Homes and tiles of one bucket; lanes and samples are counted from the first one of the bucket.
+
+    Attributes:
+        homes: int32 [home, 4]: sample, first token, token after the last one, lane; in the order of samples and tokens.
+        tiles: int32 [tile, 4]: home of the queries, home of the keys, lane, division.
+    """
+
+    homes: Int32s
+    tiles: Int32s
+    columns: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        for name in ("homes", "tiles"):
+            shape = getattr(self, name).shape
+            if len(shape) != 2 or shape[1] != self.columns:
+                raise InvalidInputError(
+                    f"{name} of a placement have the shape {shape}, [number, {self.columns}] is needed"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return bool(self.homes.tolist() == other.homes.tolist() and self.tiles.tolist() == other.tiles.tolist())
+
+    def __hash__(self) -> int:
+        return hash((self.homes.tobytes(), self.tiles.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"<Placement: {len(self.homes)} homes, {len(self.tiles)} tiles, {self.num_divisions} divisions>"
+
+    @property
+    def num_divisions(self) -> int:
+        """How many divisions the programmes of its lanes have."""
+        return int(self.tiles[:, 3].max(initial=0)) + 1
+
+    def home_tokens(self, num_lanes: int) -> list[int]:
+        """Return how many tokens each lane holds."""
+        tokens = [0] * num_lanes
+        for _, start, stop, lane in self.homes.tolist():
+            tokens[lane] += stop - start
+        return tokens
+
+    def samples_of(self, lane: int) -> list[int]:
+        """Return the samples of which a lane holds or computes anything, ascending."""
+        held = self.homes[self.homes[:, 3] == lane, 0].tolist()
+        computed = self.homes[self.tiles[self.tiles[:, 2] == lane, 0], 0].tolist()
+        return sorted({*held, *computed})
+
+    def __str__(self) -> str:
+        """Return its text, which `parse_placement` reads: homes, then tiles, as in `0.0.512.1,0.512.700.0/0.0.1.0`."""
+        return "/".join(",".join(".".join(map(str, row)) for row in rows.tolist()) for rows in (self.homes, self.tiles))
+
+
+_ROWS = r"\d+\.\d+\.\d+\.\d+(?:,\d+\.\d+\.\d+\.\d+)*"
+_TEXT = re.compile(rf"({_ROWS})/({_ROWS})")
+
+
+def parse_placement(text: str) -> Placement:
+    """Return the placement whose `str` is `text`.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    import numpy as np
+
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise InvalidInputError(
+            f"placement {text[:40]!r} is none: write homes as sample.start.stop.lane,... and after a / tiles as "
+            "query home.key home.lane.division,..."
+        )
+    homes, tiles = (np.array([row.split(".") for row in rows.split(",")]).astype(np.int64) for rows in match.groups())
+    largest = int(max(homes.max(), tiles.max()))
+    if largest > np.iinfo(np.int32).max:
+        raise InvalidInputError(f"placement {text[:40]!r} has the number {largest}, at most {2**31 - 1} is possible")
+    return Placement(homes.astype(np.int32), tiles.astype(np.int32))

@@ -1,0 +1,237 @@
+"""Placed attention: a lane computes the tiles that its programme names, with rows and columns that it holds or fetches.
+
+A lane works on its own tokens and, behind them, on buffers for what it fetches: the queries of rows, the keys and
+values of columns. Rows are summed up where they are computed, in float32; then the lane that holds them adds up what
+comes back, with log-sum-exp. Backward runs the same programme: rows bring output, log-sum-exp and the gradient of the
+output as well, and gradients of rows and of columns are given back.
+
+Every transfer belongs to a round. A round has one message for each other lane, so that its order is the same on both
+sides; what is fetched for later divisions travels while this one is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
+from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
+from megatron.dynamic_cp.attention.mechanisms.transfers import LaneMessages, Transfer
+from megatron.dynamic_cp.attention.merge import SUM_DTYPE, RowGradients, RowSums
+from megatron.dynamic_cp.attention.packs import Pack
+from megatron.dynamic_cp.attention.placed_packs import Message, PlacedPacks, Round
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.measuring.nvtx import span
+
+
+class Blocks(ShardExecutor):
+    """The programme of this lane as an `executor.Executor`: q, k and v stay what the lane holds."""
+
+    grows_with_group = True
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return one that makes the group; any two of its lanes connect when they first have something to send."""
+        return (("shift", params.cp_group),)
+
+    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lane's queries, and keys and values as kv_2THD."""
+        return q_THD, torch.stack((k_THD, v_THD))
+
+    def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
+        """Add up over all tiles of this lane, and over what other lanes computed for its rows."""
+        packs = placed_packs(self._params, kv_2THD.device)
+        one = _Forward(sums, kv_2THD, packs)
+        run(one, packs, self._params)
+        sums.take(one.sums)
+
+    def attend_backward(self, rows: RowGradients, kv_2THD: Tensor) -> Tensor:
+        """Return the gradient of this lane's kv_2THD."""
+        packs = placed_packs(self._params, kv_2THD.device)
+        one = _Backward(rows, kv_2THD, packs)
+        run(one, packs, self._params)
+        rows.take(one.rows)
+        return one.grad_2SHD[:, : kv_2THD.shape[1]].to(kv_2THD.dtype)
+
+    def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three apart."""
+        return grad_q_THD, grad_2THD[0], grad_2THD[1]
+
+
+def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> PlacedPacks:
+    """Return the programme of the lane on the device, made by the first layer that asks."""
+    assert params.placed is not None
+    if "placed" not in params.packs:
+        params.packs["placed"] = params.placed.packs(device)
+    packs: PlacedPacks = params.packs["placed"]
+    return packs
+
+
+class _Pass(Protocol):
+    """One direction of one layer. Tensors have the tokens that the lane works with as their first dimension.
+
+    `fetched` are read by those who send what is fetched, and written by those who fetch it; both as (of rows, of
+    columns).
+    """
+
+    fetched: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+    def clear(self, one: Message) -> None:
+        """Begin the sums of what was fetched, whose places had others before."""
+
+    def given_back(self, one: Message) -> list[Tensor]:
+        """Return the sums of what is given back, in the dtypes in which they travel."""
+
+    def add(self, one: Message, came: Sequence[Tensor]) -> None:
+        """Add sums that came back."""
+
+    def attend(self, pack: Pack) -> None:
+        """Add the rectangles of a pack."""
+
+
+class _Forward:
+    """Attention of all rows that the lane works with."""
+
+    def __init__(self, own: RowSums, kv_2THD: Tensor, packs: PlacedPacks) -> None:
+        rows = _with_room(own.queries, packs.row_room)
+        self._kv_2SHD = _with_room(kv_2THD, packs.column_room, dim=1)
+        self.sums = own.over(rows)
+        self.fetched = (rows,), (self._kv_2SHD[0], self._kv_2SHD[1])
+
+    def clear(self, one: Message) -> None:
+        self.sums.out_THD.index_fill_(0, one.rows, 0.0)
+        self.sums.lse_HT.index_fill_(1, one.rows, -torch.inf)
+
+    def given_back(self, one: Message) -> list[Tensor]:
+        out_THD = self.sums.out_THD.index_select(0, one.rows).to(self._kv_2SHD.dtype)
+        return [self.sums.lse_HT.index_select(1, one.rows).t(), out_THD]
+
+    def add(self, one: Message, came: Sequence[Tensor]) -> None:
+        lse_TH, out_THD = came
+        if len(one.rows):
+            self.sums.add(one.rows, out_THD, lse_TH.t())
+
+    def attend(self, pack: Pack) -> None:
+        self.sums.attend(pack, self._kv_2SHD)
+
+
+class _Backward:
+    """Gradients of all rows and columns that the lane works with."""
+
+    def __init__(self, own: RowGradients, kv_2THD: Tensor, packs: PlacedPacks) -> None:
+        with_room = [_with_room(tensor, packs.row_room) for tensor in own.tensors]
+        self._kv_2SHD = _with_room(kv_2THD, packs.column_room, dim=1)
+        self.rows = own.over(*with_room)
+        self.grad_2SHD = torch.zeros_like(self._kv_2SHD, dtype=SUM_DTYPE)
+        self.fetched = tuple(with_room), (self._kv_2SHD[0], self._kv_2SHD[1])
+
+    def clear(self, one: Message) -> None:
+        self.rows.grad_q_THD.index_fill_(0, one.rows, 0.0)
+        self.grad_2SHD.index_fill_(1, one.columns, 0.0)
+
+    def given_back(self, one: Message) -> list[Tensor]:
+        grad_q_THD = self.rows.grad_q_THD.index_select(0, one.rows)
+        grad_k_SHD, grad_v_SHD = self.grad_2SHD.index_select(1, one.columns)
+        return [one.to(self._kv_2SHD.dtype) for one in (grad_q_THD, grad_k_SHD, grad_v_SHD)]
+
+    def add(self, one: Message, came: Sequence[Tensor]) -> None:
+        grad_q_THD, grad_k_SHD, grad_v_SHD = came
+        self.rows.grad_q_THD.index_add_(0, one.rows, grad_q_THD.to(SUM_DTYPE))
+        self.grad_2SHD.index_add_(1, one.columns, torch.stack((grad_k_SHD, grad_v_SHD)).to(SUM_DTYPE))
+
+    def attend(self, pack: Pack) -> None:
+        self.rows.attend(pack, self._kv_2SHD, self.grad_2SHD)
+
+
+def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
+    """Run a programme in one direction; every lane of the bucket must do so at once.
+
+    Raises:
+        ExchangeError: another lane failed or does not answer.
+    """
+    rounds = _Rounds(one, packs.rounds, params)
+    num_divisions = len(packs.divisions)
+    rounds.begin(ACROSS, 0)
+    rounds.begin(ACROSS, 1)
+    rounds.finish(ACROSS, 0)
+    rounds.begin(INSIDE, 0)
+    for division, computed in enumerate(packs.divisions):
+        with span("division %d of %d", division, num_divisions):
+            rounds.give_back(division - 1)
+            rounds.finish(DELIVER, division - 2)
+            rounds.finish(ACROSS, division + 1)
+            rounds.begin(INSIDE, division + 1)
+            rounds.begin(ACROSS, division + 2)
+            rounds.finish(INSIDE, division)
+            for pack in computed:
+                one.attend(pack)
+            rounds.begin(COLLECT, division)
+    rounds.give_back(num_divisions - 1)
+    rounds.finish(DELIVER, num_divisions - 2)
+    rounds.finish(DELIVER, num_divisions - 1)
+
+
+class _Rounds:
+    """The transfers of a pass; rounds without messages of this lane are none."""
+
+    def __init__(self, one: _Pass, rounds: dict[tuple[int, int], Round], params: DynamicPackedSeqParams) -> None:
+        self._pass, self._rounds, self._params = one, rounds, params
+        self._pending: dict[tuple[int, int], LaneMessages] = {}
+
+    def begin(self, which: int, division: int) -> None:
+        """Send what other lanes get in a round."""
+        found = self._rounds.get((division, which))
+        if found is None:
+            return
+        back = which in (COLLECT, DELIVER)
+        sends = [(one.lane, self._pass.given_back(one) if back else self._fetched(one)) for one in found.sends]
+        like = [(one.lane, self._like(one, back)) for one in found.receives]
+        assert self._params.placed is not None
+        first = self._params.placed.first_in_group
+        self._pending[division, which] = LaneMessages(sends, like, self._params, first)
+
+    def finish(self, which: int, division: int) -> None:
+        """Wait for a round, and put what came where it belongs."""
+        pending = self._pending.pop((division, which), None)
+        if pending is None:
+            return
+        for one, came in zip(self._rounds[division, which].receives, pending.wait(), strict=True):
+            if which in (COLLECT, DELIVER):
+                self._pass.add(one, came)
+                continue
+            for (into, tokens), values in zip(self._buffers(one), came, strict=True):
+                into.index_copy_(0, tokens, values)
+            self._pass.clear(one)
+
+    def give_back(self, division: int) -> None:
+        """Add up what lanes of the node give back, and hand on what goes to other nodes."""
+        self.finish(COLLECT, division)
+        self.begin(DELIVER, division)
+
+    def _fetched(self, one: Message) -> list[Tensor]:
+        """Return what another lane fetches."""
+        return [buffer.index_select(0, tokens) for buffer, tokens in self._buffers(one)]
+
+    def _buffers(self, one: Message) -> list[tuple[Tensor, Tensor]]:
+        """Return what is fetched of what, and which tokens of it."""
+        rows, columns = self._pass.fetched
+        return [*((buffer, one.rows) for buffer in rows), *((buffer, one.columns) for buffer in columns)]
+
+    def _like(self, one: Message, back: bool) -> list[Tensor]:
+        """Return tensors without content as those that will come."""
+        if back:
+            return [x.new_empty(x.shape) for x in self._pass.given_back(one)]
+        return [x.new_empty(x.shape) for x in self._fetched(one)]
+
+
+def _with_room(tensor: Tensor, tokens: int, dim: int = 0) -> Tensor:
+    """Return a copy of `tensor` with room for `tokens` more."""
+    shape = list(tensor.shape)
+    shape[dim] += tokens
+    larger = tensor.new_zeros(shape)
+    larger.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return larger

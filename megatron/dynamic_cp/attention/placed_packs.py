@@ -1,0 +1,184 @@
+"""What one lane of a placement computes in each division as packs, and which of its tokens travel in each round.
+
+The rows that a lane works with are its own tokens and behind them those that it fetches; so are its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynamic_cp.placement.programme import Held, Programme
+from dynamic_cp.placement.transport import COLUMN, ROW
+from dynamic_cp.types import CAUSAL, FULL, Sample
+from megatron.dynamic_cp.attention.packs import Pack, to_device
+
+
+class Message(NamedTuple):
+    """What travels between this lane and another one in one round.
+
+    Attributes:
+        lane: the other one, of the bucket.
+        rows, columns: which of the rows and columns that this lane works with, int64, in the order of both sides.
+    """
+
+    lane: int
+    rows: Tensor
+    columns: Tensor
+
+
+class Round(NamedTuple):
+    """What this lane sends and receives in one round."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedLane:
+    """A lane's part of a placed bucket.
+
+    Attributes:
+        programme: what it does.
+        samples: of the bucket.
+        num_tokens: that it holds, with padding at their end.
+        first_in_group: place of the bucket's first lane in the process group of the micro-batch.
+    """
+
+    programme: Programme
+    samples: tuple[Sample, ...]
+    num_tokens: int
+    first_in_group: int = 0
+
+    def shards(self) -> list[NDArray[np.int64]]:
+        """Return which of its tokens this lane holds for each sample, none of most, and its padding behind them."""
+        held = [[np.zeros(0, np.int64)] for _ in self.samples]
+        for home in self.programme.own:
+            held[home.sample].append(np.arange(home.start, home.stop, dtype=np.int64))
+        padding = np.arange(self.num_tokens - self.programme.num_tokens, dtype=np.int64)
+        return [*map(np.concatenate, held), padding]
+
+    def packs(self, device: torch.device) -> PlacedPacks:
+        """Return it with its tensors on `device`."""
+        return build_placed_packs(self.programme, self.samples, self.num_tokens, device)
+
+
+class PlacedPacks(NamedTuple):
+    """A lane's programme with the tensors that it needs on the device.
+
+    Attributes:
+        num_tokens: of the lane, with padding at their end.
+        row_room, column_room: tokens of the buffers behind them.
+        divisions: packs of each.
+        rounds: (division, round) -> what travels, where anything does.
+    """
+
+    num_tokens: int
+    row_room: int
+    column_room: int
+    divisions: tuple[tuple[Pack, ...], ...]
+    rounds: dict[tuple[int, int], Round]
+
+
+def build_placed_packs(
+    programme: Programme, samples: Sequence[Sample], num_tokens: int, device: torch.device
+) -> PlacedPacks:
+    """Return what the programme of a lane is on `device`.
+
+    Args:
+        samples: of the bucket.
+        num_tokens: of the lane, with padding.
+    """
+    held = programme.held
+    starts = np.array([one.place + (num_tokens if one.kind >= 0 else 0) for one in held], np.int64)
+    lengths = np.array([one.num_tokens for one in held], np.int64)
+
+    def tokens_of(numbers: Iterable[int]) -> NDArray[np.int64]:
+        parts = [np.arange(starts[number], starts[number] + lengths[number]) for number in numbers]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def messages(side: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> tuple[Message, ...]:
+        found = []
+        for lane, entries in side:
+            by_kind = ([number for number, kind in entries if kind == wanted] for wanted in (ROW, COLUMN))
+            found.append(Message(lane, *(to_device(tokens_of(numbers), device) for numbers in by_kind)))
+        return tuple(found)
+
+    return PlacedPacks(
+        num_tokens=num_tokens,
+        row_room=programme.buffer_tokens[ROW],
+        column_room=programme.buffer_tokens[COLUMN],
+        divisions=tuple(
+            tuple(_packs_of_division(tiles, held, samples, tokens_of, device)) for tiles in programme.tiles
+        ),
+        rounds={
+            (one.division, one.round): Round(messages(one.sends), messages(one.receives)) for one in programme.exchanges
+        },
+    )
+
+
+def _packs_of_division(
+    tiles: Sequence[tuple[int, int]],
+    held: Sequence[Held],
+    samples: Sequence[Sample],
+    tokens_of: Callable[[Iterable[int]], NDArray[np.int64]],
+    device: torch.device,
+) -> Iterator[Pack]:
+    """Yield a pack of the causal squares, one of all that is full, and one of rows that see ranges of their keys.
+
+    All keys of a row are one rectangle, whichever homes they are from.
+    """
+    squares: list[tuple[int, int]] = []
+    full: dict[int, list[int]] = {}
+    ranged: dict[int, list[int]] = {}
+    for row, column in tiles:
+        mask = samples[held[row].sample].mask or CAUSAL
+        same = (held[row].start, held[row].stop) == (held[column].start, held[column].stop)
+        if mask == CAUSAL and same:
+            squares.append((row, column))
+        elif mask in (CAUSAL, FULL):
+            full.setdefault(row, []).append(column)
+        else:
+            ranged.setdefault(row, []).append(column)
+    if squares:
+        lengths = [held[row].num_tokens for row, _ in squares]
+        of_rows, of_columns = map(tokens_of, zip(*squares, strict=True))
+        yield Pack.build(lengths, mask=CAUSAL, device=device, rows=of_rows, columns=of_columns)
+    for rows, is_ranged in ((full, False), (ranged, True)):
+        if rows:
+            yield Pack.build(
+                [held[row].num_tokens for row in rows],
+                [sum(held[column].num_tokens for column in columns) for columns in rows.values()],
+                mask=FULL,
+                device=device,
+                rows=tokens_of(rows),
+                columns=tokens_of(column for columns in rows.values() for column in columns),
+                key_ranges=_key_ranges(rows, held, samples) if is_ranged else None,
+            )
+
+
+def _key_ranges(
+    rows: Mapping[int, Sequence[int]], held: Sequence[Held], samples: Sequence[Sample]
+) -> NDArray[np.int32]:
+    """Return what each row sees of its keys, which are parts of its sample in ascending order, one after the other."""
+    found = []
+    by_sample: dict[int, NDArray[np.int32]] = {}
+    for row, columns in rows.items():
+        number = held[row].sample
+        if number not in by_sample:
+            mask = samples[number].mask
+            assert mask is not None
+            by_sample[number] = mask.key_ranges(samples[number].seqlen)
+        starts = np.array([held[column].start for column in columns])
+        assert (np.diff(starts) > 0).all(), "tiles come in the order of their keys"
+        lengths = np.array([held[column].num_tokens for column in columns])
+        # Keys before each bound that are there: so a range of the sample becomes a range of what is there.
+        bounds = by_sample[number][held[row].start : held[row].stop, :, None]
+        found.append(np.clip(bounds - starts, 0, lengths).sum(axis=-1))
+    return np.concatenate(found).astype(np.int32)

@@ -1,0 +1,44 @@
+"""Random placements: any cuts, any lanes, any divisions; what planners never make must work as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, parse_mask_rule
+
+
+def random_mask(random: np.random.Generator, seqlen: int) -> Mask | None:
+    return (
+        None,
+        FULL,
+        Lambda(int(random.integers(6)), int(random.integers(1, 12))),
+        CausalBlockwise(int(random.integers(1, 8)), int(random.integers(1, 3))),
+        parse_mask_rule("shared_question:3x0.3")(seqlen),
+    )[int(random.integers(5))]
+
+
+def random_samples(random: np.random.Generator, most_tokens: int = 60) -> tuple[Sample, ...]:
+    """Return up to 5 samples, of one token and more, with any masks."""
+    lengths = random.integers(1, most_tokens, random.integers(1, 6)).tolist()
+    return tuple(Sample(sample_id=i, seqlen=n, mask=random_mask(random, n)) for i, n in enumerate(lengths))
+
+
+def random_placement(
+    random: np.random.Generator, samples: Sequence[Sample], num_lanes: int, num_divisions: int
+) -> Placement:
+    """Return a legal one with up to 6 homes of each sample."""
+    homes = []
+    for number, sample in enumerate(samples):
+        inner = random.integers(1, sample.seqlen + 1, random.integers(6))
+        cuts = np.unique([0, *inner.tolist(), sample.seqlen]).tolist()
+        homes += [
+            (number, start, stop, random.integers(num_lanes)) for start, stop in zip(cuts, cuts[1:], strict=False)
+        ]
+    without_tiles = Placement(np.array(homes, np.int32), np.zeros((0, 4), np.int32))
+    wanted = tiles_between(without_tiles, samples, CAUSAL)
+    lanes, divisions = (random.integers(number, size=len(wanted.rows)) for number in (num_lanes, num_divisions))
+    tiles = np.column_stack([wanted.rows, wanted.columns, lanes, divisions])
+    return Placement(without_tiles.homes, random.permutation(tiles).astype(np.int32))

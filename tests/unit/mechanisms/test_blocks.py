@@ -1,0 +1,190 @@
+"""blocks: plans whose micro-batches are placed are legal, priced above their floor, chosen when they are faster."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamic_cp.bounds.lower import lower_bound
+from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidInputError
+from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.placement.programme import Programme, buffer_tokens_of
+from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
+from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import (
+    CP_COMM_TYPES,
+    FULL,
+    Bucket,
+    CausalBlockwise,
+    Lambda,
+    MicroBatch,
+    Placement,
+    Plan,
+    PlanOptions,
+    Sample,
+    Topology,
+    parse_mask_rule,
+)
+from tests.placements import random_placement, random_samples
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+
+MODEL = replace(TINY_MODEL, num_layers=8)
+CHOICES = (("blocks",), (*CP_COMM_TYPES, "blocks"))
+
+
+def job(num_lanes: int = 4, limit: int = 512, pp_size: int = 1, vp_size: int = 1, tp_size: int = 1, **options) -> dict:
+    return {
+        "topology": Topology(
+            num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size, tp_size=tp_size, sequence_parallel=tp_size > 1,
+            ranks_per_node=options.pop("ranks_per_node", 8),
+        ),
+        "model": MODEL,
+        "hardware": CURVED_HARDWARE,
+        "options": PlanOptions(max_tokens_per_rank=limit, **options),
+    }  # fmt: skip
+
+
+def masked(lengths: list[int], rng: random.Random) -> list[Sample]:
+    rules = [parse_mask_rule("shared_question:4x0.2"), lambda _: Lambda(8, 64), lambda _: CausalBlockwise(32, 1)]
+    rules += [lambda _: None, lambda _: FULL]
+    return [Sample(sample_id=i, seqlen=n, mask=rng.choice(rules)(n)) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    "layout", [(4, 1, 1, 1, 8), (6, 1, 1, 1, 2), (4, 2, 1, 1, 8), (4, 2, 2, 1, 8), (4, 1, 1, 2, 4)], ids=str
+)
+def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, ...]) -> None:
+    num_lanes, pp_size, vp_size, tp_size, ranks_per_node = layout
+    rng = random.Random(f"blocks {layout}")
+    num_placed = 0
+    for turn in range(6):
+        lengths = [rng.choice((rng.randint(1, 60), rng.randint(60, 250), rng.randint(250, 1000))) for _ in range(12)]
+        samples = masked(lengths, rng) if turn % 2 else samples_of(lengths)
+        names = CHOICES[turn % 3 > 0]
+        given = job(
+            num_lanes, 768, pp_size, vp_size, tp_size, ranks_per_node=ranks_per_node, cp_comm_types=names,
+            recompute=rng.choice(("none", "selective", "full")),
+        )  # fmt: skip
+        planned = plan_global_batch(samples, **given)
+        plan, prices = planned.plan, CostModel(**given)
+        check_plan(plan, samples)
+        num_placed += sum(bucket.placement is not None for bucket in plan.buckets)
+        assert all(bucket.cp_size == 1 or bucket.cp_comm_type in names for bucket in plan.buckets)
+        timeline = simulate(plan, prices)
+        assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * plan.num_microbatches)
+        assert timeline.makespan_ns == makespan_ns(plan, prices)
+        assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)
+        shuffled = plan_global_batch(rng.sample(samples, len(samples)), **given)
+        assert digest(shuffled.plan) == digest(plan)
+        assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+        facts = PlanFacts.of(planned)
+        for lane, message in enumerate(encode_lanes(plan, facts)):
+            assert decode_lane(message) == lane_plan(plan, lane, facts)
+    assert num_placed >= 6
+
+
+def test_the_choice_is_never_slower_than_without_them_and_faster_on_sparse_masks() -> None:
+    ratios = []
+    for rule in ("causal", "lambda:8,64", "shared_question:4x0.2"):
+        mask_of = parse_mask_rule(rule)
+        samples = [Sample(sample_id=i, seqlen=n, mask=mask_of(n)) for i, n in enumerate([1500, 700, 300, 90, 60, 20])]
+        with_blocks, without = (
+            plan_global_batch(samples, **job(4, 1024, ranks_per_node=1, cp_comm_types=names)).predicted_s
+            for names in ((*CP_COMM_TYPES, "blocks"), CP_COMM_TYPES)
+        )
+        ratios.append(without / with_blocks)
+    assert min(ratios) >= 1.0
+    assert min(ratios[1:]) >= 1.3
+
+
+def test_each_lane_is_told_only_what_it_works_with() -> None:
+    rng = np.random.default_rng(3)
+    samples = random_samples(rng)
+    placement = random_placement(rng, samples, 5, 2)
+    bucket = Bucket(first_lane=0, cp_size=5, cp_comm_type="blocks", samples=samples, placement=placement)
+    plan = Plan(topology=Topology(num_lanes=5), max_tokens_per_rank=300, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    check_plan(plan, samples)
+    planned = replace(plan_global_batch(samples_of([8]), **job()), plan=plan)
+    facts = PlanFacts.of(planned)
+    for lane, message in enumerate(encode_lanes(plan, facts)):
+        one = decode_lane(message)
+        programme = Programme.read(one.parts[0])
+        assert one.buckets[0].placement is None
+        assert [sample.sample_id for sample in one.buckets[0].samples] == placement.samples_of(lane)
+        assert programme.num_tokens == placement.home_tokens(5)[lane]
+
+
+def test_lanes_hold_whole_multiples_and_at_least_one() -> None:
+    samples = samples_of([10])
+    placement = Placement(
+        np.array([(0, 0, 7, 2), (0, 7, 10, 0)], np.int32),
+        np.array([(0, 0, 2, 0), (1, 0, 0, 0), (1, 1, 0, 0)], np.int32),
+    )
+    bucket = Bucket(first_lane=0, cp_size=3, cp_comm_type="blocks", samples=tuple(samples), placement=placement)
+    assert lane_tokens(bucket) == (3, 1, 7)
+    assert lane_tokens(bucket, 4) == (4, 4, 8)
+    plan = Plan(topology=Topology(num_lanes=3), max_tokens_per_rank=7, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    check_plan(plan, samples)
+    assert padding_fraction(plan) == pytest.approx(1 / 11)
+    with pytest.raises(IllegalPlanError, match="7 padded tokens per rank, the limit is 6"):
+        check_plan(replace(plan, max_tokens_per_rank=6))
+
+
+def test_an_illegal_placement_is_refused_where_plans_are_judged() -> None:
+    samples = tuple(samples_of([10]))
+    tiles = np.array([(0, 0, 2, 0)], np.int32)
+    for placement, reason in (
+        (Placement(np.array([(0, 0, 10, 3)], np.int32), tiles), "lane 3 of 3"),
+        (Placement(np.array([(0, 0, 9, 0)], np.int32), tiles), "tokens 0 to 9"),
+        (Placement(np.array([(0, 0, 10, 0)], np.int32), tiles[:0]), "in 0 tiles"),
+        (None, "it has no placement"),
+    ):
+        bucket = Bucket(first_lane=0, cp_size=3, cp_comm_type="blocks", samples=samples, placement=placement)
+        row = MicroBatch(buckets=(bucket,))
+        plan = Plan(topology=Topology(num_lanes=3), max_tokens_per_rank=64, micro_batches=(row,))
+        if placement is None or "lane 3" not in reason:
+            with pytest.raises(IllegalPlanError, match=reason):
+                check_plan(plan)
+    with pytest.raises(InvalidInputError, match="placement of 1 homes, which p2p does not have"):
+        Bucket(
+            first_lane=0, cp_size=2, samples=samples, placement=Placement(np.array([(0, 0, 10, 0)], np.int32), tiles)
+        )
+    with pytest.raises(InvalidInputError, match="cp_size is 1"):
+        Bucket(first_lane=0, cp_size=1, cp_comm_type="blocks", samples=samples)
+
+
+def test_buffers_keep_the_stated_limit_and_memory_knows_it() -> None:
+    """One long document: the worst that lanes have to fetch."""
+    limit = 300
+    given = job(8, limit, ranks_per_node=1, cp_comm_types=("blocks",))
+    samples = samples_of([2200, 40, 30])
+    plan = plan_global_batch(samples, **given).plan
+    most = [
+        max(map(max, buffer_tokens_of(bucket.placement, bucket.cp_size, 1)))
+        for bucket in plan.buckets
+        if bucket.placement is not None
+    ]
+    assert most
+    assert 0 < max(most) <= MOST_FETCHED * limit
+    memory = MemoryModel(given["model"], given["hardware"], given["topology"], given["options"])
+    ring = MemoryModel(
+        given["model"], given["hardware"], given["topology"], replace(given["options"], cp_comm_types=("p2p",))
+    )
+    assert max(stage.exchange_bytes for stage in memory.peak(plan)) > 0
+    assert memory.peak_at(limit, 8)[0].exchange_bytes > ring.peak_at(limit, 8)[0].exchange_bytes
+    assert max(stage.exchange_bytes for stage in memory.peak(plan)) <= memory.peak_at(limit, 8)[0].exchange_bytes
+
+
+def test_what_nothing_can_place_is_refused_by_name() -> None:
+    with pytest.raises(InfeasibleSampleError, match="the largest allowed group of 4 lanes holds 400"):
+        plan_global_batch(samples_of([401]), **job(4, 100, cp_comm_types=("blocks",)))
