@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,9 +35,7 @@ def random_placement(
     for number, sample in enumerate(samples):
         inner = random.integers(1, sample.seqlen + 1, random.integers(6))
         cuts = np.unique([0, *inner.tolist(), sample.seqlen]).tolist()
-        homes += [
-            (number, start, stop, random.integers(num_lanes)) for start, stop in zip(cuts, cuts[1:], strict=False)
-        ]
+        homes += [(number, start, stop, random.integers(num_lanes)) for start, stop in pairwise(cuts)]
     without_tiles = Placement(np.array(homes, np.int32), np.zeros((0, 4), np.int32))
     wanted = tiles_between(without_tiles, samples, CAUSAL)
     lanes, divisions = (random.integers(number, size=len(wanted.rows)) for number in (num_lanes, num_divisions))

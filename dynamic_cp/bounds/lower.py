@@ -124,7 +124,7 @@ def bound_of_lengths(
     ways = ways_of(table, max_tokens_per_rank)
     if seqlens[0] > ways.longest.max():
         raise InfeasibleSampleError(
-            f"the longest sample has {seqlens[0]} tokens, a group of {ways.cp_sizes[-1]} lanes with "
+            f"the longest sample has {seqlens[0]} tokens, a group of {ways.cp_sizes.max()} lanes with "
             f"{max_tokens_per_rank} tokens each holds {ways.longest.max()}: raise the limit or the largest CP size",
             seqlen=int(seqlens[0]),
             max_seqlen=int(ways.longest.max()),
@@ -194,7 +194,8 @@ def _batch_of(lengths: Lengths, table: PriceTable, topology: Topology, ways: Way
         tokens=num_tokens / topology.num_lanes,
         row_floor_s=max(0.0, float(ways.floors_s.sum()) - rounding_s),
         min_microbatches=round_up(fewest, topology.num_microbatches_multiple),
-        giants_s=giants_s(lengths, ways, topology),
+        # A lane that works less than the others of its buckets may have more of them.
+        giants_s=giants_s(lengths, ways, topology) if ways.is_even else 0.0,
     )
 
 
@@ -265,7 +266,11 @@ def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     least, largest = ratio_range(ways, float(longest + padding), *batch.lengths.density_range)
     if not 1e-6 < least < np.inf:
         return None
-    lanes = int(ways.cp_sizes[ways.longest >= longest].min())
+    sizes = ways.cp_sizes[ways.longest >= longest]
+    lanes, longest_s = int(sizes.min()), _lone_s(batch, ways) - ways.floors_s
+    if not ways.is_even:
+        # Any of its lanes may have little of it: what is known is the mean over all lanes.
+        lanes, longest_s = num_lanes, longest_s * sizes[:, None] / num_lanes
     angles = np.linspace(0.0, 1.0, NUM_DIRECTIONS)
     return Spread(
         shares=np.array([lanes, num_lanes - lanes][: 1 + (lanes < num_lanes)]) / num_lanes,
@@ -273,7 +278,7 @@ def _spread(batch: _Batch, ways: Ways) -> Spread | None:
         work_s=np.array([least_work(batch.lengths, ways, 1.0 - t, t).seconds / num_lanes for t in angles]),
         least_ratio=least * (1.0 - 1e-9),
         inverse_ratio=min(1.0 / largest, 0.999 / least) * (1.0 - 1e-9),
-        longest_s=_lone_s(batch, ways).min(axis=0) - ways.floors_s,
+        longest_s=longest_s.min(axis=0),
         token_s=batch.edges_s_per_token * batch.tokens,
     )
 

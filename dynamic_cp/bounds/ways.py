@@ -21,6 +21,7 @@ class Ways(NamedTuple):
         capacities: [way] true tokens that a bucket may hold.
         terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.terms.price`: at least so much it takes.
         floors_s: [forward or backward] what every bucket pays at least.
+        is_even: whether the lanes of a bucket always take the same time; otherwise `terms` are those of their mean.
     """
 
     cp_sizes: Ints
@@ -28,19 +29,22 @@ class Ways(NamedTuple):
     capacities: Ints
     terms: Floats
     floors_s: Floats
+    is_even: bool
 
 
 def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
     """Return all ways that `table` allows; CP size 1 is always there, because empty places run so."""
-    rows: dict[tuple[int, bytes], Floats] = {}
-    for k, floor in zip(table.floor_sizes.tolist(), table.floors, strict=True):
-        if k == 0 or table.capacities[k] > 0:
-            rows[k, floor.tobytes()] = floor
+    rows: dict[tuple[int, bool, bytes], Floats] = {}
+    for size, allowed, floor in zip(
+        table.floor_lanes.tolist(), table.floor_allowed.tolist(), table.floors, strict=True
+    ):
+        if size == 1 or allowed:
+            rows[size, allowed, floor.tobytes()] = floor
     terms = np.array(list(rows.values())).reshape(-1, 2, NUM_TERMS)
-    sizes = np.array([1 << k for k, _ in rows], np.int64)
+    sizes = np.array([size for size, _, _ in rows], np.int64)
     capacities = sizes * max_tokens_per_rank
-    allowed = np.array([table.capacities[k] > 0 for k, _ in rows])
-    return Ways(sizes, np.where(allowed, capacities, 0), capacities, terms, linear_parts(terms)[:, :, 0].min(axis=0))
+    longest = np.where([allowed for _, allowed, _ in rows], capacities, 0)
+    return Ways(sizes, longest, capacities, terms, linear_parts(terms)[:, :, 0].min(axis=0), table.is_even)
 
 
 @compiled

@@ -13,13 +13,13 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.stage_attention import Side, StageAttention
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.programme import programmes_of
+from dynamic_cp.placement.programme import buffer_tokens_of, programmes_of
 from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, Bucket, Causal, Full, MicroBatch, Placement, Sample, Topology
 
-MOST_FETCHED = 3
-"""Rows, and columns, that a lane may have room for besides its own, over the limit of tokens per rank."""
+MOST_FETCHED = (3, 8)
+"""(Rows, columns) that a lane may have room for besides its own, over the limit of tokens per rank."""
 
 
 class Blocks(Mechanism):
@@ -32,12 +32,17 @@ class Blocks(Mechanism):
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (1,)
 
-    def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
-        if bucket.placement is None:
+    def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
+        placement = bucket.placement
+        if placement is None:
             return (
                 f"its attention is placed on {bucket.cp_size} lanes, but it has no placement: plan these samples again"
             )
-        return why_misplaced(bucket.placement, bucket.samples, bucket.cp_size)
+        reason = why_misplaced(placement, bucket.samples, bucket.cp_size)
+        if reason is not None:
+            return reason
+        buffers = buffer_tokens_of(placement, bucket.cp_size, bucket.first_lane, lanes_in_one_node(topology))
+        return why_too_much_fetched(buffers, max_tokens_per_rank)
 
     def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
         assert bucket.placement is not None
@@ -56,13 +61,31 @@ class Blocks(Mechanism):
 
         Gradients are summed up in float32.
         """
-        return (1 + MOST_FETCHED) * (2.5 * query_bytes + 3.0 * kv_bytes)
+        rows, columns = MOST_FETCHED
+        return (1 + rows) * 2.5 * query_bytes + (1 + columns) * 3.0 * kv_bytes
 
     def lane_parts(self, bucket: Bucket, topology: Topology) -> Sequence[object] | None:
         assert bucket.placement is not None
         node_lanes = lanes_in_one_node(topology)
         programmes = programmes_of(bucket.placement, bucket.cp_size, bucket.first_lane, node_lanes)
         return [programme.as_json() for programme in programmes]
+
+
+def why_too_much_fetched(buffers: Sequence[tuple[int, int]], max_tokens_per_rank: int) -> str | None:
+    """Return why a lane has no room for what it fetches, with the numbers; None where all have.
+
+    Args:
+        buffers: [lane] -> tokens of its buffers of (rows, columns), of `buffer_tokens_of`.
+        max_tokens_per_rank: the limit for the tokens that a lane holds.
+    """
+    for what, times, tokens in zip(("queries", "keys"), MOST_FETCHED, zip(*buffers, strict=True), strict=True):
+        if max(tokens) > times * max_tokens_per_rank:
+            return (
+                f"lane {tokens.index(max(tokens))} of its placement fetches {max(tokens)} tokens' {what} at a time, "
+                f"the limit is {times} times {max_tokens_per_rank}: raise max_tokens_per_rank "
+                "(--max-seqlen-per-dp-cp-rank), or plan these samples again"
+            )
+    return None
 
 
 def placed_seconds(

@@ -76,7 +76,7 @@ class Mechanism:
         """Return in words which CP sizes ("it") it can serve; None where it can serve all of them."""
         return None
 
-    def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
+    def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
         """Return why the lanes of `bucket` cannot use it, with the remedy; None where they can."""
         return None
 

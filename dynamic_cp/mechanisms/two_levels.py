@@ -32,7 +32,7 @@ class TwoLevels(Mechanism):
             f"tensor-parallel rank and the blocks of {sharing.node_lanes} lanes that lie in one node"
         )
 
-    def why_illegal(self, bucket: Bucket, topology: Topology) -> str | None:
+    def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
         inner, node = bucket.inner_cp_size, topology.lanes_per_node
         if node % inner:
             return (

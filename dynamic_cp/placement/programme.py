@@ -160,9 +160,9 @@ def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_la
     ]
 
 
-def buffer_tokens_of(placement: Placement, num_lanes: int, node_lanes: int) -> list[tuple[int, int]]:
-    """Return `Programme.buffer_tokens` of each lane, where the first lane of the bucket begins a node."""
-    fetches = fetches_of(placement, 0, node_lanes)
+def buffer_tokens_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[tuple[int, int]]:
+    """Return `Programme.buffer_tokens` of each lane; arguments as those of `programmes_of`."""
+    fetches = fetches_of(placement, first_lane, node_lanes)
     return _places(fetches, placement, _by_lane(fetches, num_lanes))[1]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 _SHOWN_SAMPLES = 4
 
@@ -127,7 +127,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             max_tokens_per_rank=plan.max_tokens_per_rank,
         )
     # Most buckets have one lane, which exchanges nothing.
-    reason = _why_illegal(bucket, plan.topology) if bucket.cp_size > 1 else None
+    reason = _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
     if reason is not None:
         raise _illegal(
             plan,
@@ -139,7 +139,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
         )
 
 
-def _why_illegal(bucket: Bucket, topology: Topology) -> str | None:
+def _why_illegal(bucket: Bucket, plan: Plan) -> str | None:
     mechanism = MECHANISMS[bucket.cp_comm_type]
     if not mechanism.serves_masks:
         for sample in bucket.samples:
@@ -148,7 +148,7 @@ def _why_illegal(bucket: Bucket, topology: Topology) -> str | None:
                     f"{sample.mask_in_words}, which {mechanism.name} cannot serve on {bucket.cp_size} lanes: "
                     "use a2a, or one lane"
                 )
-    return mechanism.why_illegal(bucket, topology)
+    return mechanism.why_illegal(bucket, plan.topology, plan.max_tokens_per_rank)
 
 
 def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[int, tuple[int, int]]) -> None:

@@ -36,6 +36,12 @@ def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> i
     return options.max_tokens_per_rank // unit * unit * cp_size
 
 
+def may_span_all(topology: Topology, options: PlanOptions) -> bool:
+    """Return whether a bucket may span all lanes, of which there may be any number but one."""
+    largest = options.max_cp_size or topology.max_cp_size
+    return topology.num_lanes > 1 and largest >= topology.max_cp_size
+
+
 def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
     """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size."""
     largest = options.max_cp_size or topology.max_cp_size

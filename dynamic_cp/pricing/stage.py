@@ -11,6 +11,7 @@ backward  = the same at their backward ratios + what recomputation repeats (full
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,16 +22,28 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.plans.padding import sample_multiple
-from dynamic_cp.pricing.capacity import token_capacity
+from dynamic_cp.pricing.capacity import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import terms_of
 from dynamic_cp.types import (
+    ACROSS_NODES,
+    PLACED,
     Attention,
     Bucket,
     MicroBatch,
     Problem,
 )
+
+_Terms = tuple[list[float], list[float]]
+
+
+class _Floor(NamedTuple):
+    """One row of `PriceTable.floors`."""
+
+    num_lanes: int
+    is_allowed: bool
+    terms: _Terms
 
 
 class StagePrices:
@@ -57,7 +70,7 @@ class StagePrices:
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
 
-    def terms(self, of: Attention, cp_size: int, link: int) -> tuple[list[float], list[float]]:
+    def terms(self, of: Attention, cp_size: int, link: int) -> _Terms:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
 
         Args:
@@ -126,34 +139,42 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
     can serve has no rows and capacity 0.
     """
     topology, options = problem.topology, problem.options
+    grouped = [name for name in options.cp_comm_types if name not in PLACED]
     num_sizes = topology.num_lanes.bit_length()
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
-    terms: list[tuple[list[float], list[float]]] = []
+    terms: list[_Terms] = []
     attentions: list[Attention] = []
-    floors: list[tuple[list[float], list[float]]] = []
-    floor_sizes: list[int] = []
+    floors: list[_Floor] = []
     for k in range(num_sizes):
-        possible = attentions_of(options.cp_comm_types, 1 << k, stage.sharing)
+        possible = attentions_of(grouped, 1 << k, stage.sharing)
+        allowed = token_capacity(1 << k, topology, options) > 0
         for link in links.used[k]:
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
             for attention in possible if k else [Attention()]:
-                floors.append(stage.terms(attention, 1 << k, link))
-                floor_sizes.append(k)
+                floors.append(_Floor(1 << k, allowed, stage.terms(attention, 1 << k, link)))
                 if MECHANISMS[attention.cp_comm_type].has_closed_form:
-                    terms.append(floors[-1])
+                    terms.append(floors[-1].terms)
                     attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
+    # On fewer lanes a placed bucket takes at least as long, and holds less.
+    floors += [
+        _Floor(topology.num_lanes, True, stage.terms(Attention(name), topology.num_lanes, ACROSS_NODES))
+        for name in options.cp_comm_types
+        if name in PLACED and may_span_all(topology, options)
+    ]
     edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
     hop_bytes = problem.model.hidden_size * options.element_bytes.activation / topology.rank_token_multiple
     table = PriceTable(
         terms=np.array(terms),
-        floors=np.array(floors),
-        floor_sizes=np.array(floor_sizes, np.int64),
+        floors=np.array([floor.terms for floor in floors]),
+        floor_lanes=np.array([floor.num_lanes for floor in floors], np.int64),
+        floor_allowed=np.array([floor.is_allowed for floor in floors]),
+        is_even=all(MECHANISMS[name].has_closed_form for name in options.cp_comm_types),
         first_option=first,
         end_option=end,
         links=links.of_group,

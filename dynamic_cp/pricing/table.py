@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.pricing.terms import price, prices_of
 
 
@@ -17,7 +17,9 @@ class PriceTable(NamedTuple):
     Attributes:
         terms: [exchange option, forward or backward, NUM_TERMS] seconds.
         floors: [way to compute attention, forward or backward, NUM_TERMS] seconds that no bucket takes less than.
-        floor_sizes: [way] -> k.
+        floor_lanes: [way] -> lanes of the bucket.
+        floor_allowed: [way] -> whether a bucket with samples may run so.
+        is_even: whether the lanes of a bucket always take the same time.
         first_option, end_option: [k, link] -> rows of `terms` that a bucket may choose from.
         links: [k, first_lane >> k] -> link of the group.
         multiples: [k] -> padded lengths are multiples of this.
@@ -30,7 +32,9 @@ class PriceTable(NamedTuple):
 
     terms: Floats
     floors: Floats
-    floor_sizes: Ints
+    floor_lanes: Ints
+    floor_allowed: Bools
+    is_even: bool
     first_option: Ints
     end_option: Ints
     links: Ints

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
@@ -116,11 +116,11 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel) -> MicroBatch | 
             found = _priced(samples, placed, num_divisions, problem, cost_model)
             assert found is not None
             best.append((found[0], len(best), found[1]))
-    most = MOST_FETCHED * cost_model.options.max_tokens_per_rank
     for _, _, row in sorted(best, key=lambda one: one[:2]):
         placement = row.buckets[0].placement
         assert placement is not None
-        if max(map(max, buffer_tokens_of(placement, num_lanes, problem.node_lanes))) <= most:
+        buffers = buffer_tokens_of(placement, num_lanes, 0, problem.node_lanes)
+        if why_too_much_fetched(buffers, cost_model.options.max_tokens_per_rank) is None:
             return row
     return None
 

@@ -121,9 +121,9 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         found = min(placed_plans(plan, batch.samples, cost_model), default=None, key=lambda one: one.makespan_ns)
         if found is None and is_guess:
             raise InfeasibleSampleError(
-                f"no placement keeps {options.max_tokens_per_rank} tokens per rank, with {MOST_FETCHED} times as many "
-                "fetched ones: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or allow other exchanges "
-                "(--cp-comm-type auto)",
+                f"no placement keeps {options.max_tokens_per_rank} tokens per rank, and {MOST_FETCHED[0]} and "
+                f"{MOST_FETCHED[1]} times as many fetched queries and keys: raise max_tokens_per_rank "
+                "(--max-seqlen-per-dp-cp-rank) or allow other exchanges (--cp-comm-type auto)",
                 max_tokens_per_rank=options.max_tokens_per_rank,
             )
         if found is not None and (is_guess or found.makespan_ns < best.makespan_ns):

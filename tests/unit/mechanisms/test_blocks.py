@@ -90,16 +90,16 @@ def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, ...]) ->
         facts = PlanFacts.of(planned)
         for lane, message in enumerate(encode_lanes(plan, facts)):
             assert decode_lane(message) == lane_plan(plan, lane, facts)
-    assert num_placed >= 6
+    assert num_placed >= 3
 
 
 def test_the_choice_is_never_slower_than_without_them_and_faster_on_sparse_masks() -> None:
     ratios = []
     for rule in ("causal", "lambda:8,64", "shared_question:4x0.2"):
         mask_of = parse_mask_rule(rule)
-        samples = [Sample(sample_id=i, seqlen=n, mask=mask_of(n)) for i, n in enumerate([1500, 700, 300, 90, 60, 20])]
+        samples = [Sample(sample_id=i, seqlen=n, mask=mask_of(n)) for i, n in enumerate([6000, 2500, 900, 300, 60, 20])]
         with_blocks, without = (
-            plan_global_batch(samples, **job(4, 1024, ranks_per_node=1, cp_comm_types=names)).predicted_s
+            plan_global_batch(samples, **job(4, 3072, ranks_per_node=1, cp_comm_types=names)).predicted_s
             for names in ((*CP_COMM_TYPES, "blocks"), CP_COMM_TYPES)
         )
         ratios.append(without / with_blocks)
@@ -169,13 +169,15 @@ def test_buffers_keep_the_stated_limit_and_memory_knows_it() -> None:
     given = job(8, limit, ranks_per_node=1, cp_comm_types=("blocks",))
     samples = samples_of([2200, 40, 30])
     plan = plan_global_batch(samples, **given).plan
-    most = [
-        max(map(max, buffer_tokens_of(bucket.placement, bucket.cp_size, 1)))
+    buffers = [
+        buffer_tokens_of(bucket.placement, bucket.cp_size, 0, 1)
         for bucket in plan.buckets
         if bucket.placement is not None
     ]
-    assert most
-    assert 0 < max(most) <= MOST_FETCHED * limit
+    assert buffers
+    most = np.max(np.concatenate(buffers), axis=0)
+    assert (most > 0).all()
+    assert (most <= np.multiply(MOST_FETCHED, limit)).all()
     memory = MemoryModel(given["model"], given["hardware"], given["topology"], given["options"])
     ring = MemoryModel(
         given["model"], given["hardware"], given["topology"], replace(given["options"], cp_comm_types=("p2p",))
@@ -183,6 +185,22 @@ def test_buffers_keep_the_stated_limit_and_memory_knows_it() -> None:
     assert max(stage.exchange_bytes for stage in memory.peak(plan)) > 0
     assert memory.peak_at(limit, 8)[0].exchange_bytes > ring.peak_at(limit, 8)[0].exchange_bytes
     assert max(stage.exchange_bytes for stage in memory.peak(plan)) <= memory.peak_at(limit, 8)[0].exchange_bytes
+
+
+def test_a_plan_whose_lanes_fetch_too_much_is_refused() -> None:
+    """Ten lanes with ten tokens each, of which the last needs all that came before."""
+    homes = [(0, 10 * lane, 10 * lane + 10, lane) for lane in range(10)]
+    tiles = [(row, column, row, 0) for row in range(10) for column in range(row + 1)]
+    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
+    bucket = Bucket(
+        first_lane=0, cp_size=10, cp_comm_type="blocks", samples=tuple(samples_of([100])), placement=placement
+    )
+    plan = Plan(topology=Topology(num_lanes=10), max_tokens_per_rank=12, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    check_plan(plan)
+    with pytest.raises(
+        IllegalPlanError, match=r"lane 9 of its placement fetches 90 tokens' keys at a time, .* 8 times 11"
+    ):
+        check_plan(replace(plan, max_tokens_per_rank=11))
 
 
 def test_what_nothing_can_place_is_refused_by_name() -> None:

@@ -8,24 +8,25 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CP_COMM_TYPES, Attention, Bucket, PlanOptions, Problem, Topology
+from dynamic_cp.types import CP_COMM_TYPES, PLACED, Attention, Bucket, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 HEADS = Sharing(heads=(8, 2), node_lanes=4)
 
 
 def test_every_name_has_a_mechanism():
-    assert {name: one.name for name, one in MECHANISMS.items()} == {name: name for name in CP_COMM_TYPES}
+    assert {name: one.name for name, one in MECHANISMS.items()} == {name: name for name in (*CP_COMM_TYPES, *PLACED)}
 
 
 def test_a_bucket_accepts_every_inner_size_of_its_mechanism():
     found = set()
-    for name, mechanism in MECHANISMS.items():
+    for name in CP_COMM_TYPES:
+        mechanism = MECHANISMS[name]
         for cp_size in (2, 4, 8, 16, 32):
             for inner in mechanism.inner_sizes(cp_size, HEADS):
                 bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=name, inner_cp_size=inner)
                 assert bucket.attention == Attention(name, inner)
-                assert mechanism.why_illegal(bucket, Topology(num_lanes=32, ranks_per_node=4)) is None
+                assert mechanism.why_illegal(bucket, Topology(num_lanes=32, ranks_per_node=4), 64) is None
                 found.add((name, cp_size, inner))
     # The ring and gathering serve all, heads up to 8 lanes; two levels have 2 and 4 lanes of a node inside.
     assert len(found) == 5 + 5 + 3 + (0 + 1 + 2 + 2 + 2)
@@ -65,13 +66,13 @@ def test_a_mechanism_that_cannot_serve_every_size_says_which(name, sharing):
 def test_two_levels_need_inner_groups_inside_nodes():
     bucket = Bucket(first_lane=0, cp_size=8, cp_comm_type="a2a+p2p", inner_cp_size=4)
     two_levels = MECHANISMS["a2a+p2p"]
-    assert two_levels.why_illegal(bucket, Topology(num_lanes=8, ranks_per_node=8)) is None
+    assert two_levels.why_illegal(bucket, Topology(num_lanes=8, ranks_per_node=8), 64) is None
     assert "does not divide the 6 lanes of a node" in two_levels.why_illegal(
-        bucket, Topology(num_lanes=8, ranks_per_node=6)
+        bucket, Topology(num_lanes=8, ranks_per_node=6), 64
     )
     # Stage 1 starts in the middle of a node.
     shifted = Topology(num_lanes=10, pp_size=2, ranks_per_node=4)
-    assert "lies on more than one node of 4 lanes" in two_levels.why_illegal(bucket, shifted)
+    assert "lies on more than one node of 4 lanes" in two_levels.why_illegal(bucket, shifted, 64)
     assert [two_levels.num_more_groups(cp_size, HEADS) for cp_size in (2, 4, 8, 16)] == [0, 1, 2, 2]
     assert all(MECHANISMS[name].num_more_groups(16, HEADS) == 0 for name in ("p2p", "all_gather", "a2a"))
 

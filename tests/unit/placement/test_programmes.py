@@ -103,7 +103,7 @@ def test_masks_say_which_tiles_there_are() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_programmes_fit_together(seed: int) -> None:
     """Everything that is received was sent, was there to be sent, and comes before it is used."""
-    samples, placement, num_lanes, node_lanes = drawn(seed)
+    _samples, placement, num_lanes, node_lanes = drawn(seed)
     programmes = programmes_of(placement, num_lanes, 0, node_lanes)
     assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
     numbers = [placement.samples_of(lane) for lane in range(num_lanes)]
@@ -120,7 +120,7 @@ def test_programmes_fit_together(seed: int) -> None:
             for book, side in ((sent, one.sends), (received, one.receives)):
                 for peer, entries in side:
                     pair = (lane, peer) if book is sent else (peer, lane)
-                    book[one.division, one.round, *pair] = [(kind, *tokens(lane, number)) for number, kind in entries]
+                    book[(one.division, one.round, *pair)] = [(kind, *tokens(lane, number)) for number, kind in entries]
     assert sent == received
     assert all(sender != receiver for _, _, sender, receiver in sent)
     for (_, when, sender, receiver), _ in sent.items():
@@ -157,10 +157,10 @@ def test_programmes_fit_together(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_places_in_buffers_are_used_again_but_never_by_two_at_once(seed: int) -> None:
-    samples, placement, num_lanes, node_lanes = drawn(seed)
+    _samples, placement, num_lanes, node_lanes = drawn(seed)
     fetches = fetches_of(placement, 0, node_lanes)
     programmes = programmes_of(placement, num_lanes, 0, node_lanes)
-    assert [one.buffer_tokens for one in programmes] == buffer_tokens_of(placement, num_lanes, node_lanes)
+    assert [one.buffer_tokens for one in programmes] == buffer_tokens_of(placement, num_lanes, 0, node_lanes)
     for lane, programme in enumerate(programmes):
         own = np.flatnonzero(fetches.lane == lane)
         held = [one for one in programme.held if one.kind >= 0]
