@@ -18,12 +18,12 @@ from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputErro
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
 from dynamic_cp.types import (
+    AUTO,
     CAUSAL,
     CP_COMM_TYPES,
     PLACED,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
-    CpCommType,
     Hardware,
     ModelShape,
     PlanOptions,
@@ -31,6 +31,7 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     Topology,
+    exchanges_of,
     is_power_of_two,
     parse_mask_rule,
 )
@@ -322,7 +323,7 @@ def job_options() -> Callable[[_Command], _Command]:
     )
 
 
-CP_COMM_TYPE = "auto"
+CP_COMM_TYPE = AUTO
 """Default exchange of a given layout."""
 
 
@@ -330,8 +331,9 @@ def exchange_option(default: str) -> Any:
     """Return --cp-comm-type; `default`: what its help says."""
     return _option(
         "--cp-comm-type",
-        type=click.Choice(("auto", *CP_COMM_TYPES, *PLACED)),
-        help=f"Exchange inside a CP group; auto: the fastest for every bucket. [default: {default}]",
+        type=click.Choice((AUTO, *CP_COMM_TYPES, *PLACED)),
+        help="Exchange inside a CP group; blocks: each tile of attention on a lane of its own; auto: the fastest for "
+        f"every bucket, blocks only under a --mask. [default: {default}]",
     )
 
 
@@ -374,11 +376,6 @@ def options_in(title: str, *options: Any) -> Callable[[_Command], _Command]:
 
 
 one_option = _option
-
-
-def exchanges_of(cp_comm_type: str) -> tuple[CpCommType, ...]:
-    """Return the exchanges that a value of --cp-comm-type allows."""
-    return CP_COMM_TYPES if cp_comm_type == "auto" else (cast(CpCommType, cp_comm_type),)
 
 
 def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
@@ -528,6 +525,7 @@ class JobInput:
     search: str = "fast"
     cp_comm_type: str | None = None
     static_cp_size: int | None = None
+    mask: str = CAUSAL.name
 
     @cached_property
     def model_shape(self) -> ModelShape:
@@ -581,7 +579,7 @@ class JobInput:
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
-            cp_comm_types=exchanges_of(self.cp_comm_type or CP_COMM_TYPE),
+            cp_comm_types=exchanges_of(self.cp_comm_type or CP_COMM_TYPE, has_masks=self.mask != CAUSAL.name),
             recompute=cast(Recompute, self.recompute or "none"),
             search=self.effort,
         )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamic_cp.cli.console import Progress
-from dynamic_cp.cli.parameters import BatchInput, JobInput, exchanges_of
+from dynamic_cp.cli.parameters import BatchInput, JobInput
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, Hardware, Sample
+from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, Hardware, Sample, exchanges_of
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, masks_are_served_by
 from dynamic_cp.types import ModelShape, PlanOptions, Sample
 
 
@@ -34,14 +34,13 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
     if not serving and options.min_cp_size == 1 and longest <= options.max_tokens_per_rank:
         return replace(options, max_cp_size=1)
     if not serving:
-        known = " ".join(name for name, mechanism in MECHANISMS.items() if mechanism.serves_masks)
         several, remedy = f"plans use at least {options.min_cp_size}", "lower --min-dynamic-cp-size to 1"
         if options.min_cp_size == 1:
             several = f"the longest of its batch has {longest} tokens, a lane holds {options.max_tokens_per_rank}"
             remedy = "raise --max-seqlen-per-dp-cp-rank"
         raise UnsupportedFeatureError(
             f"{what}, which {' '.join(options.cp_comm_types)} cannot serve on several lanes, and {several}: allow "
-            f"{known} (--cp-comm-type), or {remedy}",
+            f"{masks_are_served_by()} (--cp-comm-type), or {remedy}",
             sample_id=masked.sample_id,
             cp_comm_types=options.cp_comm_types,
         )

@@ -18,6 +18,11 @@ MECHANISMS: Mapping[CpCommType, Mechanism] = {
 """Name -> mechanism, for every name that a bucket may have."""
 
 
+def masks_are_served_by() -> str:
+    """Return the mechanisms that serve samples with masks of their own, for words."""
+    return " or ".join(name for name, mechanism in MECHANISMS.items() if mechanism.serves_masks)
+
+
 def attentions_of(names: Iterable[CpCommType], cp_size: int, sharing: Sharing) -> list[Attention]:
     """Return the ways in which a group of `cp_size` lanes can compute attention by the mechanisms of these names."""
     return [Attention(name, inner) for name in names for inner in MECHANISMS[name].inner_sizes(cp_size, sharing)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, masks_are_served_by
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
@@ -146,7 +146,7 @@ def _why_illegal(bucket: Bucket, plan: Plan) -> str | None:
             if sample.mask is not None:
                 return (
                     f"{sample.mask_in_words}, which {mechanism.name} cannot serve on {bucket.cp_size} lanes: "
-                    "use a2a, or one lane"
+                    f"use {masks_are_served_by()}, or one lane"
                 )
     return mechanism.why_illegal(bucket, plan.topology, plan.max_tokens_per_rank)
 

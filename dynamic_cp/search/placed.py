@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -17,19 +18,22 @@ from dynamic_cp.placement import Placed, PlacementProblem, candidates
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import round_up
+from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.types import PLACED, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample
+from dynamic_cp.types import PLACED, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Topology
 
 _DIVISIONS = (4, 1, 2, 8)
 _NUM_DIVIDED = 2
 """Placements that are tried with all numbers of divisions, after all were with the first."""
 _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
+_HOPELESS = 1.1
+"""A plan is not placed where its longest row would take this many times as long."""
 
 
-def may_place(options: PlanOptions) -> bool:
+def may_place(topology: Topology, options: PlanOptions) -> bool:
     """Return whether plans may have placed micro-batches."""
-    return not set(PLACED).isdisjoint(options.cp_comm_types)
+    return not set(PLACED).isdisjoint(options.cp_comm_types) and may_span_all(topology, options)
 
 
 def options_of_packing(options: PlanOptions) -> PlanOptions:
@@ -46,33 +50,66 @@ class PlacedPlan(NamedTuple):
     plan: Plan
 
 
-def placed_plans(plan: Plan, samples: Sequence[Sample], cost_model: CostModel) -> Iterator[PlacedPlan]:
-    """Yield plans of the same samples whose micro-batches are placed, where their tokens fit.
+def placed_plans(
+    plan: Plan, samples: Sequence[Sample], cost_model: CostModel, *, is_guess: bool = False
+) -> Iterator[PlacedPlan]:
+    """Yield plans of the same samples whose micro-batches are placed, where their tokens fit and that may be faster.
+
+    One has the rows of `plan`, each placed or as it is there, whichever is faster; the others have rows of even work.
 
     Args:
-        plan: a legal one, whose rows are kept in one of them.
+        plan: legal, or a guess.
         samples: descending by seqlen, ties by ascending sample_id.
         cost_model: its topology, limits and prices of attention.
+        is_guess: no mechanism may be used that `plan` uses on several lanes.
     """
     topology = cost_model.topology
-    rows = [[sample for bucket in one.buckets for sample in bucket.samples] for one in plan.micro_batches]
-    rows = [row for row in rows if row]
+    rows = [row for row in plan.micro_batches if any(bucket.samples for bucket in row.buckets)]
+    of_rows = [[sample for bucket in row.buckets for sample in bucket.samples] for row in rows]
+    fixed = [not is_guess or all(bucket.cp_size == 1 for bucket in row.buckets) for row in rows]
+    if all(fixed) and _is_hopeless(rows, of_rows, cost_model):
+        return
+    chosen = [
+        _faster(row if may_stay else None, place_row(of_row, cost_model), cost_model)
+        for row, of_row, may_stay in zip(rows, of_rows, fixed, strict=True)
+    ]
+    yield from _plan_of("", chosen, plan, cost_model)
     fewest = ceil(plan.num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
-    tried = {f"m={len(rows)}": rows}
     for num_rows in sorted({fewest, fewest + 1, len(rows)}):
         level = _level_rows(samples, num_rows, cost_model)
         if level is not None:
-            tried[f"level m={num_rows}"] = level
-    for name, chosen in tried.items():
-        micro_batches = [place_row(row, cost_model) for row in chosen]
-        found = [one for one in micro_batches if one is not None]
-        if len(found) < len(chosen):
-            continue
-        multiple = topology.num_microbatches_multiple
+            yield from _plan_of("level ", [place_row(row, cost_model) for row in level], plan, cost_model)
+
+
+def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_model: CostModel) -> Iterator[PlacedPlan]:
+    """Yield the plan of `rows` and as many empty ones as the schedule needs; nothing if one of them is not there."""
+    topology = cost_model.topology
+    found = [row for row in rows if row is not None]
+    if len(found) == len(rows):
+        num_placed = sum(row.buckets[0].placement is not None for row in found)
         empty = MicroBatch(buckets=tuple(Bucket(first_lane=lane) for lane in range(topology.num_lanes)))
-        found += [empty] * (round_up(len(found), multiple) - len(found))
+        found += [empty] * (round_up(len(found), topology.num_microbatches_multiple) - len(found))
         one = replace(plan, micro_batches=tuple(found))
-        yield PlacedPlan(makespan_ns(one, cost_model), f"placed {name}", one)
+        yield PlacedPlan(makespan_ns(one, cost_model), f"{name}m={len(found)}, {num_placed} of them placed", one)
+
+
+def _is_hopeless(rows: Sequence[MicroBatch], of_rows: Sequence[Sequence[Sample]], cost_model: CostModel) -> bool:
+    """Return whether the longest row, placed in the way that is mostly best, takes far longer than it does."""
+    slowest_s, longest = max((_slowest_s(row, cost_model), index) for index, row in enumerate(rows))
+    placed = place_row(of_rows[longest], cost_model, most_candidates=1)
+    return placed is None or _slowest_s(placed, cost_model) > _HOPELESS * slowest_s
+
+
+def _faster(one: MicroBatch | None, other: MicroBatch | None, cost_model: CostModel) -> MicroBatch | None:
+    """Return whichever is there and takes less time on its slowest lane; `one` of equals."""
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda row: _slowest_s(row, cost_model))
+
+
+def _slowest_s(row: MicroBatch, cost_model: CostModel) -> float:
+    """Return forward and backward on the slowest lane."""
+    return max(cost.forward_s + cost.backward_s for _, cost in lane_costs(row, cost_model))
 
 
 def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel) -> list[list[Sample]] | None:
@@ -94,8 +131,16 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     return [row for row in rows if row]
 
 
-def place_row(samples: Sequence[Sample], cost_model: CostModel) -> MicroBatch | None:
-    """Return the fastest placed micro-batch of `samples` on all lanes; None where none keeps the limit."""
+def place_row(
+    samples: Sequence[Sample], cost_model: CostModel, most_candidates: int | None = None
+) -> MicroBatch | None:
+    """Return the fastest placed micro-batch of `samples` on all lanes; None where none keeps the limits.
+
+    Args:
+        samples: of the micro-batch.
+        cost_model: topology, limits and prices.
+        most_candidates: placements to compare; None: all there are.
+    """
     num_lanes = cost_model.topology.num_lanes
     query_bytes, kv_bytes = cost_model.bytes_per_token()
     problem = PlacementProblem(
@@ -106,7 +151,7 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel) -> MicroBatch | 
     )
     best: list[tuple[float, int, MicroBatch]] = []
     fitting: list[tuple[float, int, Placed]] = []
-    for placed in candidates(samples, problem):
+    for placed in islice(candidates(samples, problem), most_candidates):
         found = _priced(samples, placed, _DIVISIONS[0], problem, cost_model)
         if found is not None:
             fitting.append((found[0], len(fitting), placed))
@@ -144,4 +189,4 @@ def _priced(
     if round_up(max(held), cost_model.topology.rank_token_multiple) > cost_model.options.max_tokens_per_rank:
         return None
     row = MicroBatch(buckets=(bucket,))
-    return max(cost.forward_s + cost.backward_s for _, cost in lane_costs(row, cost_model)), row
+    return _slowest_s(row, cost_model), row

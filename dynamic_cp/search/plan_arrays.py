@@ -28,8 +28,10 @@ from dynamic_cp.plans.padding import padded_of, padded_seqlens
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
+    AUTO,
     CP_COMM_TYPES,
     MAX_COUNT,
+    PLACED,
     CpCommType,
     Hardware,
     Mask,
@@ -343,11 +345,15 @@ def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
 
 
 def _exchanges(names: str | Sequence[str]) -> tuple[CpCommType, ...]:
-    if names == "auto":
+    if names == AUTO:
         return CP_COMM_TYPES
+    known = f"give {AUTO!r}, or some of {', '.join(CP_COMM_TYPES)}"
     if not isinstance(names, str | Sequence):
-        raise InvalidInputError(f"cp_comm_types is {names!r}: give 'auto', or some of {', '.join(CP_COMM_TYPES)}")
-    return cast("tuple[CpCommType, ...]", (names,) if isinstance(names, str) else tuple(names))
+        raise InvalidInputError(f"cp_comm_types is {names!r}: {known}")
+    given = (names,) if isinstance(names, str) else tuple(names)
+    if not set(PLACED).isdisjoint(given):
+        raise InvalidInputError(f"cp_comm_types is {names!r}, but arrays cannot say where attention is placed: {known}")
+    return cast("tuple[CpCommType, ...]", given)
 
 
 def _plain(value: int) -> int:

@@ -39,7 +39,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.search.placed import may_place, options_of_packing, placed_plans
-from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
@@ -97,28 +97,45 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples))
     options = options_serving(batch.samples, problem.model, problem.options)
-    places = policy == "dynamic" and may_place(options)
-    is_guess, options = set(options.cp_comm_types) <= set(PLACED), options_of_packing(options)
-    if policy not in ("static", "balanced") or options.static_cp_size is None:
-        _check_capacity(batch.samples[0], topology, options)
-    cost_model = CostModel(problem.model, problem.hardware, topology, options)
-    if policy not in ("static", "balanced") or options.static_cp_size is None:
+    longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
+    if not is_fixed:
+        _check_capacity(longest, topology, options)
+    cost_model = CostModel(problem.model, problem.hardware, topology, options_of_packing(options))
+    places = policy == "dynamic" and may_place(topology, options)
+    is_guess = set(options.cp_comm_types).isdisjoint(cost_model.options.cp_comm_types)
+    if places and longest.seqlen > cost_model.table.capacities.max():
+        # What packers know cannot serve this sample, so they guess.
+        cost_model = CostModel(problem.model, problem.hardware, topology, replace(options, cp_comm_types=(Ring.name,)))
+        is_guess = True
+    elif not is_fixed:
         _check_exchanges(batch.samples, cost_model)
     search = _Search(batch, cost_model)
     ranking = search.ranking(policy)
-    if policy == "dynamic" and len(options.cp_comm_types) > 1 and Ring.name in options.cp_comm_types:
+    exchanges = cost_model.options.cp_comm_types
+    if policy == "dynamic" and len(exchanges) > 1 and Ring.name in exchanges:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
     best = ranking[0]
     priced = price_packing(batch.lengths, best.packing, best.cost_model)
     plan = build_plan(batch.samples, priced, best.cost_model, policy)
+    is_guess = is_guess and any(bucket.cp_size > 1 for bucket in plan.buckets)
+    if is_guess and not places:
+        raise UnsupportedFeatureError(
+            f"cp_comm_types {' '.join(options.cp_comm_types)} spans all {topology.num_lanes} lanes in plans of policy "
+            f"dynamic; the policy is {policy}, max_cp_size {options.max_cp_size or topology.max_cp_size}: allow "
+            "other exchanges (--cp-comm-type auto), or the dynamic policy and all sizes (no --max-dynamic-cp-size)",
+            cp_comm_types=options.cp_comm_types,
+        )
     if not is_guess:
         check_plan(plan, batch.samples)
     # The grid of the packing is the grid of the plan, and much faster to make.
     grid: Grid | None = grid_of_priced(priced, best.cost_model)
     reason = _reason(ranking)
     if places:
-        is_guess = is_guess and any(bucket.cp_size > 1 for bucket in plan.buckets)
-        found = min(placed_plans(plan, batch.samples, cost_model), default=None, key=lambda one: one.makespan_ns)
+        found = min(
+            placed_plans(plan, batch.samples, cost_model, is_guess=is_guess),
+            default=None,
+            key=lambda one: one.makespan_ns,
+        )
         if found is None and is_guess:
             raise InfeasibleSampleError(
                 f"no placement keeps {options.max_tokens_per_rank} tokens per rank, and {MOST_FETCHED[0]} and "

@@ -10,6 +10,7 @@ is planned for: `layers`, `model`, `hardware`, `options`, `problem`.
 
 from dynamic_cp.types.attention import (
     ACROSS_NODES,
+    AUTO,
     CHOOSES_INNER_SIZE,
     CP_COMM_TYPES,
     IN_NODE,
@@ -17,6 +18,7 @@ from dynamic_cp.types.attention import (
     PLACED,
     Attention,
     CpCommType,
+    exchanges_of,
 )
 from dynamic_cp.types.counts import (
     MAX_COUNT,
@@ -69,6 +71,7 @@ from dynamic_cp.types.topology import (
 
 __all__ = [
     "ACROSS_NODES",
+    "AUTO",
     "CAUSAL",
     "CHOOSES_INNER_SIZE",
     "CP_COMM_TYPES",
@@ -107,6 +110,7 @@ __all__ = [
     "Stage",
     "Topology",
     "counted",
+    "exchanges_of",
     "is_power_of_two",
     "largest_power_of_two",
     "parse_mask",

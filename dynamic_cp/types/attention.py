@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks"]
 INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen"]] = {
@@ -21,7 +21,24 @@ PLACED: tuple[CpCommType, ...] = ("blocks",)
 """Mechanisms whose buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes."""
 
 CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(name for name in get_args(CpCommType) if name not in PLACED)
-"""Mechanisms that packers compare by their closed forms: those that `auto` chooses from."""
+"""Mechanisms that packers compare by their closed forms."""
+
+AUTO = "auto"
+"""Instead of a mechanism: the planner chooses."""
+
+
+def exchanges_of(name: str, *, has_masks: bool = False) -> tuple[CpCommType, ...]:
+    """Return the mechanisms that a value of --cp-comm-type allows.
+
+    Args:
+        name: the value, AUTO or a mechanism.
+        has_masks: whether samples bring masks of their own. If none does, `auto` leaves out placed attention: on causal
+            data it was never faster (docs/blocks.md), and room for what it fetches would be taken from tokens.
+    """
+    if name != AUTO:
+        return (cast(CpCommType, name),)
+    return (*CP_COMM_TYPES, *PLACED) if has_masks else CP_COMM_TYPES
+
 
 IN_NODE, ACROSS_NODES = 0, 1
 """The link of a group of lanes."""

@@ -13,7 +13,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import CP_COMM_TYPES, PLACED, SEARCH_EFFORTS
+from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, SEARCH_EFFORTS
 
 VERIFY_MODES = ("digest", "full", "off")
 # The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
@@ -122,11 +122,12 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     )
     group.add_argument(
         "--cp-comm-type",
-        choices=("auto", *CP_COMM_TYPES, *PLACED),
+        choices=(AUTO, *CP_COMM_TYPES, *PLACED),
         default="auto",
         help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
-        "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; auto: the planner chooses for every "
-        "bucket, among those that the attention of this run has; p2p alone needs the fewest communicators",
+        "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; blocks: each tile of attention on a "
+        "lane of its own choice; auto: the planner chooses for every bucket, among those that the attention of this "
+        "run has, blocks only where samples bring masks; p2p alone needs the fewest communicators",
     )
     group.add_argument(
         "--dynamic-cp-inner-sizes",

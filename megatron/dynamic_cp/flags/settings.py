@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dynamic_cp.types import CP_COMM_TYPES, CpCommType, PlanOptions, Recompute, SearchEffort, Topology
+from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology, exchanges_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +61,34 @@ class PlanningSettings:
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
-        """The exchanges that --cp-comm-type allows."""
-        return CP_COMM_TYPES if self.cp_comm_type == "auto" else (self.cp_comm_type,)
+        """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers."""
+        return exchanges_of(self.cp_comm_type)
 
-    def options(self, max_tokens_per_rank: int | None = None, left_out: tuple[CpCommType, ...] = ()) -> PlanOptions:
+    def options(
+        self,
+        max_tokens_per_rank: int | None = None,
+        left_out: tuple[CpCommType, ...] = (),
+        *,
+        has_masks: bool = False,
+    ) -> PlanOptions:
         """Return what the planner may do.
 
         Args:
             max_tokens_per_rank: the limit where the settings leave it to memory.
             left_out: exchanges that `auto` does not choose from, see `LayerChoice`.
+            has_masks: whether samples bring masks of their own, see `exchanges_of`.
         """
         limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         assert limit is not None, "found once memory is known"
         if self.cp_comm_type != "auto":
             left_out = ()
+        allowed = exchanges_of(self.cp_comm_type, has_masks=has_masks)
         return PlanOptions(
             max_tokens_per_rank=limit,
             min_cp_size=self.min_cp_size,
             max_cp_size=self.max_cp_size,
             static_cp_size=self.static_cp_size,
-            cp_comm_types=tuple(one for one in self.exchanges if one not in left_out),
+            cp_comm_types=tuple(one for one in allowed if one not in left_out),
             inner_cp_sizes=self.inner_cp_sizes,
             recompute=self.recompute,
             bytes_per_element=self.bytes_per_element,

@@ -23,7 +23,12 @@ def check_memory_is_known(settings: PlanningSettings, hardware: Hardware) -> Non
 
 
 def max_tokens_per_rank(
-    settings: PlanningSettings, model: ModelShape, hardware: Hardware, left_out: tuple[CpCommType, ...] = ()
+    settings: PlanningSettings,
+    model: ModelShape,
+    hardware: Hardware,
+    left_out: tuple[CpCommType, ...] = (),
+    *,
+    has_masks: bool = False,
 ) -> int:
     """Return the limit of padded tokens of a rank in one micro-batch; a pure function of settings and hardware file.
 
@@ -32,6 +37,7 @@ def max_tokens_per_rank(
 
     Args:
         left_out: exchanges that the layers lack.
+        has_masks: whether samples bring masks of their own.
 
     Raises:
         InvalidInputError: `auto`, and memory is not known.
@@ -41,7 +47,7 @@ def max_tokens_per_rank(
     limit, topology = settings.max_tokens_per_rank, settings.topology
     if limit is not None and not hardware.hbm_bytes:
         return limit
-    options = settings.used(settings.options(limit or 1, left_out))
+    options = settings.used(settings.options(limit or 1, left_out, has_masks=has_masks))
     memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=settings.distributed_optimizer)
     try:
         if limit is None:

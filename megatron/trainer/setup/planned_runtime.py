@@ -90,12 +90,14 @@ class PlannedRuntime:
         layers: LayerChoice,
         model_shape: ModelShape,
         hardware: Hardware,
+        has_masks: bool = False,
     ) -> PlannedRuntime:
         """Return what all ranks know before the model is built; without a planner yet. Collective.
 
         Args:
             arguments: all flags of the run under their names.
             hardware: see `first_hardware`.
+            has_masks: whether training samples bring masks of their own.
 
         Raises:
             DynamicCPError: the token limit does not fit into memory, or a dump cannot be written or read; the same on
@@ -103,10 +105,11 @@ class PlannedRuntime:
         """
         # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
         limit = run_on_rank_zero(
-            lambda: memory.max_tokens_per_rank(settings, model_shape, hardware, layers.left_out), int
+            lambda: memory.max_tokens_per_rank(settings, model_shape, hardware, layers.left_out, has_masks=has_masks),
+            int,
         )
         phase.limit_tokens(limit)
-        options = settings.options(limit, layers.left_out)
+        options = settings.options(limit, layers.left_out, has_masks=has_masks)
         arguments = {
             **arguments,
             "max_seqlen_per_dp_cp_rank": limit,

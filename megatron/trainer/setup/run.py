@@ -122,6 +122,7 @@ def set_up(settings: Settings) -> Run:
         layers=layer_choice,
         model_shape=derive.model_shape(settings.model, data.vocab_rows),
         hardware=hardware,
+        has_masks=data.splits.train.has_masks,
     )
     built = model.build(settings, runtime, fused)
     if device.type == "cuda":

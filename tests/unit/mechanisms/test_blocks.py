@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.bounds.lower import lower_bound
-from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidInputError
+from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
@@ -201,6 +201,24 @@ def test_a_plan_whose_lanes_fetch_too_much_is_refused() -> None:
         IllegalPlanError, match=r"lane 9 of its placement fetches 90 tokens' keys at a time, .* 8 times 11"
     ):
         check_plan(replace(plan, max_tokens_per_rank=11))
+
+
+@pytest.mark.parametrize("how", [{"policy": "balanced", "static_cp_size": 4}, {"max_cp_size": 2}], ids=str)
+def test_what_cannot_be_placed_is_never_computed_in_another_way(how: dict) -> None:
+    policy = how.pop("policy", "dynamic")
+    with pytest.raises(UnsupportedFeatureError, match="cp_comm_types blocks spans all 4 lanes"):
+        plan_global_batch(samples_of([200]), policy=policy, **job(4, 100, cp_comm_types=("blocks",), **how))
+
+
+def test_masks_that_packers_cannot_serve_are_placed() -> None:
+    """Heads can be shared out over 2 lanes only, the sample needs 4."""
+    sample = Sample(sample_id=0, seqlen=1500, mask=Lambda(8, 64))
+    given = job(4, 512, cp_comm_types=("a2a", "blocks")) | {"model": replace(MODEL, num_attention_heads=2)}
+    plan = plan_global_batch([sample], **given).plan
+    check_plan(plan, [sample])
+    assert [bucket.cp_comm_type for bucket in plan.buckets] == ["blocks"]
+    with pytest.raises(UnsupportedFeatureError, match="the largest group that cp_comm_types a2a can serve holds"):
+        plan_global_batch([sample], **given | {"options": replace(given["options"], cp_comm_types=("a2a",))})
 
 
 def test_what_nothing_can_place_is_refused_by_name() -> None:

@@ -174,11 +174,11 @@ def test_a_run_whose_exchange_serves_no_masks_plans_a_lane_for_each_sample_or_is
     assert isinstance(error, UnsupportedFeatureError)
     assert str(error) == (
         "sample 7 has the mask full, which p2p cannot serve on several lanes, and the longest of its batch has 65 "
-        "tokens, a lane holds 64: allow a2a (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank"
+        "tokens, a lane holds 64: allow a2a or blocks (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank"
     )
     several = replace(problem, options=replace(options, min_cp_size=2))
     said = str(answer(several, Request.of("a", samples)).error)
-    assert "and plans use at least 2: allow a2a (--cp-comm-type), or lower --min-dynamic-cp-size to 1" in said
+    assert "and plans use at least 2: allow a2a or blocks (--cp-comm-type), or lower --min-dynamic-cp-size to 1" in said
     # A sample that brings no mask keeps its exchange.
     assert answer(problem, Request.of("a", [Sample(sample_id=4, seqlen=65)])).facts.cp_histogram == {2: 1}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CP_COMM_TYPES, CpCommType
+from dynamic_cp.types import CP_COMM_TYPES, PLACED, CpCommType
 from megatron.dynamic_cp.attention.te.kernels import Capability, why_no_kernel
 
 if TYPE_CHECKING:
@@ -179,6 +179,8 @@ def choose_layers(
             f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
             f"{LARGEST_HEAD_DIM}, they are {head_dim}"
         )
+    elif exchange in PLACED:
+        obstacle = f"TransformerEngine's attention cannot be placed (--cp-comm-type {exchange})"
     else:
         obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
     if obstacle is not None and requested is None:
