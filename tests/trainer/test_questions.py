@@ -133,7 +133,9 @@ def test_an_exchange_that_serves_no_masks_is_one_message_on_all_ranks_at_the_sta
     for ended in run_command(2, LANES, together, "--cp-comm-type p2p"):
         assert ended.code != 0
         assert "which p2p cannot serve on several lanes, and the longest of its batch has" in ended.error
-        assert "a lane holds 64: allow a2a or blocks (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank" in ended.error
+        assert (
+            "a lane holds 64: allow a2a or blocks (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank" in ended.error
+        )
 
 
 def test_the_example_trains_the_same_responses_together_and_apart(tmp_path):

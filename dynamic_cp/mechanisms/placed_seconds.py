@@ -1,0 +1,84 @@
+"""What placed attention takes, lane by lane: kernels of its tiles, and what of its transfers they do not hide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.mechanisms.stage_attention import Side, StageAttention
+from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.placement.times import lane_ends_s
+from dynamic_cp.placement.transport import fetches_of, messages_of
+from dynamic_cp.types import CAUSAL, Causal, Full, Placement, Sample
+
+
+def placed_seconds(
+    stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int, first_lane: int
+) -> Floats:
+    """Return [forward or backward, lane] seconds of attention, transfers that nothing hides among them."""
+    homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
+    tokens = homes[:, 2] - homes[:, 1]
+    fetches = fetches_of(placement, first_lane, stage.node_lanes)
+    work = work_of_tiles(placement, samples, stage.mask)
+    query_bytes, kv_bytes = stage.query_bytes / 2, stage.kv_bytes
+    seconds = []
+    for direction, side in enumerate(stage.sides):
+        # Backward needs queries, outputs and gradients of rows, and their gradient is given back.
+        there = (query_bytes, kv_bytes) if not direction else (3 * query_bytes + stage.lse_bytes, kv_bytes)
+        back = (query_bytes + stage.lse_bytes, 0.0) if not direction else (query_bytes, kv_bytes)
+        messages = messages_of(fetches, tokens, np.array(there), np.array(back))
+        attention_s = _attention_s(side, work, tiles, tokens, placement.num_divisions, num_lanes, stage)
+        latency_s, (inside, across) = stage.latency_s, stage.bandwidths
+        seconds.append(lane_ends_s(messages, attention_s, latency_s, inside, across))
+    return np.array(seconds)
+
+
+class TileWork(NamedTuple):
+    """What kernels compute for each tile.
+
+    Attributes:
+        squared_tokens: as squared tokens of a sample with the mask of the layers.
+        is_square: 1 where queries and keys are the same tokens, under a causal mask: another kernel does it.
+    """
+
+    squared_tokens: Floats
+    is_square: Ints
+
+
+def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal | Full) -> TileWork:
+    """Return the work of all tiles of a placement; `mask` is that of samples that bring none."""
+    tiles = placement.tiles.astype(np.int64)
+    wanted = tiles_between(placement, samples, mask)
+    keys = wanted.rows * len(placement.homes) + wanted.columns
+    place = np.searchsorted(keys, tiles[:, 0] * len(placement.homes) + tiles[:, 1])
+    is_causal = np.array([(sample.mask or mask) == CAUSAL for sample in samples])
+    squares = (tiles[:, 0] == tiles[:, 1]) & is_causal[placement.homes[tiles[:, 0], 0]]
+    # The rates of kernels on causal squares count what is allowed, all else is computed in whole kernel tiles.
+    pairs = np.where(squares, wanted.pairs[place], wanted.touched[place])
+    return TileWork(pairs / mask.pairs_per_token2, squares.astype(np.int64))
+
+
+def _attention_s(
+    side: Side, work: TileWork, tiles: Ints, tokens: Ints, num_divisions: int, num_lanes: int, stage: StageAttention
+) -> Floats:
+    """Return [division, lane] seconds of kernels: those of the squares, and one for all other tiles of each row."""
+    first, later = side.first, side.later
+    place = tiles[:, 3] * num_lanes + tiles[:, 2]
+    squared = work.squared_tokens
+    rows = tokens[tiles[:, 0]]
+    square = first.per_token2 * (squared + first.extra_tokens * rows)
+    # A row pays once for being short, in however many tiles its keys are.
+    row_place = place * len(tokens) + tiles[:, 0]
+    _, begins = np.unique(np.where(work.is_square, -1 - np.arange(len(tiles)), row_place), return_index=True)
+    is_first = np.zeros(len(tiles), bool)
+    is_first[begins] = True
+    other = later.per_token2 * (squared + later.extra_tokens * rows * is_first)
+    seconds = np.bincount(place, np.where(work.is_square, square, other), num_divisions * num_lanes)
+    launched = np.bincount(place, minlength=num_divisions * num_lanes) > 0
+    seconds = seconds.reshape(num_divisions, num_lanes)
+    launches = np.cumsum(launched.reshape(num_divisions, num_lanes), axis=0) > 1
+    overhead_s = side.launches * stage.layers * stage.hardware.ring_step_overhead_s_per_layer
+    return seconds + overhead_s * (launches & launched.reshape(num_divisions, num_lanes))
