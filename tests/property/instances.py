@@ -5,24 +5,28 @@ An instance prints as Python that makes it again: paste it after `from tests.pro
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.peers import wlb
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.padding import padding_fraction
-from dynamic_cp.plans.serialize import digest
+from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import (
     CP_COMM_TYPES,
+    PLACED,
     Bucket,
     Hardware,
     MicroBatch,
@@ -31,6 +35,8 @@ from dynamic_cp.types import (
     PlanOptions,
     Sample,
     Topology,
+    parse_mask,
+    parse_mask_rule,
 )
 from tests.unit.packing.packings import DEEP_MODEL
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE
@@ -76,6 +82,17 @@ EXCHANGES = (
     ("p2p", "a2a+p2p"),
     CP_COMM_TYPES,
 )
+PLACING = (("blocks",), ("a2a", "blocks"), ("p2p", "blocks"), (*CP_COMM_TYPES, "blocks"))
+_MASK_RULES = (
+    "causal",
+    "full",
+    "lambda:1,3",
+    "lambda:8,40",
+    "causal_blockwise:4,1",
+    "causal_blockwise:16,2,1",
+    "shared_question:2x0.5",
+    "shared_question:4x0.2",
+)
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -88,10 +105,15 @@ class Case:
     seqlens: tuple[int, ...]
     model: str = "tiny"
     hardware: str = "tiny"
+    masks: tuple[str | None, ...] = ()
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        return tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(self.seqlens))
+        masks = [None if one is None else parse_mask(one) for one in self.masks] or [None] * len(self.seqlens)
+        return tuple(
+            Sample(sample_id=index, seqlen=seqlen, mask=mask)
+            for index, (seqlen, mask) in enumerate(zip(self.seqlens, masks, strict=True))
+        )
 
     @property
     def cost_model(self) -> CostModel:
@@ -147,6 +169,20 @@ def draw_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int 
         case = replace(case, options=replace(options, cp_comm_types=("p2p",)))
         longest = int(case.cost_model.table.capacities.max())
     return replace(case, seqlens=_draw_seqlens(rng, longest, most_samples))
+
+
+def draw_masked_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
+    """Return a random case whose samples mostly bring masks and whose attention may be placed."""
+    case = draw_case(rng, most_lanes, most_samples)
+    rules = [parse_mask_rule(text) for text in _MASK_RULES]
+    is_plain = rng.integers(4) == 0
+    masks = [None if is_plain else rules[rng.integers(len(rules))](seqlen) for seqlen in case.seqlens]
+    return replace(
+        case,
+        model="tiny" if case.model == "full-attention" else case.model,
+        options=replace(case.options, static_cp_size=None, cp_comm_types=PLACING[rng.integers(len(PLACING))]),
+        masks=tuple(None if mask is None else str(mask) for mask in masks),
+    )
 
 
 def _draw_seqlens(rng: np.random.Generator, longest: int, most_samples: int) -> tuple[int, ...]:
@@ -224,6 +260,61 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
             bound = lower_bound(samples, cost_model, "report")  # "quick" tries few places of the longest sample
         assert bound.seconds <= makespan_s * (1 + 1e-9) + 1e-8, f"{policy} is below the bound {bound.seconds}"
     return _covered(case, dynamic) + Counter({"several static sizes": num_sizes > 1})
+
+
+def check_masked_case(case: Case, seed: int) -> Counter[str]:
+    """Assert what a plan with masks and placed attention promises; return what was covered."""
+    samples, cost_model = case.samples, case.cost_model
+    shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
+    closed_forms = tuple(name for name in case.options.cp_comm_types if name not in PLACED)
+    without = replace(case, options=replace(case.options, cp_comm_types=closed_forms or ("p2p",)))
+    try:
+        planned = case.plan()
+    except DynamicCPError as error:
+        said = str(error)
+        assert any(remedy in said for remedy in ("raise", "allow", "lower")), said
+        with pytest.raises(type(error)):
+            case.plan(samples=shuffled)
+        if closed_forms:
+            with pytest.raises(DynamicCPError):
+                without.plan()
+        return Counter({f"refused: {type(error).__name__}": 1})
+    plan = planned.plan
+    check_plan(plan, samples)
+    assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+    timeline = simulate(plan, cost_model)
+    assert (timeline.iteration_s, timeline.lane_busy_s) == (planned.predicted_s, planned.predicted_busy_s)
+    assert all(bucket.cp_size == 1 or bucket.cp_comm_type in case.options.cp_comm_types for bucket in plan.buckets)
+    again = case.plan(samples=shuffled)
+    assert digest(again.plan) == digest(plan), "another order, another plan"
+    facts = PlanFacts.of(planned)
+    for lane, message in enumerate(encode_lanes(plan, facts)):
+        assert decode_lane(message) == lane_plan(plan, lane, facts)
+    if case.hardware != "free":
+        proven_s = lower_bound(samples, cost_model, "quick").proven_s
+        assert proven_s <= timeline.makespan_s * (1 + 1e-9) + 1e-8, f"below what is proven, {proven_s}"
+    is_slower = None
+    if closed_forms:
+        with contextlib.suppress(DynamicCPError):
+            is_slower = without.plan().predicted_s >= planned.predicted_s
+        assert is_slower is not False, "slower than without placed attention"
+    placed = [bucket for bucket in plan.buckets if bucket.placement is not None]
+    rows = sum(any(bucket.samples for bucket in row.buckets) for row in plan.micro_batches)
+    return Counter(
+        name
+        for name, holds in {
+            "placed": placed,
+            "placed and not in a plan": 0 < len(placed) < rows,
+            "placed in a pipeline": placed and case.topology.pp_size > 1,
+            "placed on lanes no power of two": placed and case.topology.num_lanes & (case.topology.num_lanes - 1),
+            "placed over nodes": placed and case.topology.spans_nodes(0, case.topology.num_lanes),
+            "placed with masks": any(one.mask is not None for bucket in placed for one in bucket.samples),
+            "placed with tokens padded": placed and case.topology.rank_token_multiple > 1,
+            "served by placement alone": placed and closed_forms and is_slower is None,
+            "not placed though it might be": not placed and case.topology.num_lanes > 1,
+        }.items()
+        if holds
+    )
 
 
 def _check_static_sizes(dynamic: PlannedBatch, case: Case) -> int:
