@@ -27,6 +27,8 @@ _NUM_DIVIDED = 2
 """Placements that are tried with all numbers of divisions, after all were with the first."""
 _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
+_NUM_CANDIDATES = {"fast": 128, "thorough": 1024}
+"""Placements that are compared for a plan, as far as each row has one."""
 _HOPELESS = 1.1
 """A plan is not placed where its longest row would take this many times as long."""
 
@@ -69,16 +71,20 @@ def placed_plans(
     fixed = [not is_guess or all(bucket.cp_size == 1 for bucket in row.buckets) for row in rows]
     if all(fixed) and _is_hopeless(rows, of_rows, cost_model):
         return
+    fewest = ceil(plan.num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
+    numbers = sorted({fewest, fewest + 1, len(rows)})
+    most = _NUM_CANDIDATES[cost_model.options.search] // (len(rows) + sum(numbers))
+    if most == 0:
+        numbers, most = [fewest], 1
     chosen = [
-        _faster(row if may_stay else None, place_row(of_row, cost_model), cost_model)
+        _faster(row if may_stay else None, place_row(of_row, cost_model, most), cost_model)
         for row, of_row, may_stay in zip(rows, of_rows, fixed, strict=True)
     ]
     yield from _plan_of("", chosen, plan, cost_model)
-    fewest = ceil(plan.num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
-    for num_rows in sorted({fewest, fewest + 1, len(rows)}):
+    for num_rows in numbers:
         level = _level_rows(samples, num_rows, cost_model)
         if level is not None:
-            yield from _plan_of("level ", [place_row(row, cost_model) for row in level], plan, cost_model)
+            yield from _plan_of("level ", [place_row(row, cost_model, most) for row in level], plan, cost_model)
 
 
 def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_model: CostModel) -> Iterator[PlacedPlan]:

@@ -28,7 +28,7 @@ from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.search import POLICIES, check_feasible
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
-from tests.property.instances import Case, check_case, draw_case, longest_seqlen
+from tests.property.instances import Case, check_case, check_masked_case, draw_case, draw_masked_case, longest_seqlen
 
 
 @st.composite
@@ -88,6 +88,17 @@ def test_every_promise_of_a_plan_on_every_kind_of_case():
     scarce = {name: count for name, count in covered.items() if count < 2}
     assert not scarce, f"hardly looked at: {scarce}"
     assert len(covered) >= 18, sorted(covered)
+
+
+def test_every_promise_of_a_plan_with_masks_and_placed_attention():
+    covered: Counter[str] = Counter()
+    for seed in range(140):
+        case = draw_masked_case(np.random.default_rng(seed), most_lanes=8, most_samples=12)
+        try:
+            covered += check_masked_case(case, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    assert len(covered) >= 11, sorted(covered)
 
 
 @given(cases(), st.integers(0, 3))
