@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.mechanisms import placed_seconds
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
+from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.sent_bytes import SentBytes
-from dynamic_cp.types import Bucket, ModelShape
+from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.models import catalog
+from dynamic_cp.placement.transport import Messages
+from dynamic_cp.types import Bucket, ModelShape, PlanOptions, Problem, Topology
 
 
 def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, element_bytes: int) -> SentBytes:
@@ -16,3 +27,17 @@ def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, e
     copies = kv_heads_of(*heads, bucket.inner_cp_size).copies
     mechanism = MECHANISMS[bucket.cp_comm_type]
     return mechanism.sent_bytes(bucket.cp_size, bucket.inner_cp_size, queries, keys, copies)
+
+
+def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_bytes: int) -> NDArray[np.float64]:
+    """Return [forward or backward, lane] what a rank of each lane of a placed bucket sends in the first stage."""
+    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
+    problem = Problem(topology=topology, model=model, hardware=catalog.load_hardware("h100"), options=options)
+    stage = StageAttention(model.stages(topology.pp_size)[0], problem, lanes_in_one_node(topology))
+
+    def sent(messages: Messages, *_: Any) -> NDArray[np.float64]:
+        return np.bincount(messages.sender, messages.num_bytes, bucket.cp_size)
+
+    assert bucket.placement is not None
+    with mock.patch.object(placed_seconds, "lane_ends_s", sent):  # gets the messages that are priced
+        return placed_seconds.placed_seconds(stage, bucket.placement, bucket.samples, bucket.cp_size, bucket.first_lane)

@@ -10,18 +10,21 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from dynamic_cp.types import CAUSAL, Causal, Full
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
-from megatron.dynamic_cp.attention.mechanisms import all_gather, heads, ring
+from megatron.dynamic_cp.attention.mechanisms import all_gather, blocks, heads, ring
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
@@ -35,6 +38,7 @@ class EmulatedGroup:
 
     def __init__(self, rank: int, board: Board) -> None:
         self._rank, self.board = rank, board
+        self.post: Counter[tuple[str, int]] = Counter()
 
     def size(self) -> int:
         return len(self.board.mailboxes)
@@ -50,6 +54,18 @@ class Board:
         self.mailboxes: list[queue.Queue[Tensor | None]] = [queue.Queue() for _ in range(size)]
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.posted: list[Tensor | None] = [None] * size
+        self.letters: dict[tuple[int, int, int], list[Tensor]] = {}
+        self.changed = threading.Condition()
+        self.failed = False
+
+    def fail(self) -> None:
+        """Let the lanes end that wait for one that failed."""
+        self.barrier.abort()
+        for mailbox in self.mailboxes:
+            mailbox.put(None)
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
 
     def gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
         """Return what all lanes posted."""
@@ -75,6 +91,43 @@ class Shift:
         if received is None:
             raise RuntimeError("another lane failed")
         return received
+
+
+class Messages:
+    """`transfers.LaneMessages` between threads: the n-th one that a lane expects of another is the n-th one sent."""
+
+    def __init__(
+        self,
+        sends: Sequence[tuple[int, Sequence[Tensor]]],
+        receives: Sequence[tuple[int, Sequence[Tensor]]],
+        params: DynamicPackedSeqParams,
+        first_in_group: int = 0,
+    ) -> None:
+        group: Any = params.cp_group
+        self._board, own, post = group.board, group.rank(), group.post
+        with self._board.changed:
+            for lane, tensors in sends:
+                self._board.letters[own, lane, post["to", lane]] = [x.clone() for x in tensors]
+                post["to", lane] += 1
+                params.stats.bytes_sent += sum(x.nbytes for x in tensors)
+            self._board.changed.notify_all()
+        self._expected = []
+        for lane, tensors in receives:
+            self._expected.append(((lane, own, post["from", lane]), [(x.shape, x.dtype) for x in tensors]))
+            post["from", lane] += 1
+
+    def wait(self) -> list[list[Tensor]]:
+        found = []
+        for key, like in self._expected:
+            with self._board.changed:
+                self._board.changed.wait_for(
+                    lambda key=key: key in self._board.letters or self._board.failed, TIMEOUT_S
+                )
+                if key not in self._board.letters:
+                    raise RuntimeError("another lane failed")
+                found.append(self._board.letters.pop(key))
+            assert [(x.shape, x.dtype) for x in found[-1]] == like, "another message came than was expected"
+        return found
 
 
 def _all_gather(x: Tensor, params: Any) -> Tensor:
@@ -181,17 +234,32 @@ def attend(
         end.wait()
         return [out, *grads[:3]]
 
-    boards = [board, *inner_boards, *outer_boards]
+    lanes = _run(cp_size, lane, [board, *inner_boards, *outer_boards], (begin, end), inside)
+    whole = [torch.empty_like(x) for x in (inputs_THD[0], *inputs_THD[:3])]
+    for rank, parts in enumerate(lanes):
+        for target, part in zip(whole, parts, strict=True):
+            target[tokens[rank]] = part
+    return whole
 
-    def guarded(rank: int) -> list[Tensor]:
+
+def _run(
+    number: int,
+    lane: Callable[[int], Any],
+    boards: Sequence[Board],
+    barriers: Sequence[threading.Barrier] = (),
+    inside: contextlib.AbstractContextManager[Any] | None = None,
+) -> list[Any]:
+    """Return what `lane` does for each of `number` lanes, in threads whose transfers go over `boards`."""
+
+    def guarded(rank: int) -> Any:
         """Let the other lanes end, too, when this one fails."""
         try:
             return lane(rank)
         except BaseException:
-            for barrier in (begin, end, *(one.barrier for one in boards)):
+            for barrier in barriers:
                 barrier.abort()
-            for mailbox in (box for one in boards for box in one.mailboxes):
-                mailbox.put(None)
+            for board in boards:
+                board.fail()
             raise
 
     with (
@@ -199,12 +267,60 @@ def attend(
         mock.patch.object(all_gather, "all_gather_tokens", _all_gather),
         mock.patch.object(all_gather, "reduce_scatter_tokens", _reduce_scatter),
         mock.patch.object(heads, "all_to_all_heads", _all_to_all),
-        inside,
-        _threads(cp_size) as pool,
+        mock.patch.object(blocks, "LaneMessages", Messages),
+        inside or contextlib.nullcontext(),
+        _threads(number) as pool,
     ):
-        lanes = list(pool.map(guarded, range(cp_size)))
-    whole = [torch.empty_like(x) for x in (inputs_THD[0], *inputs_THD[:3])]
-    for rank, parts in enumerate(lanes):
-        for target, part in zip(whole, parts, strict=True):
-            target[tokens[rank]] = part
-    return whole
+        return list(pool.map(guarded, range(number)))
+
+
+class Placed(NamedTuple):
+    """What a lane of a placed bucket computed.
+
+    Attributes:
+        tensors: output, log-sum-exp as [T, heads], gradients of queries, keys and values; padding behind its tokens.
+        params: of its micro-batch, with what it computed as packs.
+        sent_bytes: forward and backward.
+    """
+
+    tensors: tuple[Tensor, ...]
+    params: DynamicPackedSeqParams
+    sent_bytes: tuple[int, int]
+
+
+def attend_placed(
+    inputs_THD: Sequence[Sequence[Tensor]], lanes: Sequence[PlacedLane], kernel: Kernel, mask: Causal | Full = CAUSAL
+) -> list[Placed]:
+    """Return what each lane of a placed bucket computes.
+
+    Args:
+        inputs_THD: for each lane q, k, v and the gradient of the output, of its tokens and its padding.
+        lanes: what they do.
+        mask: of samples that bring none.
+    """
+    board = Board(len(lanes))
+
+    def lane(rank: int) -> Placed:
+        q, k, v, grad = inputs_THD[rank]
+        stats = ExchangeStats()
+        params = DynamicPackedSeqParams.build(
+            (len(q),),
+            torch.zeros(len(q), dtype=torch.int64, device=q.device),
+            EmulatedGroup(rank, board),  # type: ignore[arg-type]
+            cp_comm_type="blocks",
+            label="emulated",
+            stats=stats,
+            mask=mask,
+            placed=lanes[rank],
+        )
+        context = _Context()
+        with torch.no_grad():
+            out = Attention.forward(context, q, k, v, params, q.shape[-1] ** -0.5, kernel)
+            forward_bytes = stats.bytes_sent
+            grads = Attention.backward(context, grad)
+        tensors = (out, context.saved_tensors[3].t(), *(x for x in grads[:3] if x is not None))
+        return Placed(tensors, params, (forward_bytes, stats.bytes_sent - forward_bytes))
+
+    found = _run(len(lanes), lane, [board])
+    assert not board.letters, "a message was sent that nobody takes"
+    return found

@@ -42,7 +42,7 @@ from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.outside import Lanes, PlannedCollator, train_step
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import HEADS, KV_HEADS, SCALE, assert_close, random_qkv
+from tests.distributed.naive_attention import SCALE, assert_close, naive_of_pairs, random_qkv, sees_of
 
 TOLERANCE = 5e-6
 
@@ -113,14 +113,6 @@ def attend(pack: str, cp_size: int, groups: DynamicCPGroups) -> tuple[Tensor, ..
     return tuple(x.detach()[real] for x in (tokens, out, *grads))
 
 
-def sees_of(sample: Sample) -> Tensor:
-    """Return which keys each token of a sample sees, pair by pair."""
-    keys = torch.arange(sample.seqlen)
-    ranges = (sample.mask or Lambda(0, sample.seqlen)).key_ranges(sample.seqlen)
-    begin, end, second, last = (torch.from_numpy(x.astype(np.int64))[:, None] for x in ranges.T)
-    return ((keys >= begin) & (keys < end)) | ((keys >= second) & (keys < last))
-
-
 def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
     """Return the same of all real tokens, by a softmax over each whole sample, in float64."""
     multiple = 2 * cp_size if cp_size > 1 else 1
@@ -131,9 +123,7 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
     for sample, tokens in zip(samples_of(pack), padded, strict=True):
         real = slice(start, start + sample.seqlen)
         q, k, v = (x[real] for x in inputs)
-        k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-        scores = torch.einsum("thd,shd->hts", q, k) * SCALE
-        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(~sees_of(sample), -torch.inf).softmax(-1), v))
+        outs.append(naive_of_pairs(q, k, v, sees_of(sample))[0])
         kept.append(torch.arange(real.start, real.stop))
         start += tokens
     chosen, out = torch.cat(kept), torch.cat(outs)

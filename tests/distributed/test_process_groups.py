@@ -14,6 +14,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.mechanisms.transfers import (
     ExchangeError,
+    LaneMessages,
     RingShift,
     all_gather_tokens,
     all_to_all_heads,
@@ -214,14 +215,17 @@ def ask_for_missing_groups() -> list[str]:
             groups.group(*block)
         assert (caught.value.first_lane, caught.value.cp_size) == block
         messages.append(str(caught.value))
-    return messages
+    with pytest.raises(InvalidInputError) as caught:
+        groups.around(0, 2)
+    return [*messages, str(caught.value)]
 
 
 def test_missing_group_names_what_is_there() -> None:
-    (too_large, other_lane), _ = run_ranks(2, ask_for_missing_groups, timeout_s=60)
+    (too_large, other_lane, around), _ = run_ranks(2, ask_for_missing_groups, timeout_s=60)
     assert "lane 0 has no CP group of 2 lanes at lane 0; built: [(0, 1)]" in too_large
     assert "--max-dynamic-cp-size" in too_large
     assert "lane 0 has no CP group of 1 lanes at lane 1; built: [(0, 1)]" in other_lane
+    assert "lane 0 has no CP group that holds lanes 0 to 1; built: [(0, 1)]; widen --max-dynamic-cp-size" in around
 
 
 def refuse(topology: Topology, order: str) -> str:
@@ -295,11 +299,12 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
         "all_gather": lambda params: all_gather_tokens(x_THD, params),
         "reduce_scatter": lambda params: reduce_scatter_tokens(x_THD, params),
         "all_to_all": lambda params: all_to_all_heads(x_THD, params.cp_group, params),
+        "messages": lambda params: LaneMessages([(1, [x_THD])], [(1, [x_THD])], params).wait(),
     }
     # A group that timed out is of no use any more: each exchange gets its own.
     groups = {name: DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=1) for name in exchanges}
     if dist.get_rank() == 1:
-        time.sleep(6)  # hangs, does not die: a dead peer is noticed at once
+        time.sleep(7)  # hangs, does not die: a dead peer is noticed at once
     errors = {}
     if dist.get_rank() == 0:
         for name, exchange in exchanges.items():
@@ -320,7 +325,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
 
 def test_hung_peer_is_named_within_the_timeout() -> None:
     errors, _, _ = run_ranks(3, wait_for_a_hung_peer, timeout_s=60)
-    assert set(errors) == {"ring", "all_gather", "reduce_scatter", "all_to_all"}
+    assert set(errors) == {"ring", "all_gather", "reduce_scatter", "all_to_all", "messages"}
     for name, (message, waited_s) in errors.items():
         assert 0.5 < waited_s < 3.5
         assert "ranks [0, 1]" in message

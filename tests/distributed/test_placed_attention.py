@@ -1,0 +1,645 @@
+"""Placed attention: any placement, on lanes of one process and on gloo ranks, equals a dense softmax in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynamic_cp.errors import DisagreementError
+from dynamic_cp.placement.legal import tiles_between, why_misplaced
+from dynamic_cp.placement.programme import Programme, programmes_of
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, fetches_of, messages_of
+from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.types import (
+    CAUSAL,
+    FULL,
+    Bucket,
+    Causal,
+    CausalBlockwise,
+    Full,
+    Lambda,
+    MicroBatch,
+    ModelShape,
+    Placement,
+    Plan,
+    PlannedBatch,
+    Sample,
+    SharedQuestion,
+    Topology,
+)
+from megatron.dynamic_cp.attention import merge, placed_packs
+from megatron.dynamic_cp.attention.kernels import log_sum_exp
+from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
+from megatron.dynamic_cp.attention.mechanisms import blocks
+from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, LaneMessages
+from megatron.dynamic_cp.attention.packs import Pack
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.attention.thd import Attention
+from megatron.dynamic_cp.data import micro_batches as data
+from megatron.dynamic_cp.data.micro_batches import COLUMNS, micro_batches, pack_step
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+from megatron.dynamic_cp.data.token_audit import check_tokens
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from tests.distributed.emulated_lanes import Placed, attend_placed
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive_samples, random_qkv
+from tests.distributed.test_masks import any_ranges
+from tests.placements import random_placement
+from tests.sent_bytes import placed_bytes
+
+TOLERANCE = 5e-6
+MODEL = ModelShape(
+    num_layers=1,
+    hidden_size=HEADS * DIM,
+    ffn_hidden_size=1,
+    num_attention_heads=HEADS,
+    num_query_groups=KV_HEADS,
+    kv_channels=DIM,
+    vocab_size=1,
+)
+BF16 = torch.bfloat16
+NAMES = ("output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values")
+MOST_SAMPLES = 20
+"""Of a bucket, whose samples have their numbers in it as ids, or those and a multiple of this."""
+# Every mask, prime lengths that no block divides, samples of one token.
+SAMPLES = tuple(
+    Sample(sample_id=i, seqlen=seqlen, mask=mask)
+    for i, (seqlen, mask) in enumerate(
+        (
+            *((53, None), (1, None), (23, FULL), (41, Lambda(2, 5)), (29, CausalBlockwise(4, 2))),
+            *((31, SharedQuestion(7, (11, 4, 9))), (19, any_ranges(19)), (1, FULL), (2, None)),
+        )
+    )
+)
+
+
+class Case(NamedTuple):
+    """A random placement of samples.
+
+    Attributes:
+        node_lanes: lanes of a node.
+        idle: so many lanes, the last ones, hold nothing, and as many, the first ones, compute nothing.
+        mask: of samples that bring none.
+    """
+
+    num_lanes: int
+    node_lanes: int
+    num_divisions: int
+    kv_heads: int = KV_HEADS
+    idle: int = 0
+    samples: tuple[Sample, ...] = SAMPLES
+    mask: Causal | Full = CAUSAL
+
+    @property
+    def placement(self) -> Placement:
+        random = np.random.default_rng(self[:5])
+        placed = self.num_lanes - self.idle
+        placement = random_placement(random, self.samples, placed, self.num_divisions, self.mask)
+        placement.tiles[:, 2] += self.idle
+        assert why_misplaced(placement, self.samples, self.num_lanes, self.mask) is None
+        return placement
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.seqlen for sample in self.samples)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and the gradient of the output of all tokens."""
+        return random_qkv(self.num_tokens, self.num_tokens, self.kv_heads)
+
+    @property
+    def expected(self) -> list[Tensor]:
+        return _expected(self.kv_heads, self.samples, self.mask)
+
+
+def cases(num_lanes: int) -> Iterator[Case]:
+    """Yield nodes of one lane, of two and of all, each with 1, 2, 4 and 8 divisions."""
+    for node_lanes in sorted({1, 2, num_lanes}):
+        for turn, num_divisions in enumerate((1, 2, 4, 8)):
+            idle = (turn + node_lanes) % 2 if num_lanes < 8 else 3 * (turn % 2)
+            yield Case(num_lanes, node_lanes, num_divisions, (KV_HEADS, HEADS, 1)[turn % 3], idle)
+
+
+@lru_cache
+def _expected(kv_heads: int, samples: tuple[Sample, ...], mask: Causal | Full) -> list[Tensor]:
+    return naive_samples(Case(1, 1, 1, kv_heads, 0, samples, mask).inputs, samples, mask)
+
+
+def lanes_of(case: Case) -> list[PlacedLane]:
+    """Return what each lane does, with 0, 1 or 2 tokens of padding, and one at least where it holds nothing."""
+    placement = case.placement
+    lanes = []
+    for lane, programme in enumerate(programmes_of(placement, case.num_lanes, 0, case.node_lanes)):
+        samples = tuple(case.samples[number] for number in placement.samples_of(lane))
+        lanes.append(
+            PlacedLane(programme=programme, samples=samples, num_tokens=max(1, programme.num_tokens + lane % 3))
+        )
+    return lanes
+
+
+def tokens_of(lane: PlacedLane, samples: Sequence[Sample]) -> Tensor:
+    """Return which of the tokens of `samples` a lane holds."""
+    firsts = np.cumsum([0, *(sample.seqlen for sample in samples)])
+    held = zip(lane.samples, lane.shards(), strict=False)
+    tokens = [firsts[sample.sample_id % MOST_SAMPLES] + shard for sample, shard in held]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *tokens]))
+
+
+def attend(
+    case: Case, lanes: Sequence[PlacedLane], kernel: str = CPU.name, dtype: torch.dtype = torch.float32
+) -> list[Placed]:
+    """Return what all lanes compute; padding holds values as any token, but no gradient comes to it."""
+    inputs = []
+    for lane in lanes:
+        tokens = tokens_of(lane, case.samples)
+        num_padding = lane.num_tokens - len(tokens)
+        *qkv, grad = (x[tokens].to(dtype) for x in case.inputs)
+        qkv = [torch.cat([x, torch.ones(num_padding, *x.shape[1:], dtype=dtype)]) for x in qkv]
+        inputs.append([*qkv, torch.cat([grad, grad.new_zeros(num_padding, *grad.shape[1:])])])
+    return attend_placed(inputs, lanes, KERNELS[kernel], case.mask)
+
+
+def whole_of(lanes: Sequence[PlacedLane], samples: Sequence[Sample], found: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return tensors of the tokens of `samples`, from those of the lanes."""
+    tokens = [tokens_of(lane, samples) for lane in lanes]
+    order = torch.cat(tokens).argsort()
+    assert torch.equal(torch.cat(tokens)[order], torch.arange(len(order)))
+    return [
+        torch.cat([x[: len(held)] for x, held in zip(part, tokens, strict=True)])[order]
+        for part in zip(*found, strict=True)
+    ]
+
+
+def assert_padding_gets_nothing(lanes: Sequence[PlacedLane], found: Sequence[Sequence[Tensor]]) -> None:
+    """Its output and its gradients are 0."""
+    for lane, tensors in zip(lanes, found, strict=True):
+        assert not any(x[lane.programme.num_tokens :].any() for x in (tensors[0], *tensors[-3:]))
+
+
+def assert_equal_to_dense(whole: Sequence[Tensor], expected: Sequence[Tensor], names: Sequence[str] = NAMES) -> None:
+    for name, actual, wanted in zip(names, whole, expected, strict=True):
+        try:
+            assert_close(actual, wanted, TOLERANCE)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def attended(case: Case, lanes: Sequence[PlacedLane], **how: Any) -> list[Tensor]:
+    return whole_of(lanes, case.samples, [one.tensors for one in attend(case, lanes, **how)])
+
+
+def pairs_of(packs: Sequence[Pack]) -> int:
+    """Return the pairs of queries and keys that kernel calls are asked for."""
+    total = 0
+    for pack in packs:
+        if pack.host_ranges is not None:
+            total += int((pack.host_ranges[:, 1::2] - pack.host_ranges[:, ::2]).sum())
+        else:
+            squares = zip(pack.row_seqlens, pack.column_seqlens, strict=True)
+            total += sum(rows * (rows + 1) // 2 if pack.causal else rows * columns for rows, columns in squares)
+    return total
+
+
+def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str]:
+    """Pairs and bytes of every lane are those of the placement; return what there was."""
+    placement = case.placement
+    tiles = placement.tiles.astype(np.int64)
+    wanted = tiles_between(placement, case.samples, case.mask)
+    pairs = dict(
+        zip(zip(wanted.rows.tolist(), wanted.columns.tolist(), strict=True), wanted.pairs.tolist(), strict=True)
+    )
+    of_lane: Counter[int] = Counter()
+    for row, column, lane, _ in tiles.tolist():
+        of_lane[lane] += pairs[row, column]
+    fetches = fetches_of(placement, 0, case.node_lanes)
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    query, keys, lse = 4 * HEADS * DIM, 2 * 4 * case.kv_heads * DIM, 4 * HEADS
+    seen: Counter[str] = Counter()
+    for direction, there, back in ((0, (query, keys), (query + lse, 0)), (1, (3 * query + lse, keys), (query, keys))):
+        messages = messages_of(fetches, tokens, np.array(there, float), np.array(back, float))
+        sent = np.bincount(messages.sender, messages.num_bytes, case.num_lanes)
+        assert [one.sent_bytes[direction] for one in found] == sent.tolist()
+        for name, number in (("across", ACROSS), ("inside", INSIDE), ("collect", COLLECT), ("deliver", DELIVER)):
+            seen[f"{name} {direction}"] += int((messages.round == number).sum())
+    programmes = programmes_of(placement, case.num_lanes, 0, case.node_lanes)
+    for lane, one in enumerate(found):
+        packs = [pack for division in one.params.packs["placed"].divisions for pack in division]
+        assert pairs_of(packs) == of_lane[lane]
+        seen["idle"] += not of_lane[lane]
+        seen["holds nothing"] += not placement.home_tokens(case.num_lanes)[lane]
+        seen["ranged"] += sum(pack.key_ranges is not None for pack in packs)
+        fetched = sum(held.num_tokens for held in programmes[lane].held if held.kind >= 0)
+        seen["reused"] += sum(programmes[lane].buffer_tokens) < fetched
+    seen["relayed"] += int((fetches.source != placement.homes[fetches.home, 3]).sum())
+    seen["tokens"] += int((tokens == 1).sum())
+    return seen
+
+
+def assert_case(case: Case, kernel: str = CPU.name) -> Counter[str]:
+    """Lanes compute a case; return what there was."""
+    lanes = lanes_of(case)
+    found = attend(case, lanes, kernel)
+    tensors = [one.tensors for one in found]
+    try:
+        assert_equal_to_dense(whole_of(lanes, case.samples, tensors), case.expected)
+        assert_padding_gets_nothing(lanes, tensors)
+        return assert_counts_as_planned(case, found)
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
+def test_lanes_of_one_process_equal_a_dense_softmax(num_lanes: int) -> None:
+    seen: Counter[str] = Counter()
+    for case in cases(num_lanes):
+        seen += assert_case(case)
+    rounds = [f"{name} {direction}" for name in ("inside", "collect", "across", "deliver") for direction in (0, 1)]
+    for what in (*rounds, "ranged", "reused", "idle", "holds nothing", "tokens"):
+        assert seen[what] > 0, what
+    assert (seen["relayed"] > 0) == (num_lanes > 2), "two lanes have nobody to hand on to"
+
+
+def test_portable_blocks_compute_it_too() -> None:
+    """What a CUDA device computes in float32."""
+    assert assert_case(Case(4, 2, 2), "portable")["ranged"]
+
+
+@contextlib.contextmanager
+def sums_in_bf16() -> Iterator[None]:
+    with (
+        mock.patch.object(log_sum_exp, "SUM_DTYPE", BF16),
+        mock.patch.object(merge, "SUM_DTYPE", BF16),
+        mock.patch.object(blocks, "SUM_DTYPE", BF16),
+    ):
+        yield
+
+
+def test_bf16_is_summed_in_float32() -> None:
+    """The bounds are those of other exchanges (test_attention.py); sums in bf16, planted for comparison, are beyond."""
+    case = Case(4, 2, 4, samples=tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate((256, 130, 9))))
+    expected = naive_samples([x.to(BF16).double() for x in case.inputs], case.samples)
+    lanes = lanes_of(case)
+
+    def errors() -> list[float]:
+        found = attended(case, lanes, dtype=BF16)
+        assert {x.dtype for x in (found[0], *found[2:])} == {BF16}
+        pairs = zip(found, expected, strict=True)
+        return [((x.double() - wanted).norm() / wanted.norm()).item() for x, wanted in pairs]
+
+    out_error, lse_error, *grad_errors = errors()
+    assert out_error < 2.4e-3
+    assert lse_error < 1e-5
+    assert max(grad_errors) < 6e-3
+    with sums_in_bf16():
+        assert min(errors()[2:]) > 7e-3, "the bounds are too wide to notice sums in bf16"
+
+
+# Faults that are easy to make.
+
+
+@contextlib.contextmanager
+def other_programme(method: str, change: Callable[[Programme], Programme]) -> Iterator[None]:
+    """Let a pass of every lane run a changed programme."""
+    original = getattr(blocks.Blocks, method)
+
+    def changed(self: Any, *args: Any) -> Any:
+        planned = self._params
+        placed = replace(planned.placed, programme=change(planned.placed.programme))
+        self._params = copy.copy(planned)
+        self._params.packs, self._params.placed = {}, placed
+        return original(self, *args)
+
+    with mock.patch.object(blocks.Blocks, method, changed):
+        yield
+
+
+def without_tile(number: int) -> Callable[[Programme], Programme]:
+    """Return what leaves out one of the tiles of a programme, if it has so many."""
+
+    def change(programme: Programme) -> Programme:
+        counts = itertools.count()
+        tiles = tuple(tuple(tile for tile in division if next(counts) != number) for division in programme.tiles)
+        return programme._replace(tiles=tiles)
+
+    return change
+
+
+@pytest.mark.parametrize("method", ["attend", "attend_backward"])
+def test_every_tile_that_is_dropped_is_noticed(method: str) -> None:
+    """Forward output and log-sum-exp are wrong, backward the gradients alone."""
+    case = Case(3, 2, 4)
+    lanes = lanes_of(case)
+    most = max(sum(map(len, lane.programme.tiles)) for lane in lanes)
+    for number in range(0, most, 3):
+        with other_programme(method, without_tile(number)):
+            whole = attended(case, lanes)
+        with pytest.raises(AssertionError, match="output: error" if method == "attend" else "gradient of .*: error"):
+            assert_equal_to_dense(whole, case.expected)
+    assert most > 30
+
+
+def double_a_tile(programme: Programme) -> Programme:
+    """One of a lane's own tiles is computed in two divisions."""
+    num_own = len(programme.own)
+    own = [tile for division in programme.tiles for tile in division if max(tile) < num_own]
+    first, *others = programme.tiles
+    return programme._replace(tiles=(first, *(one if set(own[:1]) & set(one) else (*one, *own[:1]) for one in others)))
+
+
+def take_the_rows_before(programme: Programme) -> Programme:
+    """One of a lane's own homes is taken for the tokens before it."""
+    *others, last = programme.own
+    if not others:
+        return programme
+    held = (*others, last._replace(place=last.place - 1), *programme.held[len(programme.own) :])
+    return programme._replace(held=held)
+
+
+def end_ranges_a_key_early() -> Any:
+    original = placed_packs._key_ranges
+
+    def shorter(*args: Any) -> NDArray[np.int32]:
+        ranges = original(*args)
+        ranges[:, 1::2] -= ranges[:, 1::2] > ranges[:, ::2] + 1
+        return ranges
+
+    return mock.patch.object(placed_packs, "_key_ranges", shorter)
+
+
+def hand_on_before_adding_up() -> Any:
+    """A relay gives back what it has before what its node gives it."""
+
+    def give_back(self: Any, division: int) -> None:
+        self.begin(DELIVER, division)
+        self.finish(COLLECT, division)
+
+    return mock.patch.object(blocks._Rounds, "give_back", give_back)
+
+
+def keep_what_came(number: int) -> Callable[[], Any]:
+    """Return what lets results of one round be lost."""
+
+    def plant() -> Any:
+        original = blocks._Rounds.finish
+
+        def finish(self: Any, which: int, division: int) -> None:
+            if which == number and (division, which) in self._pending:
+                self._pending.pop((division, which)).wait()
+                return
+            original(self, which, division)
+
+        return mock.patch.object(blocks._Rounds, "finish", finish)
+
+    return plant
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a doubled tile, forward": (lambda: other_programme("attend", double_a_tile), "output"),
+    "a doubled tile, backward": (lambda: other_programme("attend_backward", double_a_tile), "gradient of queries"),
+    "a wrong row range, forward": (lambda: other_programme("attend", take_the_rows_before), "output"),
+    "a wrong row range, backward": (lambda: other_programme("attend_backward", take_the_rows_before), "gradient"),
+    "ranges that end a key early": (end_ranges_a_key_early, "output"),
+    "a relay that forgets to add up": (hand_on_before_adding_up, "output"),
+    "what a node gives back is lost": (keep_what_came(COLLECT), "output"),
+    "what other nodes give back is lost": (keep_what_came(DELIVER), "output"),
+    "a buffer that is not cleared": (
+        lambda: mock.patch.object(blocks._Forward, "clear"),
+        "output|log-sum-exp",
+    ),
+    "gradients that are not cleared": (
+        lambda: mock.patch.object(blocks._Backward, "clear"),
+        "gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fault: str) -> None:
+    plant, what = FAULTS[fault]
+    case = Case(8, 4, 8)
+    lanes = lanes_of(case)
+    assert_equal_to_dense(attended(case, lanes), case.expected)
+    with plant():
+        whole = attended(case, lanes)
+    with pytest.raises(AssertionError, match=f"({what}).*: error"):
+        assert_equal_to_dense(whole, case.expected)
+
+
+# On ranks.
+
+
+NUM_RANKS = 4
+STEP = (((0, 4),), ((0, 2), (2, 2)), ((0, 1), (1, 3)), ((0, 3), (3, 1)))
+"""Buckets of each micro-batch: first lane and lanes. Two of three lanes lie in a group of four, at both its ends."""
+
+
+def bucket_of(first_lane: int, cp_size: int, index: int, node_lanes: int) -> Bucket:
+    """Return a bucket with samples of its own, but for an empty place on lane 3."""
+    first_id = MOST_SAMPLES * (100 * node_lanes + 10 * index + first_lane)
+    samples = tuple(replace(sample, sample_id=first_id + sample.sample_id) for sample in SAMPLES)
+    if cp_size == 1:
+        return Bucket(first_lane=first_lane, samples=samples if first_lane < 3 else ())
+    placement = Case(cp_size, node_lanes, index + 1, idle=index % 2).placement
+    return Bucket(first_lane=first_lane, cp_size=cp_size, cp_comm_type="blocks", samples=samples, placement=placement)
+
+
+@lru_cache
+def plan_of(node_lanes: int) -> Plan:
+    micro_batches = tuple(
+        MicroBatch(buckets=tuple(bucket_of(*place, index, node_lanes) for place in places))
+        for index, places in enumerate(STEP)
+    )
+    topology = Topology(num_lanes=NUM_RANKS, ranks_per_node=node_lanes)
+    plan = Plan(topology=topology, max_tokens_per_rank=300, micro_batches=micro_batches)
+    check_plan(plan)
+    return plan
+
+
+def lane_plans(plan: Plan) -> list[LanePlan]:
+    """Return what each lane is told, as it reads it."""
+    planned = PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * NUM_RANKS, reason="")
+    return [decode_lane(message) for message in encode_lanes(plan, PlanFacts.of(planned))]
+
+
+def read_sample(sample_id: int) -> SampleTokens:
+    random = np.random.default_rng(sample_id)
+    tokens, labels, weights = random.integers(1, 1000, (3, SAMPLES[sample_id % MOST_SAMPLES].seqlen))
+    return SampleTokens(tokens=tokens, labels=labels, loss_mask=weights.astype(np.float32))
+
+
+class OnRank(NamedTuple):
+    """What a rank found of a placed bucket: output and gradients, bytes that it sent, and its columns of data."""
+
+    tensors: tuple[Tensor, ...]
+    sent_bytes: int
+    columns: dict[str, Tensor]
+
+
+@lru_cache
+def on_ranks() -> list[dict[int, list[OnRank | None]]]:
+    return run_ranks(NUM_RANKS, attend_on_rank, timeout_s=60)
+
+
+def attend_on_rank() -> dict[int, list[OnRank | None]]:
+    """Return for nodes of 1, 2 and 4 lanes what this rank finds of each micro-batch; None where it is not placed."""
+    initialize_model_parallel()
+    device = torch.device("cpu")
+    groups = DynamicCPGroups.build(Topology(num_lanes=NUM_RANKS), timeout_s=30, exchanges=("blocks",))
+    found = {}
+    for node_lanes in (1, 2, 4):
+        plan = lane_plans(plan_of(node_lanes))[groups.lane]
+        packed = pack_step(plan, read_sample)
+        check_tokens(plan, packed, read_sample, "a placed step", device)
+        stats = ExchangeStats()
+        found[node_lanes] = [
+            find(batch, stats) for batch in micro_batches(packed, groups, device, f"nodes of {node_lanes}", stats)
+        ]
+    assert packed.columns is not None
+    packed.columns[1, 0] += groups.lane == 2
+    with pytest.raises(DisagreementError, match="changed between reading and sharding"):
+        check_tokens(plan, packed, read_sample, "a placed step", device)
+    return found
+
+
+def find(batch: dict[str, Any], stats: ExchangeStats) -> OnRank | None:
+    params = batch["packed_seq_params"]
+    if params.placed is None:
+        return None
+    tokens = tokens_of(params.placed, SAMPLES)
+    num_padding = params.placed.num_tokens - len(tokens)
+    inputs = [x[tokens].float() for x in Case(1, 1, 1).inputs]
+    *qkv, grad = (torch.cat([x, x.new_zeros(num_padding, *x.shape[1:])]) for x in inputs)
+    qkv = [x.requires_grad_() for x in qkv]
+    before = stats.bytes_sent
+    out = Attention.apply(*qkv, params, SCALE, KERNELS[CPU.name])
+    grads = torch.autograd.grad(out, qkv, grad)
+    columns = {name: batch[name][0].clone() for name in COLUMNS}
+    return OnRank((out.detach(), *grads), stats.bytes_sent - before, columns)
+
+
+def placed_buckets() -> Iterator[tuple[Bucket, list[PlacedLane], list[OnRank]]]:
+    """Yield all placed buckets of `on_ranks`, what their lanes do, and what they found."""
+    for node_lanes in (1, 2, 4):
+        steps = [pack_step(plan, None) for plan in lane_plans(plan_of(node_lanes))]
+        for index, micro_batch in enumerate(plan_of(node_lanes).micro_batches):
+            for bucket in micro_batch.buckets:
+                if bucket.placement is not None:
+                    lanes = [steps[lane].buckets[index].placed for lane in bucket.lanes]
+                    found = [on_ranks()[lane][node_lanes][index] for lane in bucket.lanes]
+                    yield bucket, lanes, found
+
+
+def test_ranks_equal_a_dense_softmax_and_send_what_is_priced() -> None:
+    """Buckets of 2, 3 and 4 ranks."""
+    seen: Counter[int] = Counter()
+    out, _, *grads = Case(1, 1, 1).expected
+    for bucket, lanes, found in placed_buckets():
+        tensors = [one.tensors for one in found]
+        names = (NAMES[0], *NAMES[2:])
+        assert_equal_to_dense(whole_of(lanes, SAMPLES, tensors), [out, *grads], names)
+        assert_padding_gets_nothing(lanes, tensors)
+        node_lanes = bucket.samples[0].sample_id // MOST_SAMPLES // 100
+        sent = placed_bytes(bucket, MODEL, Topology(num_lanes=NUM_RANKS, ranks_per_node=node_lanes), 4)
+        assert [one.sent_bytes for one in found] == sent.sum(axis=0).tolist()
+        seen[bucket.cp_size] += 1
+    assert seen == {2: 6, 3: 6, 4: 3}
+
+
+def assert_columns_of(bucket: Bucket, lanes: Sequence[PlacedLane], columns: Sequence[dict[str, Tensor]]) -> None:
+    """Every token has what was read of it, and the position that its mask gives it; padding has 0."""
+    read = [read_sample(sample.sample_id) for sample in bucket.samples]
+    positions = [None if sample.mask is None else sample.mask.positions(sample.seqlen) for sample in bucket.samples]
+    of_samples = zip(positions, bucket.samples, strict=True)
+    expected = {
+        **{name: [getattr(one, name) for one in read] for name in ("tokens", "labels", "loss_mask")},
+        "position_ids": [np.arange(one.seqlen) if by_mask is None else by_mask for by_mask, one in of_samples],
+    }
+    for name, parts in expected.items():
+        found = [[one[name]] for one in columns]
+        assert np.array_equal(whole_of(lanes, SAMPLES, found)[0].numpy(), np.concatenate(parts)), name
+        assert not any(one[name][lane.programme.num_tokens :].any() for lane, one in zip(lanes, columns, strict=True))
+
+
+def test_lanes_get_the_tokens_of_their_homes() -> None:
+    num_restarting = 0
+    for bucket, lanes, found in placed_buckets():
+        assert_columns_of(bucket, lanes, [one.columns for one in found])
+        num_restarting += sum(isinstance(sample.mask, SharedQuestion) for sample in bucket.samples)
+    assert num_restarting == 15
+
+
+def test_positions_that_do_not_restart_are_noticed() -> None:
+    bucket = plan_of(1).micro_batches[0].buckets[0]
+
+    def columns() -> tuple[list[PlacedLane], list[dict[str, Tensor]]]:
+        steps = [pack_step(plan, read_sample) for plan in lane_plans(plan_of(1))]
+        lanes = [step.buckets[0].placed for step in steps]
+        parts = [slice(0, lane.num_tokens) for lane in lanes]
+        return lanes, [
+            {**dict(zip(COLUMNS, step.columns[:, part], strict=False)), "loss_mask": step.loss_mask[part]}
+            for step, part in zip(steps, parts, strict=True)
+        ]
+
+    assert_columns_of(bucket, *columns())
+    with mock.patch.object(data, "_positions", lambda sample, shard: shard):
+        found = columns()
+    with pytest.raises(AssertionError, match="position_ids"):
+        assert_columns_of(bucket, *found)
+
+
+def lose_a_message() -> str:
+    """Return the error of this lane when lane 0 does not send its last message of a layer."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=1, exchanges=("blocks",))
+    bucket = Bucket(first_lane=0, cp_size=2, cp_comm_type="blocks", samples=SAMPLES, placement=Case(2, 1, 2).placement)
+    row = MicroBatch(buckets=(bucket,))
+    plan = Plan(topology=Topology(num_lanes=2, ranks_per_node=1), max_tokens_per_rank=300, micro_batches=(row,))
+    packed = pack_step(lane_plans(plan)[groups.lane], None)
+    (batch,) = micro_batches(packed, groups, torch.device("cpu"), "step 7", ExchangeStats())
+    params = batch["packed_seq_params"]
+    q, k, v = (torch.ones(params.placed.num_tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    sent: list[LaneMessages] = []
+    lost = -1
+
+    class Losing(LaneMessages):
+        def __init__(self, sends: Any, *args: Any) -> None:
+            if any(x.nbytes for _, tensors in sends for x in tensors):
+                sent.append(self)
+            super().__init__([] if len(sent) == lost else sends, *args)
+
+    blocks.LaneMessages = Losing
+    Attention.apply(q, k, v, params, SCALE, KERNELS[CPU.name])
+    assert len(sent) > 2
+    if groups.lane == 0:
+        lost = 2 * len(sent)
+    try:
+        Attention.apply(q, k, v, params, SCALE, KERNELS[CPU.name])
+    except ExchangeError as error:
+        return str(error)
+    time.sleep(2)  # alive: a dead one is noticed at once
+    return ""
+
+
+@pytest.mark.slow  # it waits
+def test_a_lost_message_is_an_error_that_names_the_place() -> None:
+    """Whoever waits for it says so after the timeout of the group."""
+    _, message = run_ranks(2, lose_a_message, timeout_s=20)
+    assert "exchange in dynamic_cp_lanes_0_to_1 (ranks [0, 1]) failed at step 7, micro-batch 0, lanes 0..1" in message
+    assert "imed out" in message
