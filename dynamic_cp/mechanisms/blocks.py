@@ -9,7 +9,7 @@ from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import Bucket, MicroBatch, Topology
+from dynamic_cp.types import FULL, Bucket, MicroBatch, Topology
 
 # `dynamic_cp.placement` is compiled: it is imported by what is called, as no command should wait for the compiler in
 # vain.
@@ -38,6 +38,10 @@ class Blocks(Mechanism):
                 f"its attention is placed on {bucket.cp_size} lanes, but it has no placement: plan these samples again"
             )
         reason = why_misplaced(placement, bucket.samples, bucket.cp_size)
+        # A plan does not say which mask its layers have; where they have a full one, samples bring none.
+        if reason is not None and not any(sample.mask for sample in bucket.samples):
+            full = why_misplaced(placement, bucket.samples, bucket.cp_size, FULL)
+            reason = reason if full is not None else None
         if reason is not None:
             return reason
         buffers = buffer_tokens_of(placement, bucket.cp_size, bucket.first_lane, lanes_in_one_node(topology))

@@ -60,14 +60,18 @@ def tiles_between(placement: Placement, samples: Sequence[Sample], mask: Mask) -
         placement: whose homes tile every sample.
         mask: of samples that bring none.
     """
-    masked = (
-        [sample if sample.mask else replace(sample, mask=mask) for sample in samples] if mask != CAUSAL else samples
-    )
     last_of_sample = np.cumsum(np.bincount(placement.homes[:, 0], minlength=len(samples)))
     starts = np.concatenate([[0], last_of_sample + np.arange(1, len(samples) + 1)])
     seqlens = np.array([sample.seqlen for sample in samples], np.int64)
     cuts = np.insert(placement.homes[:, 1].astype(np.int64), last_of_sample, seqlens)
-    return count_tiles(runs_of(masked), starts, cuts)
+    return count_tiles(runs_of(with_masks(samples, mask)), starts, cuts)
+
+
+def with_masks(samples: Sequence[Sample], mask: Mask) -> Sequence[Sample]:
+    """Return `samples` with `mask` where they bring none; a causal one needs no words."""
+    if mask == CAUSAL:
+        return samples
+    return [sample if sample.mask else replace(sample, mask=mask) for sample in samples]
 
 
 def _why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:

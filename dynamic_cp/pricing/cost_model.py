@@ -31,7 +31,9 @@ from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import (
     Attention,
     Bucket,
+    Causal,
     CpCommType,
+    Full,
     Hardware,
     MicroBatch,
     ModelShape,
@@ -144,6 +146,11 @@ class CostModel:
         tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
         seconds = self._stage.lane_costs(bucket, micro_batch, tokens)
         return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
+
+    @property
+    def mask(self) -> Causal | Full:
+        """Mask of the layers."""
+        return self._stage.mask
 
     def bytes_per_token(self) -> tuple[float, float]:
         """Return what one token sends in a forward pass of a stage: queries with outputs, and keys with values."""

@@ -31,6 +31,8 @@ from dynamic_cp.types import (
     PLACED,
     Attention,
     Bucket,
+    Causal,
+    Full,
     MicroBatch,
     Problem,
 )
@@ -79,6 +81,11 @@ class StagePrices:
         """
         forward, backward = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
         return terms_of(forward), terms_of(backward)
+
+    @property
+    def mask(self) -> Causal | Full:
+        """Mask of the layers."""
+        return self._attention.mask
 
     def bytes_per_token(self) -> tuple[float, float]:
         """Return (queries with outputs, keys with values) of a token, all layers."""

@@ -15,6 +15,7 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Placed, PlacementProblem, candidates
+from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import round_up
@@ -157,7 +158,7 @@ def place_row(
     )
     best: list[tuple[float, int, MicroBatch]] = []
     fitting: list[tuple[float, int, Placed]] = []
-    for placed in islice(candidates(samples, problem), most_candidates):
+    for placed in islice(candidates(with_masks(samples, cost_model.mask), problem), most_candidates):
         found = _priced(samples, placed, _DIVISIONS[0], problem, cost_model)
         if found is not None:
             fitting.append((found[0], len(fitting), placed))

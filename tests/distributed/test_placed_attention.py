@@ -281,6 +281,16 @@ def test_portable_blocks_compute_it_too() -> None:
     assert assert_case(Case(4, 2, 2), "portable")["ranged"]
 
 
+def test_layers_with_full_attention_see_all_of_their_samples() -> None:
+    samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate((37, 1, 60, 2)))
+    for num_lanes, node_lanes in ((2, 1), (3, 3), (4, 2)):
+        seen = assert_case(Case(num_lanes, node_lanes, 4, samples=samples, mask=FULL))
+        assert seen["inside 0"] + seen["across 0"] > 0
+        assert not seen["ranged"]
+    with pytest.raises(AssertionError, match="output: error"):
+        assert_equal_to_dense(_expected(KV_HEADS, samples, CAUSAL), _expected(KV_HEADS, samples, FULL))
+
+
 @contextlib.contextmanager
 def sums_in_bf16() -> Iterator[None]:
     with (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynamic_cp.placement.programme import Held, Programme
 from dynamic_cp.placement.transport import COLUMN, ROW
-from dynamic_cp.types import CAUSAL, FULL, Sample
+from dynamic_cp.types import CAUSAL, FULL, Causal, Full, Mask, Sample
 from megatron.dynamic_cp.attention.packs import Pack, to_device
 
 
@@ -64,9 +64,11 @@ class PlacedLane:
         padding = np.arange(self.num_tokens - self.programme.num_tokens, dtype=np.int64)
         return [*map(np.concatenate, held), padding]
 
-    def packs(self, device: torch.device) -> PlacedPacks:
-        """Return it with its tensors on `device`."""
-        return build_placed_packs(self.programme, self.samples, self.num_tokens, device)
+    def packs(self, device: torch.device, mask: Causal | Full = CAUSAL) -> PlacedPacks:
+        """Return it with its tensors on `device`; `mask`: of samples that bring none."""
+        masks = [sample.mask or mask for sample in self.samples]
+        seqlens = [sample.seqlen for sample in self.samples]
+        return build_placed_packs(self.programme, masks, seqlens, self.num_tokens, device)
 
 
 class PlacedPacks(NamedTuple):
@@ -87,12 +89,12 @@ class PlacedPacks(NamedTuple):
 
 
 def build_placed_packs(
-    programme: Programme, samples: Sequence[Sample], num_tokens: int, device: torch.device
+    programme: Programme, masks: Sequence[Mask], seqlens: Sequence[int], num_tokens: int, device: torch.device
 ) -> PlacedPacks:
     """Return what the programme of a lane is on `device`.
 
     Args:
-        samples: of the bucket.
+        masks, seqlens: of the bucket's samples.
         num_tokens: of the lane, with padding.
     """
     held = programme.held
@@ -115,7 +117,7 @@ def build_placed_packs(
         row_room=programme.buffer_tokens[ROW],
         column_room=programme.buffer_tokens[COLUMN],
         divisions=tuple(
-            tuple(_packs_of_division(tiles, held, samples, tokens_of, device)) for tiles in programme.tiles
+            tuple(_packs_of_division(tiles, held, masks, seqlens, tokens_of, device)) for tiles in programme.tiles
         ),
         rounds={
             (one.division, one.round): Round(messages(one.sends), messages(one.receives)) for one in programme.exchanges
@@ -126,7 +128,8 @@ def build_placed_packs(
 def _packs_of_division(
     tiles: Sequence[tuple[int, int]],
     held: Sequence[Held],
-    samples: Sequence[Sample],
+    masks: Sequence[Mask],
+    seqlens: Sequence[int],
     tokens_of: Callable[[Iterable[int]], NDArray[np.int64]],
     device: torch.device,
 ) -> Iterator[Pack]:
@@ -138,11 +141,12 @@ def _packs_of_division(
     full: dict[int, list[int]] = {}
     ranged: dict[int, list[int]] = {}
     for row, column in tiles:
-        mask = samples[held[row].sample].mask or CAUSAL
+        mask = masks[held[row].sample]
         same = (held[row].start, held[row].stop) == (held[column].start, held[column].stop)
         if mask == CAUSAL and same:
             squares.append((row, column))
         elif mask in (CAUSAL, FULL):
+            assert mask == FULL or held[column].start < held[row].start, "placed for layers with full attention"
             full.setdefault(row, []).append(column)
         else:
             ranged.setdefault(row, []).append(column)
@@ -159,12 +163,12 @@ def _packs_of_division(
                 device=device,
                 rows=tokens_of(rows),
                 columns=tokens_of(column for columns in rows.values() for column in columns),
-                key_ranges=_key_ranges(rows, held, samples) if is_ranged else None,
+                key_ranges=_key_ranges(rows, held, masks, seqlens) if is_ranged else None,
             )
 
 
 def _key_ranges(
-    rows: Mapping[int, Sequence[int]], held: Sequence[Held], samples: Sequence[Sample]
+    rows: Mapping[int, Sequence[int]], held: Sequence[Held], masks: Sequence[Mask], seqlens: Sequence[int]
 ) -> NDArray[np.int32]:
     """Return what each row sees of its keys, which are parts of its sample in ascending order, one after the other."""
     found = []
@@ -172,9 +176,7 @@ def _key_ranges(
     for row, columns in rows.items():
         number = held[row].sample
         if number not in by_sample:
-            mask = samples[number].mask
-            assert mask is not None
-            by_sample[number] = mask.key_ranges(samples[number].seqlen)
+            by_sample[number] = masks[number].key_ranges(seqlens[number])
         starts = np.array([held[column].start for column in columns])
         assert (np.diff(starts) > 0).all(), "tiles come in the order of their keys"
         lengths = np.array([held[column].num_tokens for column in columns])

@@ -13,6 +13,7 @@ from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidIn
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.lane_tokens import lane_tokens
@@ -224,3 +225,19 @@ def test_masks_that_packers_cannot_serve_are_placed() -> None:
 def test_what_nothing_can_place_is_refused_by_name() -> None:
     with pytest.raises(InfeasibleSampleError, match="the largest allowed group of 4 lanes holds 400"):
         plan_global_batch(samples_of([401]), **job(4, 100, cp_comm_types=("blocks",)))
+
+
+def test_models_with_full_attention_get_full_tiles() -> None:
+    for names in CHOICES:
+        given = job(4, 512, ranks_per_node=1, cp_comm_types=names)
+        samples = samples_of([1500, 300, 20])
+        causal = plan_global_batch(samples, **given)
+        given["model"] = replace(given["model"], causal_attention=False)
+        planned = plan_global_batch(samples, **given)
+        check_plan(planned.plan, samples)
+        assert lower_bound(samples, CostModel(**given)).proven_s <= planned.predicted_s * (1 + 1e-9)
+        assert planned.predicted_s > causal.predicted_s
+        for bucket in planned.plan.buckets if names == ("blocks",) else ():
+            assert bucket.placement is not None
+            assert why_misplaced(bucket.placement, bucket.samples, bucket.cp_size, FULL) is None
+            assert why_misplaced(bucket.placement, bucket.samples, bucket.cp_size) is not None

@@ -66,7 +66,7 @@ def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> Placed
     """Return the programme of the lane on the device, made by the first layer that asks."""
     assert params.placed is not None
     if "placed" not in params.packs:
-        params.packs["placed"] = params.placed.packs(device)
+        params.packs["placed"] = params.placed.packs(device, params.mask)
     packs: PlacedPacks = params.packs["placed"]
     return packs
 
