@@ -228,6 +228,30 @@ def test_missing_group_names_what_is_there() -> None:
     assert "lane 0 has no CP group that holds lanes 0 to 1; built: [(0, 1)]; widen --max-dynamic-cp-size" in around
 
 
+def build_for_placed_buckets() -> tuple[list[tuple[int, int]], list[range], str]:
+    """Return the groups of this lane, the ranks of those around some buckets that hold it, and the line for the log."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(
+        Topology(num_lanes=6), timeout_s=10, exchanges=("p2p", "a2a+p2p", "blocks"), inner_sizes=(2, 4)
+    )
+    around = []
+    for lanes in (range(6), range(1, 4), range(3, 6), range(4, 6)):
+        if groups.lane in lanes:
+            first, group = groups.around(lanes.start, len(lanes))
+            around.append(range(first, first + group.size()))
+            assert dist.get_process_group_ranks(group) == list(around[-1])
+    return list(groups.groups), around, groups.describe()
+
+
+def test_placed_buckets_span_any_lanes() -> None:
+    """Of 6 lanes the groups of powers of two hold 4 at most; one of all lanes holds every other bucket."""
+    ranks = run_ranks(6, build_for_placed_buckets, timeout_s=60)
+    assert ranks[0][:2] == ([(0, 1), (0, 2), (0, 4), (0, 6)], [range(6)])
+    assert ranks[3][:2] == ([(3, 1), (2, 2), (0, 4), (0, 6)], [range(6), range(4), range(6)])
+    assert ranks[5][:2] == ([(5, 1), (4, 2), (0, 6)], [range(6), range(6), range(4, 6)])
+    assert "sizes 1, 2, 6: built" in ranks[5][2]
+
+
 def refuse(topology: Topology, order: str) -> str:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp_size, pipeline_model_parallel_size=topology.pp_size, order=order

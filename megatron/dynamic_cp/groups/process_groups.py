@@ -123,12 +123,15 @@ class DynamicCPGroups:
 
         chooses = not set(CHOOSES_INNER_SIZE).isdisjoint(exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
-        if not set(PLACED).isdisjoint(exchanges) and (0, topology.num_lanes) not in blocks:
-            blocks.append((0, topology.num_lanes))  # placed buckets span any lanes
         two_levels = two_level_blocks(lane, blocks, inner_sizes if chooses else ())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
-            groups = {(first, size): new_group(range(first, first + size)) for first, size in blocks}
+            groups = {}
+            # Placed buckets span any lanes. torch names a group by how many a rank has: that of all lanes comes first.
+            if not set(PLACED).isdisjoint(exchanges) and (0, topology.num_lanes) not in blocks:
+                groups[0, topology.num_lanes] = new_group(range(topology.num_lanes))
+            groups |= {(first, size): new_group(range(first, first + size)) for first, size in blocks}
+            groups = dict(sorted(groups.items(), key=lambda built: built[0][1]))
             inner_groups = {}
             for size in sorted({inner for _, _, inner in two_levels}):
                 first = lane - lane % size
@@ -146,7 +149,8 @@ class DynamicCPGroups:
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
         for (first, size), group in groups.items():
-            for way in ways_of(exchanges, size, query_heads, tuple(inner_groups)) if size > 1 else ():
+            used = exchanges if (first, size) in blocks else [one for one in exchanges if one in PLACED]
+            for way in ways_of(used, size, query_heads, tuple(inner_groups)) if size > 1 else ():
                 levels = cold.levels(first, size, way.inner_cp_size)
                 warm_up(way, group, levels, done, stats, device or collective_device())
         return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)
