@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,20 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed import distributed_c10d
 
+from dynamic_cp.models import catalog
 from dynamic_cp.plans.padding import rank_tokens
-from dynamic_cp.types import Bucket, CpCommType, MicroBatch, ModelShape, Plan, PlannedBatch, Sample, Topology
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import (
+    Bucket,
+    CpCommType,
+    MicroBatch,
+    ModelShape,
+    Plan,
+    PlannedBatch,
+    PlanOptions,
+    Sample,
+    Topology,
+)
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
@@ -27,7 +39,8 @@ from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.sent_bytes import sent_by
+from tests.placements import random_placement
+from tests.sent_bytes import placed_bytes, sent_by
 
 TOLERANCE = 5e-6
 
@@ -61,9 +74,10 @@ class Layout:
     variant: str = "llama"
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
-    exchange: str = "p2p"  # of every bucket that can have it; "mixed": all of them
+    exchange: str = "p2p"  # of every bucket that can have it, if it is not placed; "mixed": all of them
     inner_sizes: tuple[int, ...] = (2, 4)
     transformer_impl: TransformerImpl = "local"
+    ranks_per_node: int = 8
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,7 +88,25 @@ class Layout:
     @property
     def topology(self) -> Topology:
         return Topology(
-            num_lanes=self.lanes, tp_size=self.tp, pp_size=self.pp, vp_size=self.vpp, sequence_parallel=self.sp
+            num_lanes=self.lanes,
+            tp_size=self.tp,
+            pp_size=self.pp,
+            vp_size=self.vpp,
+            sequence_parallel=self.sp,
+            ranks_per_node=self.ranks_per_node,
+        )
+
+    @property
+    def model(self) -> ModelShape:
+        config = reference.transformer_config(reference.VARIANTS[self.variant])
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups,
+            kv_channels=config.kv_channels,
+            vocab_size=reference.VOCAB_SIZE,
         )
 
 
@@ -141,6 +173,36 @@ def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_r
     return Plan(topology=topology, max_tokens_per_rank=1 << 20, micro_batches=micro_batches, policy="test")
 
 
+def placed_plan(samples: tuple[Sample, ...], layout: Layout) -> Plan:
+    """Return `mixed_plan` with two micro-batches placed at random: on all lanes, and on all but the first of three."""
+    plan, random = mixed_plan(samples, layout), np.random.default_rng(layout.lanes)
+
+    def placed(first_lane: int, buckets: Iterable[Bucket]) -> Bucket:
+        held = tuple(sample for bucket in buckets for sample in bucket.samples)
+        num_lanes = layout.lanes - first_lane
+        return Bucket(
+            first_lane=first_lane,
+            cp_size=num_lanes,
+            cp_comm_type="blocks",
+            samples=held,
+            placement=random_placement(random, held, num_lanes, 4),
+        )
+
+    first, second, third, *others = plan.micro_batches
+    whole = MicroBatch(buckets=(placed(0, first.buckets),))
+    alone = [bucket for bucket in third.buckets if bucket.lanes == range(1)] if layout.lanes > 2 else []
+    behind = placed(len(alone), [bucket for bucket in third.buckets if bucket not in alone])
+    return replace(plan, micro_batches=(whole, second, MicroBatch(buckets=(*alone, behind)), *others))
+
+
+def planned_blocks(samples: tuple[Sample, ...], layout: Layout, max_tokens_per_rank: int) -> Plan:
+    """Return the planner's own plan where attention is placed."""
+    options = PlanOptions(max_tokens_per_rank=max_tokens_per_rank, bytes_per_element=4, cp_comm_types=("blocks",))
+    return plan_global_batch(
+        samples, topology=layout.topology, model=layout.model, hardware=catalog.load_hardware("h100"), options=options
+    ).plan
+
+
 def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCommType, int]:
     """Return (exchange, inner size) of a bucket: the layout's where its size and the heads allow it, else the ring.
 
@@ -165,22 +227,16 @@ def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
 
 def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
     """Return what the planner says that a rank of `lane` sends for attention in the step, on any stage."""
-    config = reference.transformer_config(reference.VARIANTS[layout.variant])
-    model = ModelShape(
-        num_layers=layout.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        vocab_size=reference.VOCAB_SIZE,
-    )
     forwards = 2 if "recompute_granularity" in layout.config else 1
     total = 0.0
     for micro_batch in plan.micro_batches:
         bucket = micro_batch.bucket_of_lane(lane)
+        if bucket.placement is not None:
+            forward, backward = placed_bytes(bucket, layout.model, plan.topology, 4)[:, lane - bucket.first_lane]
+            total += forwards * forward + backward
+            continue
         tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
-        sent = sent_by(bucket, tokens, model, layout.tp, 4)
+        sent = sent_by(bucket, tokens, layout.model, layout.tp, 4)
         total += layout.num_layers / layout.pp * (forwards * sent.forward + sent.backward)
     return total
 
@@ -416,11 +472,15 @@ def compare_losses(
         bucket = micro_batch.bucket_of_lane(groups.lane)
         params = batch["packed_seq_params"]
         mask, positions = batch["loss_mask"].reshape(-1).numpy() != 0, params.positions.numpy()
-        owners = [(sample.sample_id, sample.seqlen) for sample in bucket.samples]
-        owners += [(PADDING, 0)] * (len(params.padded_seqlens) - len(owners))
+        held = bucket.samples if params.placed is None else params.placed.samples
+        lengths = [padded // bucket.cp_size for padded in params.padded_seqlens]
+        if params.placed is not None:
+            lengths = [len(shard) for shard in params.placed.shards()]
+        owners = [(sample.sample_id, sample.seqlen) for sample in held]
+        owners += [(PADDING, 0)] * (len(lengths) - len(owners))
         start = 0
-        for (sample_id, seqlen), padded_seqlen in zip(owners, params.padded_seqlens, strict=True):
-            rows = np.arange(start, start + padded_seqlen // bucket.cp_size)
+        for (sample_id, seqlen), length in zip(owners, lengths, strict=True):
+            rows = np.arange(start, start + length)
             start += len(rows)
             rows = rows[mask[rows]]
             is_real = positions[rows] < seqlen

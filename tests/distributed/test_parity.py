@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import Plan, Sample
-from megatron.dynamic_cp.attention import thd
+from dynamic_cp.types import CP_COMM_TYPES, Plan, Sample
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
     BATCHES,
@@ -17,11 +16,11 @@ from tests.distributed.parity import (
     assert_equal_to_reference,
     exchanges_of,
     mixed_plan,
+    placed_plan,
+    planned_blocks,
     run_step,
     static_plan,
 )
-
-EXCHANGES = tuple(thd.EXECUTORS)
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -89,6 +88,19 @@ HEAD_EXCHANGES = {
     "pp2_vpp2_mixed": Layout(4, pp=2, vpp=2, exchange="mixed"),
     "dp4_tp2_sp_pp2_mixed": Layout(4, tp=2, sp=True, pp=2, exchange="mixed", variant="llama_8_heads"),
 }
+# Two micro-batches placed at random, the others of buckets as elsewhere.
+PLACED_LAYOUTS = {
+    "dp4_placed": Layout(4, exchange="mixed", ranks_per_node=2),
+    "dp4_placed_full_recompute": Layout(
+        4, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True, ranks_per_node=1
+    ),
+    "three_lanes_placed": Layout(3, variant="gpt2", config=SELECTIVE_RECOMPUTE),
+    "tp2_sp_placed": Layout(2, tp=2, sp=True, distributed_optimizer=True),
+    "pp2_placed": Layout(2, pp=2),
+    "pp2_vpp2_placed": Layout(2, pp=2, vpp=2),
+}
+# The planner's own plans of placed micro-batches, and the limit of tokens per rank.
+PLANNED_BLOCKS = {"dp4_blocks": (Layout(4, ranks_per_node=2), 300), "tp2_blocks": (Layout(2, tp=2, sp=True), 600)}
 
 
 def test_layouts_equal_single_process(reference_of) -> None:
@@ -114,7 +126,7 @@ def test_batch_shapes_equal_single_process(reference_of) -> None:
 
 def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     """Return the first random plan that has the layout's exchange, or all of them where it mixes them."""
-    wanted = set(EXCHANGES) if layout.exchange == "mixed" else {layout.exchange}
+    wanted = set(CP_COMM_TYPES) if layout.exchange == "mixed" else {layout.exchange}
     plans = (mixed_plan(samples, layout, seed, num_rows=6) for seed in range(50))
     plan = next(plan for plan in plans if wanted <= {exchange for exchange, _ in exchanges_of(plan)})
     check_plan(plan, samples)
@@ -127,6 +139,22 @@ def test_head_exchanges_equal_single_process(reference_of) -> None:
         name: Case(layout, samples, plan_of_exchanges(samples, layout), reference_of(layout, "long_tail"))
         for name, layout in HEAD_EXCHANGES.items()
     }
+    assert_all_equal_to_reference(cases, bytes_too=True)
+
+
+def test_placed_attention_equals_single_process(reference_of) -> None:
+    samples = BATCHES["long_tail"]
+    plans = {name: (layout, placed_plan(samples, layout)) for name, layout in PLACED_LAYOUTS.items()}
+    plans |= {
+        name: (layout, planned_blocks(samples, layout, limit)) for name, (layout, limit) in PLANNED_BLOCKS.items()
+    }
+    cases = {}
+    for name, (layout, plan) in plans.items():
+        check_plan(plan, samples)
+        placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
+        assert len(placements) >= (2 if name in PLACED_LAYOUTS else 1)
+        assert max(len(placement.tiles) for placement in placements) > 10
+        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
     assert_all_equal_to_reference(cases, bytes_too=True)
 
 
