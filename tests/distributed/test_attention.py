@@ -1,4 +1,4 @@
-"""Attention of a pack over a CP group, by every exchange, against a naive softmax over each whole sequence."""
+"""Attention of a pack in zigzag shards, by every exchange, against a naive softmax over each whole sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import Topology
+from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.dynamic_cp.attention import merge
 from megatron.dynamic_cp.attention.kernels import log_sum_exp
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.mechanisms import ring
-from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention
+from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
@@ -29,8 +29,6 @@ from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
-
-EXCHANGES = tuple(EXECUTORS)
 
 
 @dataclass(frozen=True)
@@ -267,7 +265,7 @@ def merge_in_bf16() -> None:
     merge.SUM_DTYPE = log_sum_exp.SUM_DTYPE = torch.bfloat16
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 def test_bf16_is_merged_in_float32(exchange: str) -> None:
     """Rounding the exact result to bf16 costs 1.6e-3. A merge in bf16, planted for comparison, is beyond the bounds."""
     case = Case(4, (256, 8), exchange, dtype=torch.bfloat16)
@@ -342,7 +340,7 @@ def run_module(exchange: str, with_params: bool = True) -> Tensor:
     return core_attention(kv_channels=DIM)(q, k, v, packed_seq_params=params if with_params else None)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 def test_module_on_one_lane_takes_odd_lengths(exchange: str) -> None:
     (out,) = run_ranks(1, run_module, exchange, True, timeout_s=60)
     q, k, v, _ = random_qkv(8, 8)

@@ -36,20 +36,22 @@ from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from dynamic_cp.calibration.measurements import Measurement
-from dynamic_cp.types import CAUSAL, FULL, Topology
+from dynamic_cp.placement.programme import Programme, programmes_of
+from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW
+from dynamic_cp.types import CAUSAL, FULL, Sample, Topology
 from megatron.dynamic_cp.agreement import verify
-from megatron.dynamic_cp.attention import packs
+from megatron.dynamic_cp.attention import packs, placed_packs
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels.choice import FLASH
 from megatron.dynamic_cp.attention.mechanisms import all_gather
 from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
 from megatron.dynamic_cp.calibration.timing import Probe, Timer
-from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches
+from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches, shards_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.trainer.data import index_once
 from megatron.trainer.flags.arguments import parse_args
@@ -59,6 +61,7 @@ from megatron.trainer.setup import planned_runtime
 from tests.fake_cuda import runtime
 from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
 from tests.fake_cuda.waits import AT_START, IN_A_STEP, NOW_AND_THEN
+from tests.placements import random_placement
 
 Notes = dict[str, Any]
 BF16 = torch.bfloat16
@@ -94,10 +97,7 @@ def build_groups(num_lanes: int) -> DynamicCPGroups:
 
 def packed_step(rank: int, buckets: list[PackedBucket]) -> PackedStep:
     """Return what `pack_step` gives for these buckets, on the host."""
-    shards = [
-        packed_shard_positions(bucket.padded_seqlens, bucket.cp_size, rank - bucket.first_lane) for bucket in buckets
-    ]
-    positions = torch.from_numpy(np.concatenate(shards))
+    positions = torch.from_numpy(np.concatenate([shard for bucket in buckets for shard in shards_of(bucket, rank)]))
     return PackedStep(
         buckets=tuple(buckets),
         positions=positions,
@@ -124,6 +124,23 @@ def bucket(
     )
 
 
+def placed_bucket(rank: int) -> PackedBucket:
+    """Return a placed bucket of 8 lanes on nodes of two, which holds causal samples and full ones."""
+    samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33, 90)))
+    placement = random_placement(np.random.default_rng(2), samples, 8, 4)
+    programme = programmes_of(placement, 8, 0, 2)[rank]
+    num_tokens = programme.num_tokens + 1
+    held = tuple(samples[number] for number in placement.samples_of(rank))
+    return PackedBucket(
+        first_lane=0,
+        cp_size=8,
+        cp_comm_type="blocks",
+        inner_cp_size=1,
+        padded_seqlens=(num_tokens,),
+        placed=PlacedLane(programme=programme, samples=held, num_tokens=num_tokens),
+    )
+
+
 def all_buckets(rank: int) -> list[PackedBucket]:
     """Return one bucket of each kind."""
     return [
@@ -135,6 +152,7 @@ def all_buckets(rank: int) -> list[PackedBucket]:
         bucket("a2a", rank, 8, 8),  # more lanes than KV heads
         bucket("a2a+p2p", rank, 8, 2),
         bucket("a2a+p2p", rank, 8, 4),
+        placed_bucket(rank),
     ]
 
 
@@ -148,7 +166,7 @@ def qkv(num_tokens: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
 
 def attention(kernel: Any) -> Notes:
     """Every exchange on two ranks of eight, full on one: shapes, types and devices, transfers as planned, no wait."""
-    notes: Notes = {"calls": 0, "transfers": 0}
+    notes: Notes = {"calls": 0, "transfers": 0, "messages": 0}
     for rank in (0, 5):
         device = torch.device("cuda", rank)
         with job(rank, 8):
@@ -178,6 +196,7 @@ def attention(kernel: Any) -> Notes:
                     num_transfers = len(gpu.collectives) - before
                     assert num_transfers == 2 * _num_transfers(params), (params.cp_comm_type, gpu.collectives[before:])
                     notes["transfers"] += num_transfers
+                    notes["messages"] += num_transfers if params.placed is not None else 0
             assert not gpu.waits
             notes["calls"] += gpu.num_calls
     assert notes["calls"] > 1000
@@ -190,11 +209,22 @@ def _num_transfers(params: DynamicPackedSeqParams) -> int:
     assert size is not None
     if size == 1:
         return 0
+    if params.placed is not None:
+        return _num_messages(params.placed.programme)
     if params.cp_comm_type == "all_gather":
         return 3  # keys and values twice, their gradients once
     shifts = (ring - 1) + (ring - 1) + (ring - 1)  # keys and values in both passes, and their gradients
     heads = 0 if params.cp_comm_type == "p2p" else 4
     return 2 * shifts + heads + 0
+
+
+def _num_messages(programme: Programme) -> int:
+    """Return what a lane sends and receives, forward and backward; forward nothing is given back for columns."""
+    total = 0
+    for one in programme.exchanges:
+        for _, entries in (*one.sends, *one.receives):
+            total += 1 + (one.round in (ACROSS, INSIDE) or any(kind == ROW for _, kind in entries))
+    return total
 
 
 def _check_like(actual: torch.Tensor, expected: torch.Tensor, device: torch.device) -> None:
@@ -310,6 +340,12 @@ def faults() -> Notes:
         order = patch(all_gather, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
         notice("an index left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order, gather)
 
+        order = patch(placed_packs, "to_device", lambda values, device: torch.from_numpy(values))
+        notice(
+            "places of a message left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order,
+            placed_bucket(rank),
+        )  # fmt: skip
+
         halves = patch(
             dist, "all_gather_into_tensor", lambda out, x, group: _torch_gather(out[: len(out) // 2], x, group=group)
         )
@@ -322,7 +358,7 @@ def faults() -> Notes:
             dist.all_reduce(torch.ones(1))
         noticed["a collective of the host's memory"] = "NotForNCCL"
         attend(ring)
-    assert len(noticed) == 8
+    assert len(noticed) == 9
     return {"noticed": noticed}
 
 

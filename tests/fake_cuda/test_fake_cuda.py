@@ -55,6 +55,7 @@ def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any]) 
     notes = notes_of(results, "attention with flash")
     assert notes["calls"] > 3000
     assert notes["transfers"] > 300
+    assert notes["messages"] > 40
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: st
 
 
 def test_faults_are_noticed(results: dict[str, Any]) -> None:
-    assert len(notes_of(results, "faults are noticed")["noticed"]) == 8
+    assert len(notes_of(results, "faults are noticed")["noticed"]) == 9
 
 
 def test_calibration_times_by_events(results: dict[str, Any]) -> None:
