@@ -223,9 +223,9 @@ def train_apart() -> tuple[float, dict[str, Tensor]]:
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_together(collated: bool) -> tuple[float, dict[str, Tensor], Any]:
+def train_together(exchange: str, collated: bool) -> tuple[float, dict[str, Tensor], Any]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", "a2a"), timeout_s=60)
+    lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", exchange), timeout_s=60)
     wrapped = DistributedDataParallel(new_model(), process_group=lanes.mesh.get_group())
     if collated:
         collator = PlannedCollator(lanes.problem, lanes.lane)
@@ -240,11 +240,15 @@ def train_together(collated: bool) -> tuple[float, dict[str, Tensor], Any]:
     return result.loss, gradients, step.plan.facts.cp_histogram
 
 
-@pytest.mark.parametrize(("num_lanes", "collated"), [(1, False), (2, True)])
-def test_a_shared_question_trains_as_its_samples_apart(num_lanes: int, collated: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_lanes", "exchange", "collated"), [(1, "a2a", False), (2, "a2a", True), (2, "blocks", True)]
+)
+def test_a_shared_question_trains_as_its_samples_apart(num_lanes: int, exchange: str, collated: bool) -> None:
     shims = tuple(shim.name for shim in cpu_backend.SHIMS)
     loss, expected = train_apart()
-    for found, gradients, sizes in run_ranks(num_lanes, train_together, collated, shims_without=shims, timeout_s=120):
+    for found, gradients, sizes in run_ranks(
+        num_lanes, train_together, exchange, collated, shims_without=shims, timeout_s=120
+    ):
         assert max(sizes) == num_lanes
         assert abs(found - loss) <= TOLERANCE * loss
         for name, gradient in gradients.items():
@@ -285,9 +289,9 @@ def train_masked_alone() -> tuple[float, dict[str, Tensor]]:
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_masked_on_lanes() -> tuple[float, dict[str, Tensor], Any]:
+def train_masked_on_lanes(exchange: str) -> tuple[float, dict[str, Tensor], Any]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", "a2a"), timeout_s=60)
+    lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", exchange), timeout_s=60)
     wrapped = DistributedDataParallel(new_model(), process_group=lanes.mesh.get_group())
     step = lanes.step(MASKED, lambda index: Document(MASKED[index]))
     result = train_step(lanes, wrapped, step, loss_sum, label="step")
@@ -295,11 +299,13 @@ def train_masked_on_lanes() -> tuple[float, dict[str, Tensor], Any]:
     return result.loss, gradients, step.plan.facts.cp_histogram
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2])
-def test_samples_with_masks_train_as_with_dense_masks(num_lanes: int) -> None:
+@pytest.mark.parametrize(("num_lanes", "exchange"), [(1, "a2a"), (2, "a2a"), (3, "blocks")])
+def test_samples_with_masks_train_as_with_dense_masks(num_lanes: int, exchange: str) -> None:
     shims = tuple(shim.name for shim in cpu_backend.SHIMS)
     loss, expected = train_masked_alone()
-    for found, gradients, sizes in run_ranks(num_lanes, train_masked_on_lanes, shims_without=shims, timeout_s=120):
+    for found, gradients, sizes in run_ranks(
+        num_lanes, train_masked_on_lanes, exchange, shims_without=shims, timeout_s=120
+    ):
         assert max(sizes) == num_lanes
         assert abs(found - loss) <= TOLERANCE * loss
         for name, gradient in gradients.items():
