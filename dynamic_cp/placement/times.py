@@ -34,36 +34,45 @@ def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, insid
         ends[divisions[index] * 4 + rounds[index] + 1] = index + 1
     for slot in range(1, len(ends)):
         ends[slot] = max(ends[slot], ends[slot - 1])
-    begun = np.zeros((num_divisions + 1, num_lanes))
     free = np.zeros((2, num_lanes))
-    arrived = np.zeros((2, num_divisions, num_lanes))
-    returned = np.zeros(num_lanes)
-    now = np.zeros(num_lanes)
-    posted = np.zeros(num_lanes)
-    for division in range(num_divisions):
-        # What this division needs was asked for while earlier ones computed.
-        for which in (_ACROSS, _INSIDE):
+    arrived = np.zeros((2, num_divisions + 2, num_lanes))
+    begun, now, returned = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(num_lanes)
+    _exchange(
+        senders, receivers, num_bytes, 0, ends[_ACROSS + 1], begun, free[_ACROSS], latency_s, across,
+        arrived[_ACROSS, 0],
+    )  # fmt: skip
+    # A link serves rounds in the order in which lanes begin them: what later divisions fetch goes before what this one
+    # gives back.
+    for division in range(-1, num_divisions):
+        if division >= 0:
             for lane in range(num_lanes):
-                posted[lane] = begun[max(division - 2 + which, 0), lane] if division - 2 + which >= 0 else 0.0
-                if which == _INSIDE:
-                    posted[lane] = max(posted[lane], arrived[0, division, lane])
-            link = across if which == _ACROSS else inside
+                begun[lane] = max(now[lane], arrived[_ACROSS, division, lane], arrived[_INSIDE, division, lane])
+                now[lane] = begun[lane] + attention_s[division, lane]
+        if division + 1 < num_divisions:
+            slot = 4 * (division + 1) + _INSIDE
             _exchange(
-                senders, receivers, num_bytes, ends[4 * division + which], ends[4 * division + which + 1],
-                posted, free[which], latency_s, link, arrived[which, division],
+                senders, receivers, num_bytes, ends[slot], ends[slot + 1],
+                np.maximum(begun, arrived[_ACROSS, division + 1]), free[_INSIDE], latency_s, inside,
+                arrived[_INSIDE, division + 1],
             )  # fmt: skip
-        for lane in range(num_lanes):
-            begun[division, lane] = max(now[lane], arrived[0, division, lane], arrived[1, division, lane])
-            now[lane] = begun[division, lane] + attention_s[division, lane]
+        if division + 2 < num_divisions:
+            slot = 4 * (division + 2) + _ACROSS
+            _exchange(
+                senders, receivers, num_bytes, ends[slot], ends[slot + 1], begun, free[_ACROSS], latency_s, across,
+                arrived[_ACROSS, division + 2],
+            )  # fmt: skip
+        if division < 0:
+            continue
         collected = now.copy()
+        slot = 4 * division + _COLLECT
         _exchange(
-            senders, receivers, num_bytes, ends[4 * division + _COLLECT], ends[4 * division + _COLLECT + 1],
-            now, free[_INSIDE], latency_s, inside, collected,
-        )  # fmt: skip
+            senders, receivers, num_bytes, ends[slot], ends[slot + 1], now, free[_INSIDE], latency_s, inside, collected
+        )
         delivered = collected.copy()
+        slot = 4 * division + _DELIVER
         _exchange(
-            senders, receivers, num_bytes, ends[4 * division + _DELIVER], ends[4 * division + _DELIVER + 1],
-            collected, free[_ACROSS], latency_s, across, delivered,
+            senders, receivers, num_bytes, ends[slot], ends[slot + 1], collected, free[_ACROSS], latency_s, across,
+            delivered,
         )  # fmt: skip
         for lane in range(num_lanes):
             returned[lane] = max(returned[lane], delivered[lane])

@@ -20,6 +20,7 @@ from dynamic_cp.placement.transport import (
     DELIVER,
     INSIDE,
     ROW,
+    Messages,
     divide,
     fetches_of,
     messages_of,
@@ -220,6 +221,15 @@ def test_time_of_two_lanes_is_as_added_up_by_hand() -> None:
     assert lane_ends_s(messages, attention_s, 0.5, 1e9, 10.0).tolist() == [22.0, 16.5]
     # Hidden behind division 0 where the link is fast.
     assert lane_ends_s(messages, attention_s, 0.5, 1e9, 100.0).tolist() == [10.0, 9.0]
+
+
+def test_what_is_fetched_ahead_does_not_wait_for_what_is_given_back() -> None:
+    """Lane 0 gives 50 bytes of division 0 back on the link on which, since the beginning, 100 for division 1 travel."""
+    columns = zip((0, DELIVER, 0, 1, 50.0), (1, ACROSS, 1, 0, 100.0), strict=True)
+    messages = Messages(*(np.array(column) for column in columns))
+    attention_s = np.array([[4.0, 3.0], [6.0, 0.0]])
+    # There after 100 / 10 + 0.5 s, computed after 6 s more; the other 50 / 10 + 0.5 s after the link is free.
+    assert lane_ends_s(messages, attention_s, 0.5, 1e9, 10.0).tolist() == [16.5, 15.5]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
