@@ -91,6 +91,7 @@ def _plan(
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
+    from dynamic_cp.search.placed import options_of_prices
     from dynamic_cp.search.plan_in_memory import plan_in_memory
 
     (samples,) = batches = batch.draw()
@@ -120,7 +121,11 @@ def _plan(
         "policy": planned.plan.policy,
         **({"layout": why} if why else {}),
         "predicted_s": planned.predicted_s,
-        **(_bound_figures(planned.plan, CostModel(model, hardware, topology, options)) if bound else {}),
+        **(
+            _bound_figures(planned.plan, CostModel(model, hardware, topology, options_of_prices(options)))
+            if bound
+            else {}
+        ),
         **_plan_figures(planned),
         **_memory_figures(planned.plan, memory, hardware),
         **_flops_figures(planned, model, hardware, options),

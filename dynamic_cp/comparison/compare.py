@@ -22,7 +22,6 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
-from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
@@ -103,7 +102,7 @@ def compare_policies(
         if name in peers:
             outcomes.append(outcome_of_peer(name, peers[name], job, base, report.next))
             continue
-        options = base
+        options = job.allowed_to(name, base)
         if name in STATIC_POLICIES:
             options = _fastest_static(name, job)
         elif name == "dynamic":
@@ -241,7 +240,7 @@ def _fastest_static(policy: str, job: Job) -> PlanOptions:
             if given is not None:
                 raise
             continue
-        table = CostModel(job.model, job.hardware, job.topology, options).table
+        table = job.cost_model(options).table
         if given is None and table.capacities[cp_size.bit_length() - 1] < job.max_seqlen:
             continue  # too small, or no allowed exchange serves it
         candidates += [replace(options, max_tokens_per_rank=limit) for limit in _limits(policy, options, cp_size, job)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dynamic_cp.bounds import lower_bound
@@ -12,7 +13,9 @@ from dynamic_cp.comparison.values import BatchOutcome
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
+from dynamic_cp.search.placed import options_of_policy, options_of_prices
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
@@ -36,7 +39,7 @@ class Job(NamedTuple):
     def options_of(self, policy: str, static_cp_size: int | None, max_cp_size: int | None = None) -> PlanOptions:
         """Return the options with the limit that memory sets `policy`, if it is to."""
         options = replace(
-            self.options,
+            self.allowed_to(policy, self.options),
             static_cp_size=static_cp_size or self.options.static_cp_size,
             max_cp_size=max_cp_size or self.options.max_cp_size,
         )
@@ -44,6 +47,10 @@ class Job(NamedTuple):
             limit = self.memory(options, static_cp_size).max_tokens_per_rank(self.max_seqlen)
             options = replace(options, max_tokens_per_rank=limit)
         return options
+
+    def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
+        """Return `options` with the exchanges that plans of `policy` have."""
+        return options_of_policy(policy, options, chain.from_iterable(self.batches))
 
     def memory(self, options: PlanOptions, static_cp_size: int | None) -> MemoryModel:
         """Return the memory model of the CP sizes that are used."""
@@ -65,9 +72,13 @@ class Job(NamedTuple):
             max_cp_size=max_cp_size,
         )
 
+    def cost_model(self, options: PlanOptions) -> CostModel:
+        """Return the prices of all plans that `options` allow, static ones among them."""
+        return CostModel(self.model, self.hardware, self.topology, options_of_prices(options))
+
     def prices(self, options: PlanOptions) -> PricesByPart:
         """Return the cost models that tell the parts of an iteration apart."""
-        return prices_by_part(self.model, self.hardware, self.topology, options)
+        return prices_by_part(self.model, self.hardware, self.topology, options_of_prices(options))
 
 
 def batch_outcome(

@@ -5,14 +5,14 @@
               + gradient reduction
 
 Busy time is split by prices. Exchange is the price of a bucket minus its price if the exchange of keys and values were
-free. Tensor parallel is that minus its price if tensor parallelism were free, too. Padding is that minus the price of
-its true tokens alone (in a place without samples all of it). Launch is the price of no tokens at all. The rest is
-compute.
+free; where attention is placed, waiting for what other lanes compute is in it. Tensor parallel is that minus its price
+if tensor parallelism were free, too. Padding is that minus the price of its true tokens alone (in a place without
+samples all of it). Launch is the price of no tokens at all. The rest is compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.padding import padded_of
-from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.cost_model import BucketCost, CostModel, is_priced_lane_by_lane
 from dynamic_cp.pricing.flops import length_sums
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.table import seconds_of_rows
@@ -39,7 +39,7 @@ class TimeParts:
         launch_s: fixed costs of a bucket: launches, and kernels that short packs do not fill.
         tensor_parallel_s: collectives of tensor and sequence parallelism.
         padding_s: computing padding, places without samples included.
-        exchange_s: exchange of keys and values inside CP groups that no computing hides.
+        exchange_s: exchange inside CP groups that no computing hides.
         pipeline_bubble_s: waiting for another pipeline stage (time on the way between stages included).
         cp_wait_s: waiting for other lanes of the CP group.
         dp_wait_s: done, while other lanes still work.
@@ -125,16 +125,8 @@ def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
     """Return the parts of `timeline`, which was simulated with `prices.all`; they add up to its iteration_s."""
     split = timeline.split
     num_places = split.busy_ns.size
-    buckets = _buckets_of(timeline.plan, prices.all)
-    full = buckets.seconds(prices.all, buckets.padded)
-    free_exchange = buckets.seconds(prices.without_exchange, buckets.padded)
-    computing = buckets.seconds(prices.without_communication, buckets.padded)
-    true = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, buckets.true))
-    launch = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, np.zeros_like(buckets.true)))
-    exchange_s = buckets.mean_over_places(full - free_exchange)
-    tensor_parallel_s = buckets.mean_over_places(free_exchange - computing)
-    padding_s = buckets.mean_over_places(computing - true)
-    launch_s = buckets.mean_over_places(launch)
+    closed, lane_by_lane = _of_closed_forms(timeline.plan, prices), _of_lanes(timeline.plan, prices)
+    exchange_s, tensor_parallel_s, padding_s, launch_s = map(sum, zip(closed, lane_by_lane, strict=True))
     busy_s = float(split.busy_ns.sum()) / num_places / 1e9
     return TimeParts(
         # What is left, so that rounding to nanoseconds breaks no sum.
@@ -150,8 +142,63 @@ def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
     )
 
 
+class _Parts(NamedTuple):
+    """Seconds of the mean rank."""
+
+    exchange_s: float
+    tensor_parallel_s: float
+    padding_s: float
+    launch_s: float
+
+
+def _of_closed_forms(plan: Plan, prices: PricesByPart) -> _Parts:
+    """Return the parts of the buckets that are priced from their tokens alone."""
+    buckets = _buckets_of(plan, prices.all)
+    if not len(buckets.rows):
+        return _Parts(0.0, 0.0, 0.0, 0.0)
+    full = buckets.seconds(prices.all, buckets.padded)
+    free_exchange = buckets.seconds(prices.without_exchange, buckets.padded)
+    computing = buckets.seconds(prices.without_communication, buckets.padded)
+    true = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, buckets.true))
+    launch = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, np.zeros_like(buckets.true)))
+    return _Parts(
+        exchange_s=buckets.mean_over_places(full - free_exchange),
+        tensor_parallel_s=buckets.mean_over_places(free_exchange - computing),
+        padding_s=buckets.mean_over_places(computing - true),
+        launch_s=buckets.mean_over_places(launch),
+    )
+
+
+def _of_lanes(plan: Plan, prices: PricesByPart) -> _Parts:
+    """Return the parts of the buckets that are priced lane by lane."""
+    topology = plan.topology
+    nothing = _on_mean_stage([prices.without_communication.cost(1, 0, 0.0, 0.0)], topology)
+    parts = np.zeros(len(_Parts._fields))
+    for micro_batch in plan.micro_batches:
+        for bucket in filter(is_priced_lane_by_lane, micro_batch.buckets):
+            full, free_exchange, computing, true = (
+                _on_mean_stage(cost_model.costs_lane_by_lane(bucket, micro_batch, **how), topology)
+                for cost_model, how in (
+                    (prices.all, {}),
+                    (prices.without_exchange, {"with_exchange": False}),
+                    (prices.without_communication, {"with_exchange": False}),
+                    (prices.without_communication, {"with_exchange": False, "with_padding": False}),
+                )
+            )
+            parts += full - free_exchange, free_exchange - computing, computing - true, bucket.cp_size * nothing
+    return _Parts(*(parts / topology.num_lanes).tolist())
+
+
+def _on_mean_stage(costs: Sequence[BucketCost], topology: Topology) -> float:
+    """Return forward + backward seconds of lanes, with the embedding's and the head's share of the mean stage."""
+    edges_s = sum(
+        one.embedding_forward_s + one.embedding_backward_s + one.head_forward_s + one.head_backward_s for one in costs
+    )
+    return sum(one.forward_s + one.backward_s for one in costs) + edges_s / topology.pp_size
+
+
 class _Buckets(NamedTuple):
-    """All buckets of a plan as arrays.
+    """Buckets with closed forms as arrays.
 
     Attributes:
         rows: [bucket] -> row of the price tables.
@@ -181,7 +228,7 @@ class _Buckets(NamedTuple):
 
 
 def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
-    buckets = tuple(plan.buckets)
+    buckets = tuple(bucket for bucket in plan.buckets if not is_priced_lane_by_lane(bucket))
     multiple = plan.topology.rank_token_multiple
     padded = [padded_of(one, multiple) for one in buckets]
     squares = [squared_tokens(one.samples, tokens) for one, tokens in zip(buckets, padded, strict=True)]

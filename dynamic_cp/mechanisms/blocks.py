@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear
@@ -10,6 +11,9 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import FULL, Bucket, MicroBatch, Topology
+
+if TYPE_CHECKING:
+    from dynamic_cp.placement.sent import Sent, TokenBytes
 
 # `dynamic_cp.placement` is compiled: it is imported by what is called, as no command should wait for the compiler in
 # vain.
@@ -53,6 +57,13 @@ class Blocks(Mechanism):
         assert bucket.placement is not None
         return placed_seconds(stage, bucket.placement, bucket.samples, bucket.cp_size, bucket.first_lane)
 
+    def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
+        from dynamic_cp.mechanisms.placed_seconds import kernel_seconds
+
+        assert bucket.placement is not None
+        seconds: Floats = kernel_seconds(stage, bucket.placement, bucket.samples, bucket.cp_size).sum(axis=1)
+        return seconds
+
     def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
         """Return even shares of the tiles at the better rate of the two kernels, with nothing exchanged."""
         forward, backward = (
@@ -68,6 +79,14 @@ class Blocks(Mechanism):
         """
         rows, columns = MOST_FETCHED
         return (1 + rows) * 2.5 * query_bytes + (1 + columns) * 3.0 * kv_bytes
+
+    def sent_by_lanes(
+        self, bucket: Bucket, tokens: Sequence[int], node_lanes: int, of: TokenBytes, copies: int
+    ) -> Sent:
+        from dynamic_cp.placement.sent import sent_by_lanes
+
+        assert bucket.placement is not None
+        return sent_by_lanes(bucket.placement, bucket.first_lane, node_lanes, of)
 
     def lane_parts(self, bucket: Bucket, topology: Topology) -> Sequence[object] | None:
         from dynamic_cp.placement.programme import programmes_of

@@ -8,7 +8,9 @@ lane, with the whole micro-batch in view; its `floor` keeps lower bounds below i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex
@@ -16,6 +18,9 @@ from dynamic_cp.mechanisms.heads import kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Topology
+
+if TYPE_CHECKING:
+    from dynamic_cp.placement.sent import Sent, TokenBytes
 
 
 class Sharing(NamedTuple):
@@ -105,6 +110,13 @@ class Mechanism:
         """
         raise NotImplementedError
 
+    def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
+        """Return [forward or backward, lane of `bucket`] seconds of attention alone, where `price` cannot say it.
+
+        What `lane_seconds` has above it is exchange, waiting for what other lanes compute among it.
+        """
+        raise NotImplementedError
+
     def lane_tokens(self, bucket: Bucket, even: int) -> tuple[int, ...]:
         """Return the padded tokens of each lane of `bucket`; `even`: of each where they share evenly, as they do here.
 
@@ -119,6 +131,31 @@ class Mechanism:
     def sent_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> SentBytes:
         """Return what a rank sends forward; arguments as those of `sent_bytes.sent_bytes`."""
         return sent_bytes(cp_size, inner, query_bytes, kv_bytes, copies)
+
+    def sent_by_lanes(
+        self, bucket: Bucket, tokens: Sequence[int], node_lanes: int, of: TokenBytes, copies: int
+    ) -> Sent:
+        """Return what the lanes of `bucket` send each other forward and backward.
+
+        Args:
+            tokens: [lane] padded tokens.
+            node_lanes: the largest group whose lanes surely share a node.
+            of: what a token takes.
+            copies: how often KV heads are repeated (`Sharing.copies`).
+        """
+        from dynamic_cp.placement.sent import Sent
+
+        cp_size, inner = bucket.cp_size, bucket.inner_cp_size
+        one = self.sent_bytes(cp_size, inner, 2 * of.query, of.kv, copies)
+        lanes = np.arange(cp_size)
+        others = (lanes[:, None] // inner * inner + (lanes[:, None] + np.arange(1, inner)) % inner).ravel()
+        sender = np.concatenate([lanes, np.repeat(lanes, inner - 1)])
+        receiver = np.concatenate([(lanes + inner) % cp_size, others])
+        ring, heads = np.ones(cp_size), np.full(len(others), one.inner / max(inner - 1, 1))
+        per_token = [
+            np.concatenate([whole * ring, heads]) for whole in (one.forward - one.inner, one.backward - one.inner)
+        ]
+        return Sent(sender, receiver, np.array(per_token) * np.asarray(tokens, np.float64)[sender])
 
     def kept_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> float:
         """Return the bytes per token of a rank that the exchange of one layer keeps.

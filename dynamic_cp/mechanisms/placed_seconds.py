@@ -10,8 +10,9 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.mechanisms.stage_attention import Side, StageAttention
 from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.times import lane_ends_s
-from dynamic_cp.placement.transport import fetches_of, messages_of
+from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, Causal, Full, Placement, Sample
 
 
@@ -19,21 +20,31 @@ def placed_seconds(
     stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int, first_lane: int
 ) -> Floats:
     """Return [forward or backward, lane] seconds of attention, transfers that nothing hides among them."""
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    fetches = fetches_of(placement, first_lane, stage.node_lanes)
+    attention_s, of_token = kernel_seconds(stage, placement, samples, num_lanes), token_bytes(stage)
+    ends_s = [
+        lane_ends_s(
+            of_token.messages(fetches, tokens, backward=bool(direction)), attention_s[direction], stage.latency_s,
+            *stage.bandwidths,
+        )
+        for direction in range(2)
+    ]  # fmt: skip
+    return np.array(ends_s)
+
+
+def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int) -> Floats:
+    """Return [forward or backward, division, lane] seconds of kernels."""
     homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
     tokens = homes[:, 2] - homes[:, 1]
-    fetches = fetches_of(placement, first_lane, stage.node_lanes)
     work = work_of_tiles(placement, samples, stage.mask)
-    query_bytes, kv_bytes = stage.query_bytes / 2, stage.kv_bytes
-    seconds = []
-    for direction, side in enumerate(stage.sides):
-        # Backward needs queries, outputs and gradients of rows, and their gradient is given back.
-        there = (query_bytes, kv_bytes) if not direction else (3 * query_bytes + stage.lse_bytes, kv_bytes)
-        back = (query_bytes + stage.lse_bytes, 0.0) if not direction else (query_bytes, kv_bytes)
-        messages = messages_of(fetches, tokens, np.array(there), np.array(back))
-        attention_s = _attention_s(side, work, tiles, tokens, placement.num_divisions, num_lanes, stage)
-        latency_s, (inside, across) = stage.latency_s, stage.bandwidths
-        seconds.append(lane_ends_s(messages, attention_s, latency_s, inside, across))
-    return np.array(seconds)
+    sides = [_attention_s(side, work, tiles, tokens, placement.num_divisions, num_lanes, stage) for side in stage.sides]
+    return np.array(sides)
+
+
+def token_bytes(stage: StageAttention) -> TokenBytes:
+    """Return what a token of a rank takes on its way, all layers of a stage."""
+    return TokenBytes(query=stage.query_bytes / 2, kv=stage.kv_bytes, lse=stage.lse_bytes)
 
 
 class TileWork(NamedTuple):

@@ -11,7 +11,7 @@ Structure matters most: plans made by tokens squared alone take 1.2 to 8.8 times
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import NamedTuple, cast
 
@@ -141,10 +141,19 @@ class CostModel:
         forward_s, backward_s = (price(terms, row, direction, tokens, tokens_squared) for direction in range(2))
         return self._with_edges(forward_s, backward_s, tokens / cp_size)
 
-    def costs_lane_by_lane(self, bucket: Bucket, micro_batch: MicroBatch) -> list[BucketCost]:
-        """Return the seconds of each lane of a bucket of `micro_batch` whose mechanism has no closed form."""
-        tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
-        seconds = self._stage.lane_costs(bucket, micro_batch, tokens)
+    def costs_lane_by_lane(
+        self, bucket: Bucket, micro_batch: MicroBatch, *, with_padding: bool = True, with_exchange: bool = True
+    ) -> list[BucketCost]:
+        """Return the seconds of each lane of a bucket of `micro_batch` whose mechanism has no closed form.
+
+        Args:
+            with_padding: else lanes have even shares of the true tokens, which costs as much in the mean.
+            with_exchange: else attention is its kernels alone.
+        """
+        tokens: Sequence[float] = [bucket.num_tokens / bucket.cp_size] * bucket.cp_size
+        if with_padding:
+            tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
+        seconds = self._stage.lane_costs(bucket, micro_batch, tokens, with_exchange=with_exchange)
         return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
 
     @property
@@ -252,13 +261,18 @@ class CostModel:
         )
 
 
+def is_priced_lane_by_lane(bucket: Bucket) -> bool:
+    """Return whether `CostModel.costs_lane_by_lane` prices a bucket, not its tokens alone."""
+    return bucket.cp_size > 1 and not MECHANISMS[bucket.cp_comm_type].has_closed_form
+
+
 def lane_costs(micro_batch: MicroBatch, cost_model: CostModel) -> Iterator[tuple[int, BucketCost]]:
     """Yield (number of lanes, seconds of each of them) for neighbours that pay the same, in lane order.
 
     This is the exact price of a micro-batch: a bucket with a closed form by itself, the others with all lanes in view.
     """
     for bucket in micro_batch.buckets:
-        if bucket.cp_size == 1 or MECHANISMS[bucket.cp_comm_type].has_closed_form:
-            yield bucket.cp_size, cost_model.bucket_cost(bucket)
-        else:
+        if is_priced_lane_by_lane(bucket):
             yield from ((1, cost) for cost in cost_model.costs_lane_by_lane(bucket, micro_batch))
+        else:
+            yield bucket.cp_size, cost_model.bucket_cost(bucket)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dynamic_cp.plans.padding import padded_of
+from dynamic_cp.plans.padding import micro_batch_padded_tokens, padded_of
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.types import Hardware, ModelShape, Plan, Recompute, Sample
 
@@ -62,11 +62,9 @@ def length_sums(samples: Iterable[Sample]) -> tuple[int, int]:
 
 def plan_flops(model: ModelShape, plan: Plan, recompute: Recompute = "none") -> tuple[BatchFlops, BatchFlops]:
     """Return (true, padded) FLOPs of `plan`; the padded ones hold its empty places too."""
-    tokens, squares = 0, 0.0
-    for bucket in plan.buckets:
-        padded = padded_of(bucket, plan.topology.rank_token_multiple)
-        tokens += sum(padded)
-        squares += squared_tokens(bucket.samples, padded)
+    multiple = plan.topology.rank_token_multiple
+    tokens = sum(micro_batch_padded_tokens(micro_batch, multiple) for micro_batch in plan.micro_batches)
+    squares = sum(squared_tokens(bucket.samples, padded_of(bucket, multiple)) for bucket in plan.buckets)
     return batch_flops(model, *length_sums(plan.samples), recompute), batch_flops(model, tokens, squares, recompute)
 
 

@@ -91,14 +91,21 @@ class StagePrices:
         """Return (queries with outputs, keys with values) of a token, all layers."""
         return self._attention.query_bytes, self._attention.kv_bytes
 
-    def lane_costs(self, bucket: Bucket, micro_batch: MicroBatch, tokens: Sequence[int]) -> list[tuple[float, float]]:
+    def lane_costs(
+        self, bucket: Bucket, micro_batch: MicroBatch, tokens: Sequence[float], *, with_exchange: bool = True
+    ) -> list[tuple[float, float]]:
         """Return (forward, backward) seconds of each lane of a bucket whose mechanism has no closed form.
 
         Args:
             bucket, micro_batch: as in `Mechanism.lane_seconds`.
             tokens: [lane of the bucket] padded tokens.
+            with_exchange: with what is exposed of the exchange.
         """
-        attention = MECHANISMS[bucket.cp_comm_type].lane_seconds(self._attention, bucket, micro_batch)
+        mechanism = MECHANISMS[bucket.cp_comm_type]
+        if with_exchange:
+            attention = mechanism.lane_seconds(self._attention, bucket, micro_batch)
+        else:
+            attention = mechanism.kernel_seconds(self._attention, bucket)
         costs = []
         for lane_tokens, (forward_s, backward_s) in zip(tokens, attention.T.tolist(), strict=True):
             both = self._with_attention((Convex(Linear(forward_s)), Convex(Linear(backward_s))), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import ceil
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.ring import Ring
@@ -39,10 +40,28 @@ def may_place(topology: Topology, options: PlanOptions) -> bool:
     return not set(PLACED).isdisjoint(options.cp_comm_types) and may_span_all(topology, options)
 
 
+def options_of_policy(policy: str, options: PlanOptions, samples: Iterable[Sample]) -> PlanOptions:
+    """Return `options` for plans of a policy: only dynamic ones are placed.
+
+    Where only placed attention is allowed, others take the ring, or a2a where samples bring masks of their own: neither
+    needs communicators besides those of the CP sizes.
+    """
+    if policy == "dynamic" or not set(options.cp_comm_types) <= set(PLACED):
+        return options
+    has_masks = any(sample.mask is not None for sample in samples)
+    return replace(options, cp_comm_types=(AllToAll.name if has_masks else Ring.name,))
+
+
 def options_of_packing(options: PlanOptions) -> PlanOptions:
     """Return what packers choose from, who know closed forms only; where none is allowed they guess by the ring."""
     packed = tuple(name for name in options.cp_comm_types if name not in PLACED)
     return replace(options, cp_comm_types=packed or (Ring.name,))
+
+
+def options_of_prices(options: PlanOptions) -> PlanOptions:
+    """Return what a cost model needs that prices all plans: packers guess, and static ones stay, by what they know."""
+    packed = options_of_packing(options).cp_comm_types
+    return replace(options, cp_comm_types=tuple(dict.fromkeys((*packed, *options.cp_comm_types))))
 
 
 class PlacedPlan(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, Sample, SearchEffort
 
@@ -38,4 +39,5 @@ class SweepJob:
 
     def prices(self, setting: Setting) -> CostModel:
         """Return the prices of `setting`; UnsupportedFeatureError: no allowed exchange serves any of its CP sizes."""
-        return CostModel(self.model, self.hardware, setting.topology, setting.options(self.search))
+        options = options_of_prices(setting.options(self.search))
+        return CostModel(self.model, self.hardware, setting.topology, options)

@@ -18,7 +18,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFe
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Topology, parse_mask_rule
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGIES = [
@@ -29,6 +29,7 @@ TOPOLOGIES = [
     Topology(num_lanes=1),
 ]
 OPTIONS = PlanOptions(max_tokens_per_rank=1500, bytes_per_element=4)
+PARTS = ("exchange_s", "compute_s")
 
 
 def batches(count=3, size=24, longest=1200, seed=0):
@@ -94,6 +95,39 @@ def test_each_part_has_its_cause():
     assert uneven.dp_wait_s > 0.2 * uneven.iteration_s
     stages = Topology(num_lanes=2, pp_size=2)
     assert parts_of(stages, TINY_HARDWARE, [400] * 4, 1).pipeline_bubble_s > 0
+
+
+PLACED_OPTIONS = replace(OPTIONS, cp_comm_types=("blocks",))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES[:3], ids=str)
+def test_parts_of_placed_attention_add_up_and_none_is_negative(topology):
+    mask_of = parse_mask_rule("shared_question:4x0.2")
+    given = [[replace(one, mask=mask_of(one.seqlen)) for one in batch] for batch in batches(2, size=12)]
+    comparison = compared(topology, given, PLACED_OPTIONS, policies=("dynamic", "balanced", "megatron-dev"))
+    dynamic, *others = comparison.policies
+    assert all(bucket.placement for outcome in dynamic.batches for bucket in outcome.planned.plan.buckets)
+    for other in others:
+        buckets = [bucket for outcome in other.batches for bucket in outcome.planned.plan.buckets]
+        assert {bucket.cp_comm_type for bucket in buckets if bucket.cp_size > 1} == {"a2a"}
+    for outcome in (outcome for policy in comparison.policies for outcome in policy.batches):
+        parts = dict(outcome.parts)
+        assert math.fsum(parts.values()) == pytest.approx(outcome.iteration_s, rel=1e-12)
+        assert min(parts.values()) >= -1e-9, parts
+        assert outcome.lower_bound_s <= outcome.makespan_s
+    exchange_s, compute_s = (sum(getattr(one.parts, name) for one in dynamic.batches) for name in PARTS)
+    assert exchange_s > 0
+    free = replace(
+        CURVED_HARDWARE,
+        bandwidth_in_node_bytes_per_s=1e15,
+        bandwidth_across_nodes_bytes_per_s=1e15,
+        exchange_latency_s_per_layer=0.0,
+        ring_step_overhead_s_per_layer=0.0,
+    )
+    # The same work by other placements: only waiting for what others compute is left of the exchange.
+    (unhindered,) = compared(topology, given, PLACED_OPTIONS, policies=("dynamic",), hardware=free).policies
+    assert sum(one.parts.exchange_s for one in unhindered.batches) < 0.5 * exchange_s
+    assert sum(one.parts.compute_s for one in unhindered.batches) == pytest.approx(compute_s, rel=0.1)
 
 
 def test_launches_are_what_an_empty_bucket_costs():

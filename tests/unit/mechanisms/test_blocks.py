@@ -108,6 +108,13 @@ def test_the_choice_is_never_slower_than_without_them_and_faster_on_sparse_masks
     assert min(ratios[1:]) >= 1.3
 
 
+def test_one_lane_needs_no_placement() -> None:
+    samples = [Sample(sample_id=i, seqlen=n, mask=Lambda(4, 16)) for i, n in enumerate([300, 120, 40])]
+    plan = plan_global_batch(samples, **job(1, cp_comm_types=("blocks",))).plan
+    check_plan(plan, samples)
+    assert not any(bucket.placement for bucket in plan.buckets)
+
+
 def test_each_lane_is_told_only_what_it_works_with() -> None:
     rng = np.random.default_rng(3)
     samples = random_samples(rng)

@@ -12,6 +12,7 @@ import pytest
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
+from dynamic_cp.placement.sent import TokenBytes, sent_by_lanes
 from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import (
     ACROSS,
@@ -194,6 +195,37 @@ def test_a_block_crosses_to_a_node_once_and_comes_back_as_one_sum() -> None:
     assert messages.num_bytes[messages.round == ACROSS].sum() == 2 * 10 * 2.0  # homes 0 and 1, to the other node
     assert messages.num_bytes[messages.round == INSIDE].sum() == (1 + 2 + 1) * 10 * 2.0
     assert not (messages.round >= COLLECT).any(), "nothing is given back for keys in a forward pass"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sent_bytes_are_those_of_what_the_programmes_send(seed: int) -> None:
+    _, placement, num_lanes, node_lanes = drawn(seed)
+    first_lane = seed % 3 * node_lanes
+    of_token = TokenBytes(query=16.0, kv=8.0, lse=1.0)
+    wanted = np.zeros((2, 2, num_lanes))
+    between = np.zeros((num_lanes, num_lanes))
+    # What an executor puts into the messages of a round: of a (row, a column) forward, and backward.
+    contents = {
+        ACROSS: ((16.0, 8.0), (3 * 16.0 + 1.0, 8.0)),
+        INSIDE: ((16.0, 8.0), (3 * 16.0 + 1.0, 8.0)),
+        COLLECT: ((16.0 + 1.0, 0.0), (16.0, 8.0)),
+        DELIVER: ((16.0 + 1.0, 0.0), (16.0, 8.0)),
+    }
+    for lane, programme in enumerate(programmes_of(placement, num_lanes, first_lane, node_lanes)):
+        for one in programme.exchanges:
+            for peer, entries in one.sends:
+                for number, kind in entries:
+                    for direction, bytes_of in enumerate(contents[one.round]):
+                        sent = programme.held[number].num_tokens * bytes_of[kind]
+                        wanted[direction, int(one.round in (ACROSS, DELIVER)), lane] += sent
+                        between[lane, peer] += sent
+    found = sent_by_lanes(placement, first_lane, node_lanes, of_token)
+    nodes = (first_lane + np.arange(num_lanes)) // node_lanes - first_lane // node_lanes
+    assert np.array_equal(found.of_lanes(nodes), wanted)
+    assert np.array_equal(found.between(np.arange(num_lanes)), between)
+    of_nodes = found.between(nodes)
+    assert of_nodes.sum() == wanted.sum()
+    assert of_nodes.sum() - np.trace(of_nodes) == wanted[:, 1].sum()
 
 
 def test_divisions_share_out_what_is_fetched() -> None:

@@ -1,0 +1,99 @@
+"""Bytes that the lanes of a placement send each other, by link: what prices are made of and the runtime counts.
+
+A fetched row brings queries, and backward also outputs, their gradients and log-sum-exp; given back are outputs with
+log-sum-exp, and backward the gradient of the queries. A fetched column brings keys and values; backward gives their
+gradients back. What crosses to a node once and is handed on there counts on both links.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.transport import Fetches, Messages, fetches_of, messages_of
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, Placement
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of one token of a rank, of one layer or of several.
+
+    Attributes:
+        query: queries; as many are outputs, and the gradients of either.
+        kv: keys and values; as many are their gradients.
+        lse: log-sum-exp.
+    """
+
+    query: float
+    kv: float
+    lse: float
+
+    def messages(self, fetches: Fetches, tokens: Ints, *, backward: bool) -> Messages:
+        """Return the transfers of a direction.
+
+        Args:
+            fetches: of all lanes.
+            tokens: of each home.
+        """
+        query, kv, lse = self
+        # (of a row, of a column)
+        there = (3 * query + lse, kv) if backward else (query, kv)
+        back = (query, kv) if backward else (query + lse, 0.0)
+        return messages_of(fetches, tokens, np.array(there), np.array(back))
+
+
+class Sent(NamedTuple):
+    """Bytes from lane to lane, each two that send anything once.
+
+    Attributes:
+        sender, receiver: lanes of the bucket.
+        num_bytes: [direction, entry], forward and backward.
+    """
+
+    sender: Ints
+    receiver: Ints
+    num_bytes: Floats
+
+    def of_lanes(self, nodes: Ints) -> Floats:
+        """Return [direction, link, lane] -> bytes that a lane sends, link being IN_NODE or ACROSS_NODES.
+
+        Args:
+            nodes: [lane] -> its node.
+        """
+        link = np.where(nodes[self.sender] == nodes[self.receiver], IN_NODE, ACROSS_NODES)
+        place = link * len(nodes) + self.sender
+        sums = [np.bincount(place, of_direction, 2 * len(nodes)) for of_direction in self.num_bytes]
+        return np.array(sums, np.float64).reshape(2, 2, len(nodes))
+
+    def between(self, groups: Ints) -> Floats:
+        """Return [sender, receiver] -> bytes of both directions, among groups of lanes such as nodes.
+
+        Args:
+            groups: [lane] -> number of its group.
+        """
+        num_groups = int(groups.max()) + 1
+        place = groups[self.sender] * num_groups + groups[self.receiver]
+        sums = np.bincount(place, self.num_bytes.sum(axis=0), num_groups**2)
+        return sums.astype(np.float64).reshape(num_groups, num_groups)
+
+
+def sent_by_lanes(placement: Placement, first_lane: int, node_lanes: int, of_token: TokenBytes) -> Sent:
+    """Return what the lanes of a placement send in a forward and a backward pass, without what recomputation repeats.
+
+    Args:
+        first_lane: of the bucket; decides where nodes begin.
+        node_lanes: lanes of a node.
+        of_token: what a token takes: of one layer, or of as many as the bytes are to be of.
+    """
+    fetches = fetches_of(placement, first_lane, node_lanes)
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    forward, backward = (of_token.messages(fetches, tokens, backward=backward) for backward in (False, True))
+    num_lanes = int(max(fetches.lane.max(initial=0), fetches.source.max(initial=0))) + 1
+    keys = np.concatenate([one.sender * num_lanes + one.receiver for one in (forward, backward)])
+    pairs, place = np.unique(keys, return_inverse=True)
+    num_bytes = [
+        np.bincount(places, one.num_bytes, len(pairs))
+        for one, places in zip((forward, backward), np.split(place, [len(forward.sender)]), strict=True)
+    ]
+    return Sent(pairs // num_lanes, pairs % num_lanes, np.array(num_bytes, np.float64))

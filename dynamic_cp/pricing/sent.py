@@ -1,0 +1,96 @@
+"""Bytes that the exchanges of a plan send, by link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.mechanisms.heads import heads_of_rank
+from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.placed_seconds import token_bytes
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.placement.sent import Sent, TokenBytes
+from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.types import Bucket, Plan, Problem, Topology
+
+
+class SentBytes(NamedTuple):
+    """Bytes that all ranks send for attention in one iteration.
+
+    Attributes:
+        in_node, across_nodes: over links inside nodes, and to other nodes.
+    """
+
+    in_node: float
+    across_nodes: float
+
+
+def sent_by_plan(plan: Plan, problem: Problem) -> SentBytes:
+    """Return what the exchanges of all buckets send: forward, backward, and forward again where it is recomputed."""
+    topology = problem.topology
+    total = np.zeros(2)
+    for stage in topology.stages_that_differ:
+        # Stages whose lanes lie on nodes alike are counted at once.
+        alike = range(topology.pp_size) if len(topology.stages_that_differ) == 1 else range(stage, stage + 1)
+        total += _sent_on_stage(plan, problem, _of_stages(problem, alike), nodes_of(topology, stage))
+    return SentBytes(*(topology.tp_size * total).tolist())
+
+
+def sent_by_bucket(bucket: Bucket, problem: Problem) -> Sent:
+    """Return what the lanes of a bucket send on one TP rank of each, all layers of the model together."""
+    tokens = lane_tokens(bucket, problem.topology.rank_token_multiple)
+    return _sent(bucket, tokens, problem, _of_stages(problem, range(problem.topology.pp_size)))
+
+
+def nodes_of(topology: Topology, stage: int = 0) -> Ints:
+    """Return [lane] -> the node of its first rank on a pipeline stage."""
+    ranks = (stage * topology.num_lanes + np.arange(topology.num_lanes)) * topology.tp_size
+    return ranks // topology.ranks_per_node
+
+
+def _of_stages(problem: Problem, stages: range) -> TokenBytes:
+    """Return what a token takes in all layers of some stages."""
+    node_lanes = lanes_in_one_node(problem.topology)
+    layers = problem.model.stages(problem.topology.pp_size)[stages.start : stages.stop]
+    each = [token_bytes(StageAttention(of_stage, problem, node_lanes)) for of_stage in layers]
+    return TokenBytes(*(sum(values) for values in zip(*each, strict=True)))
+
+
+def _sent_on_stage(plan: Plan, problem: Problem, of_token: TokenBytes, nodes: Ints) -> Floats:
+    """Return [link] -> bytes of one TP rank of each lane."""
+    multiple, total = problem.topology.rank_token_multiple, np.zeros(2)
+    times = np.array([1.0 if problem.options.recompute == "none" else 2.0, 1.0])
+    # Where all lanes of a bucket hold as much, its bytes are in proportion to that.
+    of_one_token: dict[Bucket, Floats] = {}
+    for bucket in plan.buckets:
+        if bucket.cp_size == 1:
+            continue
+        own_nodes = nodes[bucket.first_lane : bucket.lanes.stop]
+        if bucket.placement is not None:
+            sent = _sent(bucket, lane_tokens(bucket, multiple), problem, of_token)
+            total += times @ sent.of_lanes(own_nodes).sum(axis=2)
+            continue
+        kind = Bucket(
+            first_lane=bucket.first_lane,
+            cp_size=bucket.cp_size,
+            cp_comm_type=bucket.cp_comm_type,
+            inner_cp_size=bucket.inner_cp_size,
+        )
+        if kind not in of_one_token:
+            sent = _sent(kind, [1] * kind.cp_size, problem, of_token)
+            of_one_token[kind] = times @ sent.of_lanes(own_nodes).sum(axis=2)
+        total += rank_tokens(bucket, multiple) * of_one_token[kind]
+    return total
+
+
+def _sent(bucket: Bucket, tokens: Sequence[int], problem: Problem, of_token: TokenBytes) -> Sent:
+    node_lanes = lanes_in_one_node(problem.topology)
+    sharing = Sharing(heads_of_rank(problem.model, problem.topology.tp_size), node_lanes)
+    copies = sharing.copies(bucket.inner_cp_size)
+    return MECHANISMS[bucket.cp_comm_type].sent_by_lanes(bucket, tokens, node_lanes, of_token, copies)

@@ -1,0 +1,78 @@
+"""Bytes that exchanges send, by link, against counting them one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.pricing.sent import nodes_of, sent_by_bucket, sent_by_plan
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Topology
+from tests.sent_bytes import sent_by
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+
+MODEL = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=4)
+
+
+def problem_of(topology: Topology, **options: object) -> Problem:
+    given = PlanOptions(**{"max_tokens_per_rank": 600, "bytes_per_element": 2, **options})
+    return Problem(topology=topology, model=MODEL, hardware=CURVED_HARDWARE, options=given)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "cp_size", "inner", "across"),
+    [
+        # (of 8 lanes on nodes of 2) bytes to other nodes over all bytes
+        ("p2p", 8, 1, 4 / 8),
+        ("all_gather", 4, 1, 2 / 4),
+        ("p2p", 2, 1, 0.0),
+        ("a2a", 4, 4, 2 / 3),
+        ("a2a", 8, 8, 6 / 7),
+        ("a2a+p2p", 8, 2, None),
+    ],
+)
+def test_exchanges_send_what_their_formula_says_over_the_links_of_their_lanes(exchange, cp_size, inner, across):
+    topology = Topology(num_lanes=8, tp_size=2, pp_size=2, ranks_per_node=4, sequence_parallel=True)
+    bucket = Bucket(
+        first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner, samples=tuple(samples_of([300, 41]))
+    )
+    (tokens,) = set(lane_tokens(bucket, 2))
+    one = sent_by(bucket, tokens, MODEL, 2, 2)
+    layers, ranks = MODEL.num_layers, cp_size * 2
+    for recompute, forward_passes in (("none", 1), ("selective", 2), ("full", 2)):
+        problem = problem_of(topology, recompute=recompute)
+        rest = tuple(Bucket(first_lane=lane) for lane in range(cp_size, 8))
+        plan = Plan(
+            topology=topology, max_tokens_per_rank=600, micro_batches=(MicroBatch(buckets=(bucket, *rest)),) * 3
+        )
+        found = sent_by_plan(plan, problem)
+        assert sum(found) == pytest.approx(3 * layers * ranks * (forward_passes * one.forward + one.backward))
+        if across is not None:
+            assert found.across_nodes == pytest.approx(across * sum(found))
+        else:  # heads inside nodes, the ring between them
+            assert found.in_node == pytest.approx(3 * layers * ranks * (forward_passes + 1) * one.inner)
+    assert sent_by_bucket(bucket, problem).num_bytes.sum() * 2 == pytest.approx(
+        layers * ranks * (one.forward + one.backward)
+    )
+
+
+def test_placed_buckets_send_what_their_lanes_fetch_on_every_stage():
+    # 6 lanes on nodes of 4 ranks: the second stage's lanes lie otherwise on nodes.
+    topology = Topology(num_lanes=6, pp_size=2, ranks_per_node=4)
+    assert nodes_of(topology).tolist() == [0, 0, 0, 0, 1, 1]
+    assert nodes_of(topology, 1).tolist() == [1, 1, 2, 2, 2, 2]
+    problem = problem_of(topology, cp_comm_types=("blocks",))
+    samples = samples_of([1500, 700, 100, 30])
+    given = {name: getattr(problem, name) for name in ("topology", "model", "hardware", "options")}
+    plan = plan_global_batch(samples, **given).plan
+    placed = [bucket for bucket in plan.buckets if bucket.placement is not None]
+    assert placed
+    wanted = np.zeros(2)
+    for bucket in placed:
+        sent = sent_by_bucket(bucket, problem)
+        wanted += sum(0.5 * sent.of_lanes(nodes_of(topology, stage)).sum(axis=(0, 2)) for stage in (0, 1))
+    assert sent_by_plan(plan, problem) == pytest.approx(tuple(wanted))
+    assert wanted.min() > 0
