@@ -3,8 +3,8 @@
 Nothing is imported here: a trace needs neither matplotlib nor jinja2. Read in this order:
 
 - `theme` (colours), `files` (written whole or not at all), `drawing` (matplotlib, imported at first use)
-- one file per picture: `gantt`, `cp_map`, `lengths_picture`, `imbalance`, `knee`
+- one file per picture: `gantt`, `cp_map`, `lengths_picture`, `imbalance`, `knee`, `placed_tiles`, `placed_links`
 - traces for Perfetto: `trace_format`, `measured` (what ranks wrote down), `trace` (simulated iterations)
 - what a training run writes: `run`, and its pictures: `run_pictures`
-- HTML pages: `templates`, `page` (what all share), `html` (a comparison), `run_html` (a training run)
+- HTML pages: `templates`, `page` (what all share), `placed_section`, `html` (a comparison), `run_html` (a training run)
 """

@@ -238,6 +238,13 @@ def format_count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes with three digits and a unit, which no line break parts: 950 B, 12.3 MB."""
+    number = format_count(num_bytes)
+    unit = "" if number[-1].isdigit() else number[-1]
+    return f"{number.removesuffix(unit)}\u00a0{unit}B"
+
+
 def format_tokens(tokens: int) -> str:
     """Return a number of tokens, multiples of 1024 as such: 512, 8k, 128k, 1M."""
     for factor, suffix in ((1 << 20, "M"), (1 << 10, "k")):

@@ -23,7 +23,9 @@ from dynamic_cp.report.imbalance import imbalance
 from dynamic_cp.report.knee import knee, knee_points
 from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.page import Picture, picture, render
-from dynamic_cp.types import Sample
+from dynamic_cp.report.placed_section import placed_section
+from dynamic_cp.search.placed import options_of_prices
+from dynamic_cp.types import Problem, Sample
 
 LABELS = (
     "policy",
@@ -218,7 +220,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     """Return the pictures of one batch: of the dynamic policy and what it was judged against."""
     with_timeline = [one for one in comparison.policies if all(batch.timeline for batch in one.batches)]
     if not with_timeline:
-        return {"pictures": [], "batch_note": ""}
+        return {"pictures": [], "batch_note": "", "placed": [], "placed_note": ""}
     wanted = (verdict.baseline if verdict else "", "dynamic")
     shown = sorted((one for one in with_timeline if one.policy in wanted), key=lambda one: one.policy == "dynamic")
     shown = shown or with_timeline[:2]
@@ -226,7 +228,9 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
     samples = comparison.batches[number]
-    cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, comparison.options)
+    cost_model = CostModel(
+        comparison.model, comparison.hardware, comparison.topology, options_of_prices(comparison.options)
+    )
     points = knee_points(comparison.model, comparison.hardware, cost_model)
     end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
     pictures: list[Picture] = [
@@ -258,7 +262,18 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
         if len(comparison.batches) > 1
         else "The batch"
     )
-    return {"pictures": pictures, "batch_note": f"{which}, planned by {names}."}
+    name, timeline = timelines[-1]
+    problem = Problem(
+        topology=timeline.plan.topology,
+        model=comparison.model,
+        hardware=comparison.hardware,
+        options=comparison.options,
+    )
+    return {
+        "pictures": pictures,
+        "batch_note": f"{which}, planned by {names}.",
+        **placed_section(name, timeline.plan, problem),
+    }
 
 
 def _typical_batch(comparison: Comparison, verdict: Verdict | None) -> int:

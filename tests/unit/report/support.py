@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp.comparison import Comparison, compare_policies
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
+from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import CAUSAL, Bucket, Lambda, Placement, PlanOptions, Sample, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, plan_of, samples_of, tiny_cost_model
 
 LENGTHS = (900, 500, 310, 250, 200, 130, 90, 64, 33, 20, 11, 7, 5, 3, 2, 1)
@@ -53,8 +56,41 @@ def timelines(case: str) -> tuple[tuple[str, Timeline], ...]:
     )
 
 
+class PlacedCase(NamedTuple):
+    """A placed bucket, what its lanes send, and on which nodes they are."""
+
+    bucket: Bucket
+    sent: Sent
+    nodes: np.ndarray
+
+
 @cache
-def comparison(num_batches: int = 3, model_name: str = "tiny", policies: tuple[str, ...] = ()) -> Comparison:
+def placed(num_lanes: int, seqlens: tuple[int, ...], home_tokens: int, node_lanes: int = 2) -> PlacedCase:
+    """Return samples in homes of equal size on lanes in turn, with tiles where the keys are, in two divisions.
+
+    The first sample is causal, the second has a window, others follow in turn.
+    """
+    masks = (None, Lambda(home_tokens // 4, home_tokens))
+    samples = tuple(Sample(sample_id=i, seqlen=n, mask=masks[i % 2]) for i, n in enumerate(seqlens))
+    homes = [
+        (number, start, min(start + home_tokens, seqlen))
+        for number, seqlen in enumerate(seqlens)
+        for start in range(0, seqlen, home_tokens)
+    ]
+    with_lanes = np.array([(*home, index % num_lanes) for index, home in enumerate(homes)], np.int32)
+    wanted = tiles_between(Placement(with_lanes, np.zeros((0, 4), np.int32)), samples, CAUSAL)
+    is_own = wanted.rows == wanted.columns
+    tiles = np.column_stack([wanted.rows, wanted.columns, with_lanes[wanted.columns, 3], np.where(is_own, 0, 1)])
+    placement = Placement(with_lanes, tiles.astype(np.int32))
+    bucket = Bucket(first_lane=0, cp_size=num_lanes, cp_comm_type="blocks", samples=samples, placement=placement)
+    nodes = np.arange(num_lanes) // node_lanes
+    return PlacedCase(bucket, sent_by_lanes(placement, 0, node_lanes, TokenBytes(512.0, 256.0, 32.0)), nodes)
+
+
+@cache
+def comparison(
+    num_batches: int = 3, model_name: str = "tiny", policies: tuple[str, ...] = (), exchange: str = "p2p"
+) -> Comparison:
     """Return a comparison of batches that differ."""
     generator = np.random.default_rng(0)
     batches = [
@@ -65,7 +101,7 @@ def comparison(num_batches: int = 3, model_name: str = "tiny", policies: tuple[s
         topology=Topology(num_lanes=8, pp_size=2),
         model=TINY_MODEL,
         hardware=TINY_HARDWARE,
-        options=PlanOptions(max_tokens_per_rank=256, bytes_per_element=4),
+        options=PlanOptions(max_tokens_per_rank=256, bytes_per_element=4, cp_comm_types=(exchange,)),
         policies=policies or ("dynamic", "static", "balanced"),
         model_name=model_name,
         hardware_name="tiny",

@@ -75,6 +75,7 @@ def pages():
     return {
         "comparison": render_report(hostile, command=COMMAND, inputs={"lengths": "<script>x</script>", "seed": 0}),
         "one policy": render_report(comparison(1, "m", ("static",)), command="c", inputs={}),
+        "placed": render_report(comparison(1, "m", ("dynamic", "balanced"), "blocks"), command="c", inputs={}),
         "run": render_run_report(RECORDS, command=COMMAND, inputs={"run": "<i>runs</i>"}),
         "one iteration": render_run_report(RECORDS[:1]),
     }
@@ -86,7 +87,7 @@ def plain_page():
     return render_report(comparison(), command="c", inputs={})
 
 
-NAMES = ("comparison", "one policy", "run", "one iteration")
+NAMES = ("comparison", "one policy", "placed", "run", "one iteration")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,6 +188,22 @@ def test_the_verdict_stands_first_and_the_figures_are_the_comparisons():
     for speedup in one.speedups:
         assert f"{speedup.ratio:.2f}×" in shown
         assert f"{speedup.low:.2f}–{speedup.high:.2f}" in shown
+
+
+def test_placed_attention_has_a_section_of_its_own():
+    (outcome,) = comparison(1, "m", ("dynamic", "balanced"), "blocks").policies[0].batches
+    page = Page(pages()["placed"])
+    assert (2, "Placed attention") in page.headings
+    assert not any("Placed attention" in text for text in Page(plain_page()).texts)
+    rows = {
+        (f"{len(bucket.placement.homes)} homes", f"{len(bucket.placement.tiles)} tiles")
+        for bucket in outcome.planned.plan.buckets
+        if bucket.placement
+    }
+    assert len(rows) >= 2
+    (note,) = [text for text in page.texts if text.startswith("Micro-batch")]
+    assert sum(homes in note and tiles in note for homes, tiles in rows) == 1
+    assert any("inside nodes" in text for text in page.texts)
 
 
 def test_stacked_bars_add_up():

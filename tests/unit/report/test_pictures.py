@@ -20,11 +20,13 @@ from dynamic_cp.report.gantt import gantt
 from dynamic_cp.report.imbalance import imbalance
 from dynamic_cp.report.knee import knee, knee_points
 from dynamic_cp.report.lengths_picture import length_histogram, length_shares
+from dynamic_cp.report.placed_links import lane_shares, placed_links, placed_shares
+from dynamic_cp.report.placed_tiles import lanes_of_color, placed_tiles
 from dynamic_cp.report.run import RunRecord
 from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
 from dynamic_cp.report.theme import CSS, DARK, LIGHT
-from dynamic_cp.types import Topology
-from tests.unit.report.support import CASES, LENGTHS, timelines
+from dynamic_cp.types import CAUSAL, Topology
+from tests.unit.report.support import CASES, LENGTHS, placed, timelines
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -52,7 +54,15 @@ def of_timelines(case):
     }
 
 
+SMALL, LARGE = placed(4, (700, 300, 90, 20, 1), 160), placed(80, (40_000, 30_000), 400)
+
 OTHERS = {
+    "tiles": partial(placed_tiles, SMALL.bucket, CAUSAL),
+    "links": partial(placed_links, SMALL.sent, SMALL.nodes),
+    "shares": partial(placed_shares, SMALL.bucket, CAUSAL, SMALL.sent, SMALL.nodes),
+    "tiles-many": partial(placed_tiles, LARGE.bucket, CAUSAL),
+    "links-many": partial(placed_links, LARGE.sent, LARGE.nodes),
+    "shares-many": partial(placed_shares, LARGE.bucket, CAUSAL, LARGE.sent, LARGE.nodes),
     "lengths": partial(length_histogram, LENGTHS),
     "one-length": partial(length_histogram, [1]),
     "all-lengths": partial(length_histogram, [1 << power for power in range(22)]),
@@ -68,6 +78,9 @@ OTHERS = {
 }
 ALL = [(f"{case} {kind}", (case, kind)) for case in CASES for kind in ("gantt", "cp-map", "imbalance")]
 ALL += [(name, (None, name)) for name in OTHERS]
+
+
+WIDE = ("gantt", "times", "times-one", "tiles", "tiles-many")
 
 
 def draw_of(case, kind):
@@ -99,7 +112,7 @@ def drawn_texts(figure, monkeypatch):
 @pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_no_text_collides_or_leaves_the_picture(case, kind, is_narrow, monkeypatch):
-    width_in = NARROW_IN if is_narrow else WIDE_IN if kind in ("gantt", "times", "times-one") else MEDIUM_IN
+    width_in = NARROW_IN if is_narrow else WIDE_IN if kind in WIDE else MEDIUM_IN
     with look(LIGHT):
         figure = draw_of(case, kind)(LIGHT, width_in=width_in)
         drawn = drawn_texts(figure, monkeypatch)
@@ -262,6 +275,71 @@ def test_buckets_hold_their_upper_bound():
     assert tokens[-1] == pytest.approx(65 / 144)
     assert squares.sum() == pytest.approx(1)
     assert length_shares(np.array([1]))[0].tolist() == [1, 2]
+
+
+def test_tiles_are_drawn_where_they_are_in_the_color_of_their_lane():
+    with look(LIGHT):
+        figure = placed_tiles(SMALL.bucket, CAUSAL, LIGHT)
+        assert len(figure.axes) == 2 * 3
+    placement, (sample,) = SMALL.bucket.placement, [one for one in SMALL.bucket.samples if one.seqlen == 700]
+    homes, (by_lane, *_, by_division, _, _) = placement.homes, figure.axes
+    assert len(figure.axes) == 6
+    wanted = {0: set(), 1: set()}
+    for queries, keys, lane, division in placement.tiles.tolist():
+        if homes[queries, 0] == 0:
+            corner = homes[keys, 1], homes[queries, 1], homes[keys, 2], homes[queries, 2]
+            wanted[0].add((*map(int, corner), LIGHT.cp_sizes[lane]))
+            wanted[1].add((*map(int, corner), 0.25 if division == 0 else 1.0))
+    assert len(wanted[0]) == 15
+    for panel, name in ((by_lane, 0), (by_division, 1)):
+        drawn = set()
+        strips = {}
+        for patch in panel.patches:
+            color = matplotlib.colors.to_hex(patch.get_facecolor())
+            rectangles = patch.get_path().vertices.reshape(-1, 5, 2)
+            for corners in rectangles.tolist():
+                (left, top), _, (right, bottom), *_ = corners
+                if left < 0 or top < 0:
+                    strips.setdefault(color, set()).add((left < 0, max(left, top, 0.0), max(right, bottom)))
+                    continue
+                drawn.add((left, top, right, bottom, patch.get_alpha() if name else color))
+                # Only what the mask allows is seen.
+                assert patch.get_clip_path() is not None
+        assert drawn == wanted[name]
+        # Lanes 0 to 3, then 0 again: who holds which rows, and which columns.
+        assert strips[LIGHT.cp_sizes[1]] == {(True, 160.0, 320.0), (False, 160.0, 320.0)}
+        assert len(strips[LIGHT.cp_sizes[0]]) == 4
+    assert sample.seqlen == by_lane.get_xlim()[1]
+
+
+def test_many_tiles_and_lanes_are_grouped_and_the_picture_says_so():
+    assert [lanes_of_color(number, 8) for number in (2, 8, 9, 16, 17, 64, 80)] == [1, 1, 2, 2, 4, 8, 16]
+    said = texts(svg_text(OTHERS["tiles-many"], LIGHT))
+    assert {"0–15", "64–79", "sample 0 · 40k tokens"} <= said
+    assert len(LARGE.bucket.placement.tiles) > 4000
+    assert len(svg_text(OTHERS["tiles-many"], LIGHT)) < 120_000
+    said = texts(svg_text(OTHERS["links-many"], LIGHT))
+    assert {"to lane (cells of 3)", "to node (cells of 2)"} <= said
+    assert "lane (bars of 2, the largest)" in texts(svg_text(OTHERS["shares-many"], LIGHT))
+
+
+def test_lanes_hold_compute_and_send_what_the_placement_says():
+    tokens, pairs, sent = lane_shares(SMALL.bucket, CAUSAL, SMALL.sent, SMALL.nodes).values()
+    assert tokens.sum() == sum(sample.seqlen for sample in SMALL.bucket.samples) == 1111
+    allowed = sum((one.mask or CAUSAL).num_pairs(one.seqlen) for one in SMALL.bucket.samples)
+    assert allowed <= pairs.sum() < 3 * allowed
+    assert sent.sum() == SMALL.sent.num_bytes.sum() > 0
+    said = texts(svg_text(OTHERS["shares"], LIGHT))
+    assert f"tokens held: mean 278, max/mean {tokens.max() / tokens.mean():.2f}" in said
+    between = SMALL.sent.between(SMALL.nodes)
+    largest = max(between[0, 1], between[1, 0])
+    assert f"from node to node: largest {drawing.format_bytes(largest)}" in texts(svg_text(OTHERS["links"], LIGHT))
+
+
+def test_bytes_have_units():
+    assert [drawing.format_bytes(number) for number in (950, 12_345, 2.5e9)] == [
+        "950\u00a0B", "12.3\u00a0kB", "2.5\u00a0GB"
+    ]  # fmt: skip
 
 
 def test_imbalance_says_max_over_mean():

@@ -1,0 +1,145 @@
+"""What the lanes of a placed bucket hold, compute and send, and how many bytes go over which link."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
+from dynamic_cp.placement.sent import Sent
+from dynamic_cp.report.drawing import (
+    MEDIUM_IN,
+    SMALL_PT,
+    Rectangle,
+    add_legend,
+    add_rectangles,
+    format_bytes,
+    format_count,
+    new_figure,
+)
+from dynamic_cp.report.theme import Theme
+from dynamic_cp.types import Bucket, Causal, Full
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_CELLS, _MAX_BARS, _LEVELS = 32, 64, 4
+_NUMBER_PT = 36
+"""Width of a cell in which a number of bytes has room."""
+
+
+def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
+    """Return the picture of bytes from lane to lane, and from node to node where there are several.
+
+    Args:
+        sent: by the lanes of a bucket; of both directions, all layers.
+        nodes: [lane] -> its node, numbered from 0 on.
+    """
+    num_lanes, num_nodes = len(nodes), int(nodes.max()) + 1
+    per_cell = -(-num_lanes // _MAX_CELLS)
+    panels = [("lane", sent.between(np.arange(num_lanes) // per_cell), per_cell)]
+    if num_nodes > 1:
+        nodes_per_cell = -(-num_nodes // _MAX_CELLS)
+        between = sent.between(nodes // nodes_per_cell)
+        np.fill_diagonal(between, 0.0)
+        panels.append(("node", between, nodes_per_cell))
+    columns = len(panels) if width_in >= MEDIUM_IN else 1
+    rows = len(panels) // columns
+    side_in = min(3.0, width_in / columns - 0.55)
+    figure = new_figure(width_in, rows * (side_in + 0.65) + 0.75)
+    for panel, (what, grid, size) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
+        _draw(panel, grid, theme, has_numbers=side_in * 72 / len(grid) > _NUMBER_PT)
+        _describe(panel, what, grid, size)
+        if what == "lane" and size == 1:
+            for edge in (np.flatnonzero(np.diff(nodes)) + 1).tolist():
+                panel.axhline(edge, color=theme.muted, linewidth=0.8)
+                panel.axvline(edge, color=theme.muted, linewidth=0.8)
+    steps = [(f"to {(level + 1) / _LEVELS:.0%}", theme.cp_sizes[level]) for level in range(_LEVELS)]
+    add_legend(figure, steps, width_in=width_in, title="of the largest")
+    return figure
+
+
+def _draw(panel: Axes, grid: Floats, theme: Theme, *, has_numbers: bool) -> None:
+    size, most = len(grid), float(grid.max())
+    cells: dict[int, list[Rectangle]] = defaultdict(list)
+    for sender, receiver in np.argwhere(grid > 0).tolist():
+        level = min(_LEVELS - 1, int(_LEVELS * grid[sender, receiver] / most))
+        cells[level].append(Rectangle(receiver, receiver + 1, sender, sender + 1))
+        if has_numbers:
+            text = format_bytes(float(grid[sender, receiver]))
+            panel.text(
+                receiver + 0.5, sender + 0.5, text, ha="center", va="center", fontsize=SMALL_PT - 1,
+                color=theme.cp_inks[level],
+            )  # fmt: skip
+    add_rectangles(panel, [Rectangle(0, size, 0, size)], theme.band)
+    for level, rectangles in sorted(cells.items()):
+        add_rectangles(panel, rectangles, theme.cp_sizes[level], edgecolor=theme.background, linewidth=0.4)
+
+
+def _describe(panel: Axes, what: str, grid: Floats, per_cell: int) -> None:
+    size = len(grid)
+    panel.set_title(f"from {what} to {what}: largest {format_bytes(float(grid.max()))}", fontsize=SMALL_PT)
+    panel.set_xlim(0, size)
+    panel.set_ylim(size, 0)
+    panel.set_aspect("equal")
+    panel.spines[["left", "bottom"]].set_visible(False)
+    panel.tick_params(length=2)
+    step = -(-size // 8)
+    shown = range(0, size, step)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_ticks([cell + 0.5 for cell in shown], [str(cell * per_cell) for cell in shown])
+    of = f" (cells of {per_cell})" if per_cell > 1 else ""
+    panel.set_xlabel(f"to {what}{of}")
+    panel.set_ylabel(f"from {what}")
+
+
+def placed_shares(
+    bucket: Bucket, mask: Causal | Full, sent: Sent, nodes: Ints, theme: Theme, *, width_in: float = MEDIUM_IN
+) -> Figure:
+    """Return the picture of what each lane holds, computes and sends, with max / mean; of many lanes, largest ones.
+
+    Args:
+        mask: of samples that bring none.
+        sent, nodes: as in `placed_links`.
+    """
+    shares = lane_shares(bucket, mask, sent, nodes)
+    per_bar = -(-bucket.cp_size // _MAX_BARS)
+    begins = np.arange(0, bucket.cp_size, per_bar)
+    figure = new_figure(width_in, 3.6)
+    panels = figure.subplots(len(shares), 1, sharex=True)
+    for index, (panel, (name, values)) in enumerate(zip(panels, shares.items(), strict=True)):
+        bars = np.maximum.reduceat(values, begins)
+        rectangles = [
+            Rectangle(begin, min(begin + per_bar, bucket.cp_size), 0.0, height)
+            for begin, height in zip(begins.tolist(), bars.tolist(), strict=True)
+        ]
+        add_rectangles(panel, rectangles, theme.series_color(index), edgecolor=theme.background, linewidth=0.5)
+        mean = float(values.mean())
+        panel.axhline(mean, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)))
+        ratio = f"{values.max() / mean:.2f}" if mean else "–"
+        panel.set_title(f"{name}: mean {format_count(mean)}, max/mean {ratio}", fontsize=SMALL_PT)
+        panel.set_ylim(0, 1.08 * float(values.max()) or 1)
+        panel.set_xlim(0, bucket.cp_size)
+        panel.set_yticks([0, float(values.max())], ["0", format_count(float(values.max()))])
+        panel.tick_params(length=2)
+    step = -(-bucket.cp_size // 8)
+    shown = range(0, bucket.cp_size, step)
+    panels[-1].set_xticks([lane + 0.5 for lane in shown], [str(bucket.first_lane + lane) for lane in shown])
+    panels[-1].set_xlabel("lane" if per_bar == 1 else f"lane (bars of {per_bar}, the largest)")
+    return figure
+
+
+def lane_shares(bucket: Bucket, mask: Causal | Full, sent: Sent, nodes: Ints) -> dict[str, Floats]:
+    """Return what -> [lane] how much of it: tokens, pairs that kernels compute, bytes."""
+    placement = bucket.placement
+    assert placement is not None
+    pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
+    return {
+        "tokens held": np.array(placement.home_tokens(bucket.cp_size), np.float64),
+        "pairs computed": np.bincount(placement.tiles[:, 2], pairs, bucket.cp_size).astype(np.float64),
+        "bytes sent": sent.of_lanes(nodes).sum(axis=(0, 1)),
+    }
