@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDE = 110
-"""Columns from which the table of figures has all of them."""
+WIDE, WIDEST = 110, 140
+"""Columns from which the table of figures has more of them, and all."""
 
 PARTS: Mapping[str, tuple[str, str]] = {
     "compute": ("c", "green"),
@@ -87,7 +87,7 @@ def show_batches(comparison: Comparison, batch: BatchInput, out: Console) -> Non
 
 
 def _figures(comparison: Comparison, out: Console) -> Table:
-    wide, several = out.width >= WIDE, len(comparison.batches) > 1
+    wide, widest, several = out.width >= WIDE, out.width >= WIDEST, len(comparison.batches) > 1
     columns = ["policy", "s/batch"]
     columns += ["± sd" if can_draw(out) else "sd"] * several + gain_columns(several)
     columns += ["/bound", "tok/s/GPU"]
@@ -96,6 +96,8 @@ def _figures(comparison: Comparison, out: Console) -> Table:
     columns += ["GB"]
     if wide:
         columns += ["limit", "plan ms"]
+    if widest:
+        columns += ["sent GB", "NIC GB"]
     table = make_table(columns)
     speedups = {one.baseline: one for one in comparison.speedups}
     for one in comparison.policies:
@@ -113,6 +115,8 @@ def _figures(comparison: Comparison, out: Console) -> Table:
         cells += [_memory(one)]
         if wide:
             cells += [str(one.max_tokens_per_rank), f"{1e3 * (one.mean('plan_s') or 0):.1f}"]
+        if widest:
+            cells += _sent_gb(one)
         table.add_row(*cells, style="bold" if one.policy == "dynamic" else "")
     return table
 
@@ -139,6 +143,14 @@ def gain_cells(speedup: Speedup | None, several: bool) -> list[str]:
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _sent_gb(outcome: PolicyOutcome) -> list[str]:
+    """Return what is sent for attention: all of it, and what leaves nodes."""
+    in_node, across = outcome.mean("sent_in_node_bytes"), outcome.mean("sent_across_nodes_bytes")
+    if in_node is None or across is None:
+        return ["-", "-"]
+    return [f"{(in_node + across) / 1e9:.1f}", f"{across / 1e9:.1f}"]
 
 
 def _memory(outcome: PolicyOutcome) -> str:
@@ -218,6 +230,8 @@ def _show_notes(comparison: Comparison, out: Console) -> None:
     ]
     interval = ", with a paired 95% t interval over batches" if len(comparison.batches) > 1 else ""
     notes.append(f"gain: by dynamic CP{interval}; all modelled")
+    if out.width >= WIDEST:
+        notes.append("sent: for attention by all ranks, forward and backward; NIC: what of it leaves nodes")
     out.print()
     for note in notes:
         out.print(Text(note, style="dim"))

@@ -129,6 +129,8 @@ def _batch(outcome: BatchOutcome) -> dict[str, Any]:
         "imbalance": outcome.planned.imbalance if outcome.planned else None,
         "cp_histogram": None if plan is None else {str(cp): count for cp, count in plan.cp_histogram.items()},
         "peak_bytes": outcome.peak_bytes,
+        "sent_in_node_bytes": outcome.sent_in_node_bytes,
+        "sent_across_nodes_bytes": outcome.sent_across_nodes_bytes,
         "plan_s": outcome.plan_s,
         "digest": None if plan is None else digest(plan),
         "reason": outcome.planned.reason if outcome.planned else outcome.note,

@@ -15,9 +15,10 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
+from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.placed import options_of_policy, options_of_prices
 from dynamic_cp.setting import Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 
 class Job(NamedTuple):
@@ -92,6 +93,8 @@ def batch_outcome(
     """Return the figures of a plan of one of the job's batches."""
     plan = planned.plan
     timeline = simulate(plan, prices.all)
+    problem = Problem(topology=plan.topology, model=job.model, hardware=job.hardware, options=job.options)
+    sent = sent_by_plan(plan, problem)
     return BatchOutcome(
         planned=planned,
         timeline=timeline,
@@ -99,6 +102,8 @@ def batch_outcome(
         num_microbatches=plan.num_microbatches,
         padding_fraction=padding_fraction(plan),
         peak_bytes=max(stage.total_bytes for stage in memory.peak(plan)),
+        sent_in_node_bytes=sent.in_node,
+        sent_across_nodes_bytes=sent.across_nodes,
         plan_s=plan_s,
         note=note,
         **rates(job, tuple(plan.samples), timeline.makespan_s, prices),

@@ -87,6 +87,8 @@ def outcome_of_peer(
                     num_microbatches=None,
                     padding_fraction=None,
                     peak_bytes=None,
+                    sent_in_node_bytes=None,
+                    sent_across_nodes_bytes=None,
                     plan_s=plan_s,
                     note=result.note,
                     **rates(job, batch, result.seconds, prices),

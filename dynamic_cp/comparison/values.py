@@ -20,7 +20,8 @@ class BatchOutcome:
     """What one policy makes of one global batch.
 
     Attributes:
-        planned, timeline, parts, peak_bytes: None where a peer's method has no such plan, only a time.
+        planned, timeline, parts, peak_bytes, sent_in_node_bytes, sent_across_nodes_bytes: None where a peer's method
+            has no such plan, only a time.
         iteration_s: forward, backward and reduction of gradients; the parts add up to it.
         makespan_s: the same without the reduction.
         lower_bound_s: no legal plan of this batch with the policy's limit of tokens has a smaller makespan_s.
@@ -29,6 +30,7 @@ class BatchOutcome:
         tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
         padding_fraction: share of padding in all tokens that are computed.
         peak_bytes: of the rank that needs most.
+        sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
         plan_s: seconds of planning on this machine (measured, so never the same twice).
         note: what a peer says about its result.
     """
@@ -45,6 +47,8 @@ class BatchOutcome:
     tflops_per_gpu: float
     padding_fraction: float | None
     peak_bytes: float | None
+    sent_in_node_bytes: float | None
+    sent_across_nodes_bytes: float | None
     plan_s: float
     note: str = ""
 

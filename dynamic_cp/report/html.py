@@ -16,7 +16,7 @@ from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
-from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_count, format_s
+from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes, format_count, format_s
 from dynamic_cp.report.files import write_whole
 from dynamic_cp.report.gantt import gantt
 from dynamic_cp.report.imbalance import imbalance
@@ -37,6 +37,7 @@ LABELS = (
     "idle",
     "padding",
     "planning",
+    "sent for attention",
 )
 _BATCH_LABELS = ("policy, batch", "iteration", "over bound", "micro-batches", "buckets by CP size", "choice")
 
@@ -145,8 +146,17 @@ def _row(one: PolicyOutcome, comparison: Comparison) -> _Row:
             ("" if parts is None else f"{parts.bubble_s / parts.iteration_s:.1%}", ""),
             ("" if padding is None else f"{padding:.1%}", ""),
             (format_s(one.mean("plan_s") or 0.0), ""),
+            _sent(one),
         ],
     )
+
+
+def _sent(one: PolicyOutcome) -> tuple[str, str]:
+    """Return the bytes that exchanges send in an iteration, and what of them leaves nodes."""
+    in_node, across = one.mean("sent_in_node_bytes"), one.mean("sent_across_nodes_bytes")
+    if in_node is None or across is None:
+        return "", ""
+    return format_bytes(in_node + across), f"{format_bytes(across)} to other nodes" if across else ""
 
 
 def _notes(comparison: Comparison) -> list[str]:

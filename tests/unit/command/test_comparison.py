@@ -17,8 +17,9 @@ from dynamic_cp.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.types import PlanOptions, Topology, parse_mask_rule
+from dynamic_cp.types import PlanOptions, Problem, Topology, parse_mask_rule
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGIES = [
@@ -107,6 +108,14 @@ def test_parts_of_placed_attention_add_up_and_none_is_negative(topology):
     comparison = compared(topology, given, PLACED_OPTIONS, policies=("dynamic", "balanced", "megatron-dev"))
     dynamic, *others = comparison.policies
     assert all(bucket.placement for outcome in dynamic.batches for bucket in outcome.planned.plan.buckets)
+    for policy in comparison.policies:
+        for outcome in policy.batches:
+            problem = Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=PLACED_OPTIONS)
+            sent = outcome.sent_in_node_bytes, outcome.sent_across_nodes_bytes
+            assert sent == sent_by_plan(outcome.planned.plan, problem)
+            assert sum(sent) > 0
+    (as_json, *_), (outcome, *_) = to_dict(comparison)["policies"]["dynamic"]["batches"], dynamic.batches
+    assert as_json["sent_in_node_bytes"] == outcome.sent_in_node_bytes
     for other in others:
         buckets = [bucket for outcome in other.batches for bucket in outcome.planned.plan.buckets]
         assert {bucket.cp_comm_type for bucket in buckets if bucket.cp_size > 1} == {"a2a"}
