@@ -28,14 +28,19 @@ INPUTS = FOLDER / "inputs"
 
 _FILES = "--model ./model.json --hardware ./hardware.json"
 _BATCHES = "--lengths ./lengths.txt --global-batch-size 24 --batches 3"
+_FEW = "--lengths lognormal:mean=5000,sigma=1 --global-batch-size 6"
+_PLACED = "--cp-comm-type blocks --mask lambda:64,1024"
 COMMANDS = {
     "lengths": "lengths ./lengths.txt",
     "lengths_listed": "lengths",
     "plan": f"plan --lengths ./lengths.txt --lanes 4 --pp 2 {_FILES} --max-tokens-per-rank 10240 --bound",
+    "plan_placed": f"plan {_FEW} --lanes 6 --pp 2 {_FILES} --max-tokens-per-rank 10240 --bound {_PLACED}",
     "simulate": f"simulate {_BATCHES} --batches 6 --lanes 8 {_FILES} --ranks-per-node 2 --max-tokens-per-rank 8192 "
     "--policy dynamic,balanced",
     "simulate_one_batch": f"simulate --lengths ./lengths.txt --lanes 8 {_FILES} --policy dynamic,wlb",
     "simulate_pipeline": f"simulate {_BATCHES} --lanes 4 --tp 2 --pp 4 --vpp 2 {_FILES} --recompute full",
+    "simulate_placed": f"simulate {_FEW} --batches 2 --lanes 8 {_FILES} --ranks-per-node 4 --max-tokens-per-rank 10240 "
+    f"--policy dynamic,balanced {_PLACED}",
     "simulate_equal": "simulate --lengths lognormal:mean=2000,sigma=0 --global-batch-size 16 --batches 2 --lanes 4 "
     + _FILES,
     "sweep": f"sweep --lengths ./lengths.txt --gpus 8 --tp 1,2 --pp 1 --recompute none {_FILES} --jobs 1",

@@ -60,8 +60,9 @@ def command(plan: str, lengths: str | None) -> None:
         samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(lengths)))
     check_plan(judged, samples)
     num_samples = sum(1 for _ in judged.samples)
+    placed = f", {judged.num_placed} of them placed" if judged.num_placed else ""
     click.echo(
         f"legal: {counted(judged.num_microbatches, 'micro-batch')}, {counted(num_samples, 'sample')}, "
-        f"{judged.num_tokens} tokens, buckets {format_cp_sizes(judged.cp_histogram)}"
+        f"{judged.num_tokens} tokens, buckets {format_cp_sizes(judged.cp_histogram)}{placed}"
     )
     click.echo(f"digest: {digest(judged)}")

@@ -155,11 +155,11 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
     from dynamic_cp.plans.serialize import format_plan
 
     more = "…" if can_draw(out) else "..."
-    _, *lines = format_plan(plan).splitlines()
+    _, *lines = format_plan(plan, placements=False).splitlines()
     plural = "" if len(lines) == 1 else "es"
     out.print(heading(f"{len(lines)} micro-batch{plural}"), Text("(sample:tokens; - is an empty place)", style="dim"))
     out.print()
-    is_cut = len(lines) > _SHOWN_LINES
+    is_cut = len(lines) > _SHOWN_LINES or plan.num_placed > 0
     for line in lines[:_SHOWN_LINES]:
         is_cut |= len(line) > out.width
         shown = line if len(line) <= out.width else line[: out.width - len(more)] + more
@@ -180,6 +180,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     from dynamic_cp.cli.tables import percent, seconds
 
     buckets = ", ".join(f"{count} at CP {size}" for size, count in figures["cp_histogram"].items())
+    buckets += f"; {plan.num_placed} placed" if plan.num_placed else ""
     rows = [("policy", figures["policy"]), *([("layout", figures["layout"])] if "layout" in figures else [])]
     rows += [("iteration", f"{seconds(figures['predicted_s'])}, predicted")]
     if "lower_bound_s" in figures:

@@ -101,7 +101,7 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(dumps(plan).encode()).hexdigest()
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: Plan, *, placements: bool = True) -> str:
     """Return `plan` as text: one line of settings, then one line per micro-batch.
 
     Example (sample_id:seqlen, with @mask where a sample has its own; "-" is an empty place, an exchange other than p2p
@@ -109,6 +109,11 @@ def format_plan(plan: Plan) -> str:
 
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
+        1 | lanes 0-3 blocks 0.0.40.0,0.40.100.3/0.0.0.0,1.0.3.1,1.1.3.0: 8:100 |
+
+    Args:
+        placements: whole, so that `parse_plan` reads them; else how large they are, for people, as in
+            "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100".
     """
     settings = {
         "policy": plan.policy,
@@ -117,7 +122,9 @@ def format_plan(plan: Plan) -> str:
     }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
     for index, micro_batch in enumerate(plan.micro_batches):
-        lines.append(f"{index} |" + "".join(f" {_format_bucket(bucket)} |" for bucket in micro_batch.buckets))
+        lines.append(
+            f"{index} |" + "".join(f" {_format_bucket(bucket, placements)} |" for bucket in micro_batch.buckets)
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -195,7 +202,7 @@ def _sample_from_list(data: object, where: str) -> Sample:
     )
 
 
-def _format_bucket(bucket: Bucket) -> str:
+def _format_bucket(bucket: Bucket, placements: bool) -> str:
     lanes = (
         f"lane {bucket.first_lane}"
         if bucket.cp_size == 1
@@ -203,7 +210,7 @@ def _format_bucket(bucket: Bucket) -> str:
     )
     exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
     if bucket.placement is not None:
-        exchange += f" {bucket.placement}"
+        exchange += f" {bucket.placement}" if placements else f" ({bucket.placement.describe()})"
     samples = " ".join(map(_format_sample, bucket.samples)) or "-"
     return f"{lanes}{exchange}: {samples}"
 

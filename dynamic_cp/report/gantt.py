@@ -245,8 +245,13 @@ def _mark_end(
 
 
 def cp_legend(sizes: set[int], theme: Theme) -> list[tuple[str, str]]:
-    """Return (label, colour) of CP sizes, ascending; the largest colour stands for all sizes beyond it, too."""
+    """Return (label, colour) of CP sizes, ascending; the largest colour stands for all sizes beyond it, too.
+
+    Sizes that are no powers of two, of placed buckets, have the colour of the next smaller one.
+    """
     largest = 1 << (len(theme.cp_sizes) - 1)
-    more = any(size > largest for size in sizes)
-    shown = sorted({min(size, largest) for size in sizes})
-    return [(f"{size} or more" if more and size == largest else str(size), theme.cp_color(size)) for size in shown]
+    labels: dict[str, list[str]] = defaultdict(list)
+    for size in sorted({min(size, largest) for size in sizes}):
+        or_more = " or more" if size == largest and max(sizes) > largest else ""
+        labels[theme.cp_color(size)].append(f"{size}{or_more}")
+    return [(", ".join(of_color), color) for color, of_color in labels.items()]

@@ -56,14 +56,7 @@ def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
 def _counts(bucket: Bucket) -> str:
     placement = bucket.placement
     assert placement is not None
-    return ", ".join(
-        (
-            counted(len(bucket.samples), "sample"),
-            counted(len(placement.homes), "home"),
-            f"{counted(len(placement.tiles), 'tile')} in {counted(placement.num_divisions, 'division')}",
-            f"on {bucket.cp_size} lanes",
-        )
-    )
+    return f"{counted(len(bucket.samples), 'sample')} on {bucket.cp_size} lanes, {placement.describe()}"
 
 
 def _of_tiles(bucket: Bucket) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import counted
 
 if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
     import numpy as np
@@ -53,7 +54,12 @@ class Placement:
         return hash((self.homes.tobytes(), self.tiles.tobytes()))
 
     def __repr__(self) -> str:
-        return f"<Placement: {len(self.homes)} homes, {len(self.tiles)} tiles, {self.num_divisions} divisions>"
+        return f"<Placement: {self.describe()}>"
+
+    def describe(self) -> str:
+        """Return in some words how large it is; `str` has all of it."""
+        sizes = (len(self.homes), "home"), (len(self.tiles), "tile"), (self.num_divisions, "division")
+        return ", ".join(counted(number, what) for number, what in sizes)
 
     @property
     def num_divisions(self) -> int:

@@ -226,6 +226,11 @@ class Plan:
         return sum(bucket.num_tokens for bucket in self.buckets)
 
     @property
+    def num_placed(self) -> int:
+        """Buckets whose attention is placed."""
+        return sum(bucket.placement is not None for bucket in self.buckets)
+
+    @property
     def cp_histogram(self) -> Mapping[int, int]:
         """cp_size -> number of non-empty buckets of that size, ascending."""
         return dict(sorted(Counter(bucket.cp_size for bucket in self.buckets if bucket.samples).items()))
