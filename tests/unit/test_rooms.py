@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "dynamic_cp": (
-        *("types", "mechanisms", "placement", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
+        *("types", "placement", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
         *("peers", "search", "comparison", "report", "sweep", "lengths", "learning", "cli", "calibration"),
     ),
     "megatron.dynamic_cp": (
