@@ -52,10 +52,16 @@ def options_of_policy(policy: str, options: PlanOptions, samples: Iterable[Sampl
     return replace(options, cp_comm_types=(AllToAll.name if has_masks else Ring.name,))
 
 
+def without_placed(options: PlanOptions) -> PlanOptions:
+    """Return options of plans that may have none, where they allow anything else."""
+    others = tuple(name for name in options.cp_comm_types if name not in PLACED)
+    return replace(options, cp_comm_types=others) if others else options
+
+
 def options_of_packing(options: PlanOptions) -> PlanOptions:
     """Return what packers choose from, who know closed forms only; where none is allowed they guess by the ring."""
-    packed = tuple(name for name in options.cp_comm_types if name not in PLACED)
-    return replace(options, cp_comm_types=packed or (Ring.name,))
+    is_placed = set(options.cp_comm_types) <= set(PLACED)
+    return replace(options, cp_comm_types=(Ring.name,)) if is_placed else without_placed(options)
 
 
 def options_of_prices(options: PlanOptions) -> PlanOptions:

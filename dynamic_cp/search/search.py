@@ -38,7 +38,7 @@ from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
-from dynamic_cp.search.placed import may_place, options_of_packing, placed_plans
+from dynamic_cp.search.placed import may_place, options_of_packing, placed_plans, without_placed
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
@@ -96,12 +96,13 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples))
-    options = options_serving(batch.samples, problem.model, problem.options)
+    places = policy == "dynamic" and may_place(topology, problem.options)
+    usable = problem.options if places else without_placed(problem.options)
+    options = options_serving(batch.samples, problem.model, usable)
     longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
     if not is_fixed:
         _check_capacity(longest, topology, options)
     cost_model = CostModel(problem.model, problem.hardware, topology, options_of_packing(options))
-    places = policy == "dynamic" and may_place(topology, options)
     is_guess = set(options.cp_comm_types).isdisjoint(cost_model.options.cp_comm_types)
     if places and longest.seqlen > cost_model.table.capacities.max():
         # What packers know cannot serve this sample, so they guess.

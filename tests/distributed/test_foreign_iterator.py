@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.foreign.iterator import chunks_of
@@ -30,6 +30,7 @@ from tests.distributed.foreign import (
     make_wrapper,
     mask_of,
     needs_of_rank,
+    piece_of,
     run_foreign,
 )
 from tests.distributed.harness import run_ranks
@@ -334,6 +335,28 @@ def wrap_with_the_planner(layout: Layout, data: list[LaneData], global_batch_siz
         num_tokens += sum(wrapper.rank_tokens)
     wrapper.close()
     return wrapper.step, num_tokens
+
+
+def refused_placements(layout: Layout, data: list[LaneData]) -> str:
+    wrapper, _, groups = make_wrapper(layout, data, 2)
+    problem = replace(PROBLEM, options=replace(PROBLEM.options, cp_comm_types=("blocks",)))
+    planner = Planner(problem, max_seqlen=511, publish_whole=True) if torch.distributed.get_rank() == 0 else None
+    wrapper._plan_source = PlanSource(planner, topology=problem.topology, lane=groups.lane, lookahead=0)
+    try:
+        wrapper.wrap()
+    except UnsupportedFeatureError as error:
+        return str(error)
+    finally:
+        wrapper.close()
+    return "nothing was refused"
+
+
+def test_placed_attention_is_refused_on_all_ranks_alike() -> None:
+    layout = LAYOUTS["tp2"]
+    long = lane_data(0, 1)
+    long[0] = [piece_of(0, 0, 420, 1)]
+    (said,) = set(run_ranks(4, refused_placements, layout, [long, long]))
+    assert "the plan of step 0 uses blocks, which says of each token where it goes" in said
 
 
 def test_real_planner_plans_what_was_drawn() -> None:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from dynamic_cp.errors import DisagreementError
+from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.types import Plan, Sample
+from dynamic_cp.types import PLACED, Plan, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.te.support import why_no_masks
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
@@ -192,6 +192,12 @@ class ForeignIteratorWrapper:
 
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
+            placed = {bucket.cp_comm_type for bucket in plan.buckets} & set(PLACED)
+            if placed:
+                raise UnsupportedFeatureError(
+                    f"the plan of step {batch.step} uses {placed.pop()}, which says of each token where it goes; what "
+                    "a loop's own iterator yields is sent to CP groups: leave it out of cp_comm_types (--cp-comm-type)"
+                )
             if self._verify == "full":
                 check_whole(batch.step, self._plan_source.whole(batch.step), plan, batch.lengths)
             return plan

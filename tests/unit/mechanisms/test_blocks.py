@@ -229,6 +229,16 @@ def test_masks_that_packers_cannot_serve_are_placed() -> None:
         plan_global_batch([sample], **given | {"options": replace(given["options"], cp_comm_types=("a2a",))})
 
 
+def test_what_cannot_be_placed_is_planned_as_without_placed_attention() -> None:
+    """Blocks serve the mask, but not with these sizes; the sample fits one lane, which exchanges nothing."""
+    samples = [Sample(sample_id=0, seqlen=90, mask=FULL), Sample(sample_id=1, seqlen=60)]
+    plans = [
+        plan_global_batch(samples, **job(4, 100, max_cp_size=2, cp_comm_types=names)).plan
+        for names in (("p2p", "blocks"), ("p2p",))
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_what_nothing_can_place_is_refused_by_name() -> None:
     with pytest.raises(InfeasibleSampleError, match="the largest allowed group of 4 lanes holds 400"):
         plan_global_batch(samples_of([401]), **job(4, 100, cp_comm_types=("blocks",)))
