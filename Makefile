@@ -9,7 +9,7 @@ TORCH  ?= torch==2.13.0
 # Tests on four processes, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check quick costs newest parity lint kernels bench bench-planner docs clean
+.PHONY: train test check quick costs newest parity lint kernels bench bench-planner bench-blocks docs clean
 
 # Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
 $(READY): setup.py
@@ -66,6 +66,10 @@ bench: $(READY)
 # Measures the planner alone (modelled seconds, real planning time) and writes the tables of docs/planner.md.
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner
+
+# Compares placed attention with every other way to share attention out (modelled) and writes the tables of docs/blocks.md.
+bench-blocks: $(READY)
+	$(BIN)/python -m benchmarks.blocks
 
 # The pages of docs/ as a site in runs/site; warnings are errors. Flags, options and drawings are made anew.
 docs: $(READY)

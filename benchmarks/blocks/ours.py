@@ -1,0 +1,69 @@
+"""Placed attention: the one place that asks the planner for it, and prices of placements made in given ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.blocks.setting import Setting
+from dynamic_cp.mechanisms.placed_seconds import placed_seconds, work_of_tiles
+from dynamic_cp.placement import Placed
+from dynamic_cp.placement.transport import divide
+from dynamic_cp.search.placed import place_row
+from dynamic_cp.types import CAUSAL, Placement, Sample
+
+
+class Price(NamedTuple):
+    """What a placement takes.
+
+    Attributes:
+        milliseconds: forward and backward, each until its last lane is done.
+        exposed_ms: of them, what the slowest lane does not compute.
+        work_imbalance, token_imbalance: of the lanes, max over mean.
+    """
+
+    milliseconds: float
+    exposed_ms: float
+    work_imbalance: float
+    token_imbalance: float
+
+
+def chosen(samples: Sequence[Sample], setting: Setting) -> Placement:
+    """Return the placement that the planner chooses for a micro-batch."""
+    row = place_row(samples, setting.cost_model)
+    assert row is not None, "nothing is limited"
+    (bucket,) = row.buckets
+    assert bucket.placement is not None
+    return bucket.placement
+
+
+def divided(placed: Placed, num_divisions: int, setting: Setting) -> Placement:
+    """Return `placed` with its tiles in that many divisions."""
+    problem = setting.placement_problem
+    homes, tiles = placed.homes.astype(np.int64), placed.tiles.astype(np.int64)
+    bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
+    division = divide(
+        homes[:, 3], homes[:, 2] - homes[:, 1], tiles, bytes_per_token, num_divisions, problem.num_lanes,
+        problem.node_lanes,
+    )  # fmt: skip
+    return Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32))
+
+
+def price(placement: Placement, samples: Sequence[Sample], setting: Setting) -> Price:
+    """Return what a placement takes in this setting."""
+    num_lanes = setting.num_lanes
+    seconds = placed_seconds(setting.stage, placement, samples, num_lanes, 0)
+    alone = placed_seconds(setting.stage_with_free_links, placement, samples, num_lanes, 0)
+    work = np.bincount(
+        placement.tiles[:, 2], work_of_tiles(placement, samples, CAUSAL).squared_tokens, minlength=num_lanes
+    )
+    tokens = np.array(placement.home_tokens(num_lanes))
+    total_ms = 1e3 * float(seconds.max(axis=1).sum())
+    return Price(
+        milliseconds=total_ms,
+        exposed_ms=total_ms - 1e3 * float(alone.max(axis=1).sum()),
+        work_imbalance=float(work.max() / work.mean()),
+        token_imbalance=float(tokens.max() / tokens.mean()),
+    )

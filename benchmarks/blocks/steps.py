@@ -1,0 +1,134 @@
+"""Table C: whole training steps, the best plan with placed attention beside the best one without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.planner.report import Row, table
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import (
+    CP_COMM_TYPES,
+    PLACED,
+    PlanOptions,
+    Problem,
+    Sample,
+    SharedQuestion,
+    Topology,
+    parse_mask_rule,
+)
+
+K = 1024
+NUM_LANES = 32
+MAX_SEQLEN = 128 * K
+MASKS = ("causal", "lambda:64,4096", "causal_blockwise:256,2", "shared_question:4x0.2")
+DATA = ("sft_longalign", "github_bal")
+
+
+class Layout(NamedTuple):
+    """A model and how its ranks are arranged over 32 lanes.
+
+    Attributes:
+        limit: tokens of a rank.
+        samples: of a global batch.
+    """
+
+    model: str
+    tp: int
+    pp: int
+    limit: int
+    samples: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, TP {self.tp}, PP {self.pp}"
+
+
+LAYOUTS = (
+    Layout("llama-3-8b", 4, 1, 16 * K, 64),
+    Layout("llama-3-8b", 1, 4, 16 * K, 128),
+    Layout("llama-2-13b", 4, 1, 16 * K, 64),
+    Layout("llama-2-13b", 1, 8, 16 * K, 256),
+)
+CASES = tuple(product(LAYOUTS, DATA, MASKS))
+
+
+def problem_of(layout: Layout) -> Problem:
+    """Return the problem of a layout without placed attention; its limit fits into the device's memory."""
+    topology = Topology(num_lanes=NUM_LANES, tp_size=layout.tp, pp_size=layout.pp, sequence_parallel=layout.tp > 1)
+    options = PlanOptions(max_tokens_per_rank=layout.limit, recompute="full", cp_comm_types=CP_COMM_TYPES)
+    model, hardware = load_model(layout.model), load_hardware("h100")
+    MemoryModel(model, hardware, topology, options).check_limit_fits(layout.limit, NUM_LANES)
+    return Problem(topology=topology, model=model, hardware=hardware, options=options)
+
+
+def measure_case(layout: Layout, data: str, mask: str, seed: int = 0) -> Row:
+    """Return seconds of a step: without placed attention, with it, and with it alone; and of separate samples."""
+    without = problem_of(layout)
+    mask_of = parse_mask_rule(mask)
+    lengths = draw_lengths(data, layout.samples, seed, MAX_SEQLEN).tolist()
+    samples = [Sample(sample_id=number, seqlen=size, mask=mask_of(size)) for number, size in enumerate(lengths)]
+    seconds = {
+        "without_s": _step_s(without, samples, CP_COMM_TYPES),
+        "with_s": _step_s(without, samples, (*CP_COMM_TYPES, *PLACED)),
+        "alone_s": _step_s(without, samples, PLACED),
+    }
+    pieces = separate(samples)
+    seconds["separate_s"] = _step_s(without, pieces, CP_COMM_TYPES) if len(pieces) > len(samples) else None
+    return {"layout": layout.name, "data": data, "mask": mask, **seconds}
+
+
+def separate(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the causal samples of prompt and answer that samples with several answers stand for."""
+    seqlens: list[int] = []
+    for sample in samples:
+        if isinstance(sample.mask, SharedQuestion):
+            seqlens += [sample.mask.prompt + answer for answer in sample.mask.answers]
+        else:
+            seqlens.append(sample.seqlen)
+    return [Sample(sample_id=number, seqlen=size) for number, size in enumerate(seqlens)]
+
+
+def _step_s(problem: Problem, samples: Sequence[Sample], exchanges: tuple) -> float | None:  # type: ignore[type-arg]
+    try:
+        return plan_problem(
+            replace(problem, options=replace(problem.options, cp_comm_types=exchanges)), samples
+        ).predicted_s
+    except DynamicCPError:
+        return None
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table."""
+
+    def text(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3f}"
+
+    lines = []
+    for row in rows:
+        ratios = [
+            "–" if row[name] is None else f"{row[name] / row['with_s']:.2f}" for name in ("without_s", "separate_s")
+        ]
+        seconds = [text(row[name]) for name in ("without_s", "alone_s", "with_s")]
+        lines.append((row["layout"], row["data"], row["mask"].partition(":")[0], *seconds, *ratios))
+    header = "model, layout | lengths | mask | without | blocks alone | with | without / with | separate / with"
+    return table(header, lines, left=3)
+
+
+def summary_markdown(rows: Sequence[Row]) -> str:
+    """Return the geometric mean, least and most of what placed attention gives, by mask."""
+    lines = []
+    for mask in dict.fromkeys(row["mask"] for row in rows):
+        gains = [row["without_s"] / row["with_s"] for row in rows if row["mask"] == mask and row["without_s"]]
+        mean = float(np.exp(np.mean(np.log(gains))))
+        goal = "≥ 1.00" if mask == "causal" else "≥ 1.3"
+        lines.append((mask.partition(":")[0], goal, f"{mean:.2f}", f"{min(gains):.2f}", f"{max(gains):.2f}"))
+    return table("mask | goal | geometric mean | least | most", lines)
