@@ -185,7 +185,9 @@ def _of_lanes(plan: Plan, prices: PricesByPart) -> _Parts:
                     (prices.without_communication, {"with_exchange": False, "with_padding": False}),
                 )
             )
-            parts += full - free_exchange, free_exchange - computing, computing - true, bucket.cp_size * nothing
+            # Rounding, as both add up in orders of their own, is no padding.
+            padding = max(0.0, computing - true)
+            parts += full - free_exchange, free_exchange - computing, padding, bucket.cp_size * nothing
     return _Parts(*(parts / topology.num_lanes).tolist())
 
 

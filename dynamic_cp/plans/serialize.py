@@ -122,9 +122,8 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
     }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
     for index, micro_batch in enumerate(plan.micro_batches):
-        lines.append(
-            f"{index} |" + "".join(f" {_format_bucket(bucket, placements)} |" for bucket in micro_batch.buckets)
-        )
+        buckets = "".join(f" {_format_bucket(bucket, placements)} |" for bucket in micro_batch.buckets)
+        lines.append(f"{index} |{buckets}")
     return "\n".join(lines) + "\n"
 
 

@@ -145,7 +145,8 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
                 max_tokens_per_rank=options.max_tokens_per_rank,
             )
         if found is not None and (is_guess or found.makespan_ns < best.makespan_ns):
-            reason = f"{found.name}: {found.makespan_ns / 1e9:.6f} s; without placed attention {reason}"
+            others = "others were not allowed" if is_guess else f"without placed attention {reason}"
+            reason = f"{found.name}: {found.makespan_ns / 1e9:.6f} s; {others}"
             plan, grid = found.plan, None
             check_plan(plan, batch.samples)
     timeline = simulate(plan, cost_model, grid=grid)

@@ -6,12 +6,13 @@ import copy
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan, plan_from_dict, plan_to_dict
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
+from dynamic_cp.types import Bucket, MicroBatch, Placement, Plan, PlannedBatch, Sample, Topology
 
 PLAN = Plan(
     topology=Topology(num_lanes=7, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True),
@@ -66,6 +67,23 @@ def test_text_has_one_line_per_micro_batch():
         "0 | lanes 0-3 a2a+p2p/2: 7:100 3:9 | lanes 4-5 a2a: 4:8 | lane 6: 5:60 |",
         "1 | lane 0: - | lane 1 all_gather: - | lane 2: - | lane 3: - | lane 4: - | lane 5: - | lane 6: - |",
     ]
+
+
+def test_a_placement_is_written_whole_or_for_people():
+    homes, tiles = np.array([[0, 0, 40, 0], [0, 40, 100, 2]]), np.array([[0, 0, 0, 0], [1, 0, 2, 1], [1, 1, 2, 0]])
+    bucket = Bucket(
+        first_lane=0, cp_size=3, cp_comm_type="blocks", samples=(Sample(sample_id=8, seqlen=100),),
+        placement=Placement(homes.astype(np.int32), tiles.astype(np.int32)),
+    )  # fmt: skip
+    plan = Plan(topology=Topology(num_lanes=3), max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    text = format_plan(plan)
+    assert text.splitlines()[1] == "0 | lanes 0-2 blocks 0.0.40.0,0.40.100.2/0.0.0.0,1.0.2.1,1.1.2.0: 8:100 |"
+    assert parse_plan(text) == loads(dumps(plan)) == plan
+    shown = format_plan(plan, placements=False)
+    assert shown.splitlines()[1] == "0 | lanes 0-2 blocks (2 homes, 3 tiles, 2 divisions): 8:100 |"
+    with pytest.raises(InvalidInputError, match=r"line 2 is '0 \| lanes 0-2 blocks \(2 homes"):
+        parse_plan(shown)
+    assert (plan.num_placed, PLAN.num_placed) == (1, 0)
 
 
 def test_an_inner_size_is_written_only_where_the_exchange_does_not_imply_it():
