@@ -37,6 +37,7 @@ FULL = "tests/distributed/test_full_attention.py"
 HEADS = "tests/distributed/test_parity.py -k test_head_exchange"
 PROMISES = "tests/property/test_plans.py -k test_every_promise_of_a_plan"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
+PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
@@ -88,6 +89,46 @@ FAULTS = {
     ),
     "labels of an encoder are shifted": Fault(
         "    if causal:\n        labels = np.append", "    if True:\n        labels = np.append", FULL + " -k labels"
+    ),
+    "a tile of placed attention is dropped": Fault(
+        "        tiles[lane][division].append((numbers[row, ROW], numbers[column, COLUMN]))\n",
+        "        if row != column + 1:\n"
+        "            tiles[lane][division].append((numbers[row, ROW], numbers[column, COLUMN]))\n",
+        PLACED,
+    ),
+    "a relay hands on what it did not add up": Fault(
+        "        self.finish(COLLECT, division)\n        self.begin(DELIVER, division)\n",
+        "        self.begin(DELIVER, division)\n        self.finish(COLLECT, division)\n",
+        PLACED,
+    ),
+    "a place of a buffer keeps the sums of what was there": Fault("            self._pass.clear(one)\n", "", PLACED),
+    "gradients of fetched keys are not given back": Fault(
+        "        self.grad_2SHD.index_add_(1, one.columns, torch.stack((grad_k_SHD, grad_v_SHD)).to(SUM_DTYPE))\n",
+        "",
+        PLACED,
+    ),
+    "rows of a tile see the ranges of their sample": Fault(
+        "np.clip(bounds - starts, 0, lengths)", "np.clip(bounds, 0, lengths)", PLACED
+    ),
+    "a message of placed attention is not counted": Fault(
+        "params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)",
+        "params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent[1:])",
+        PLACED,
+    ),
+    "positions of masked samples go on": Fault(
+        "    return np.where(shard < sample.seqlen, take_shard(by_mask, shard), shard)\n",
+        "    return shard\n",
+        "tests/distributed/test_placed_attention.py -k tokens_of_their_homes",
+    ),
+    "placed lanes do not hold multiples": Fault(
+        "num_tokens = round_up(max(programme.num_tokens, 1), multiple)",
+        "num_tokens = max(programme.num_tokens, 1)",
+        "tests/distributed/test_parity.py -k test_placed",
+    ),
+    "full attention is placed as causal": Fault(
+        "candidates(with_masks(samples, cost_model.mask), problem)",
+        "candidates(samples, problem)",
+        "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
     "no static packing is tried": Fault(
         "found += self._better_static(min(one.makespan_ns for one in found))", "found += []", PROMISES
