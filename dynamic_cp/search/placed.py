@@ -29,7 +29,9 @@ _NUM_DIVIDED = 2
 """Placements that are tried with all numbers of divisions, after all were with the first."""
 _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
-_NUM_CANDIDATES = {"fast": 128, "thorough": 1024}
+_MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
+"""Numbers of level rows for a pipeline, as multiples of the fewest."""
+_NUM_CANDIDATES = {"fast": 160, "thorough": 1024}
 """Placements that are compared for a plan, as far as each row has one."""
 _HOPELESS = 1.1
 """A plan is not placed where its longest row would take this many times as long."""
@@ -95,10 +97,14 @@ def placed_plans(
     rows = [row for row in plan.micro_batches if any(bucket.samples for bucket in row.buckets)]
     of_rows = [[sample for bucket in row.buckets for sample in bucket.samples] for row in rows]
     fixed = [not is_guess or all(bucket.cp_size == 1 for bucket in row.buckets) for row in rows]
-    if all(fixed) and _is_hopeless(rows, of_rows, cost_model):
+    has_masks = any(sample.mask is not None for sample in samples)
+    if all(fixed) and not has_masks and _is_hopeless(rows, of_rows, cost_model):
         return
     fewest = ceil(plan.num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
-    numbers = sorted({fewest, fewest + 1, len(rows)})
+    # More rows than needed fill a pipeline better.
+    more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
+    most_rows = max(fewest + topology.pp_size, len(rows))
+    numbers = sorted({fewest, fewest + 1, len(rows), *(number for number in more if number <= most_rows)})
     most = _NUM_CANDIDATES[cost_model.options.search] // (len(rows) + sum(numbers))
     if most == 0:
         numbers, most = [fewest], 1
