@@ -24,6 +24,7 @@ from torch import Tensor
 from dynamic_cp.types import CAUSAL, Causal, Full
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.mechanisms import all_gather, blocks, heads, ring
+from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
@@ -99,7 +100,7 @@ class Messages:
     def __init__(
         self,
         sends: Sequence[tuple[int, Sequence[Tensor]]],
-        receives: Sequence[tuple[int, Sequence[Tensor]]],
+        receives: Sequence[tuple[int, Sequence[Expected]]],
         params: DynamicPackedSeqParams,
         first_in_group: int = 0,
     ) -> None:
@@ -112,13 +113,13 @@ class Messages:
                 params.stats.bytes_sent += sum(x.nbytes for x in tensors)
             self._board.changed.notify_all()
         self._expected = []
-        for lane, tensors in receives:
-            self._expected.append(((lane, own, post["from", lane]), [(x.shape, x.dtype) for x in tensors]))
+        for lane, expected in receives:
+            self._expected.append(((lane, own, post["from", lane]), expected))
             post["from", lane] += 1
 
     def wait(self) -> list[list[Tensor]]:
         found = []
-        for key, like in self._expected:
+        for key, expected in self._expected:
             with self._board.changed:
                 self._board.changed.wait_for(
                     lambda key=key: key in self._board.letters or self._board.failed, TIMEOUT_S
@@ -126,7 +127,7 @@ class Messages:
                 if key not in self._board.letters:
                     raise RuntimeError("another lane failed")
                 found.append(self._board.letters.pop(key))
-            assert [(x.shape, x.dtype) for x in found[-1]] == like, "another message came than was expected"
+            assert [(x.shape, x.dtype) for x in found[-1]] == list(expected), "another message came than was expected"
         return found
 
 

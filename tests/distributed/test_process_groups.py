@@ -14,6 +14,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.mechanisms.transfers import (
     ExchangeError,
+    Expected,
     LaneMessages,
     RingShift,
     all_gather_tokens,
@@ -323,7 +324,9 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
         "all_gather": lambda params: all_gather_tokens(x_THD, params),
         "reduce_scatter": lambda params: reduce_scatter_tokens(x_THD, params),
         "all_to_all": lambda params: all_to_all_heads(x_THD, params.cp_group, params),
-        "messages": lambda params: LaneMessages([(1, [x_THD])], [(1, [x_THD])], params).wait(),
+        "messages": lambda params: LaneMessages(
+            [(1, [x_THD])], [(1, [Expected((2, 1, 4), x_THD.dtype)])], params
+        ).wait(),
     }
     # A group that timed out is of no use any more: each exchange gets its own.
     groups = {name: DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=1) for name in exchanges}

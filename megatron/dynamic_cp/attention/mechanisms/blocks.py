@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
-from megatron.dynamic_cp.attention.mechanisms.transfers import LaneMessages, Transfer
+from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, Transfer
 from megatron.dynamic_cp.attention.merge import SUM_DTYPE, RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import Pack
 from megatron.dynamic_cp.attention.placed_packs import Message, PlacedPacks, Round
@@ -86,6 +86,9 @@ class _Pass(Protocol):
     def given_back(self, one: Message) -> list[Tensor]:
         """Return the sums of what is given back, in the dtypes in which they travel."""
 
+    def to_come_back(self, one: Message) -> list[Expected]:
+        """Return what another lane's `given_back` is like."""
+
     def add(self, one: Message, came: Sequence[Tensor]) -> None:
         """Add sums that came back."""
 
@@ -109,6 +112,10 @@ class _Forward:
     def given_back(self, one: Message) -> list[Tensor]:
         out_THD = self.sums.out_THD.index_select(0, one.rows).to(self._kv_2SHD.dtype)
         return [self.sums.lse_HT.index_select(1, one.rows).t(), out_THD]
+
+    def to_come_back(self, one: Message) -> list[Expected]:
+        number, (heads, dim) = len(one.rows), self.sums.out_THD.shape[1:]
+        return [Expected((number, heads), SUM_DTYPE), Expected((number, heads, dim), self._kv_2SHD.dtype)]
 
     def add(self, one: Message, came: Sequence[Tensor]) -> None:
         lse_TH, out_THD = came
@@ -137,6 +144,11 @@ class _Backward:
         grad_q_THD = self.rows.grad_q_THD.index_select(0, one.rows)
         grad_k_SHD, grad_v_SHD = self.grad_2SHD.index_select(1, one.columns)
         return [one.to(self._kv_2SHD.dtype) for one in (grad_q_THD, grad_k_SHD, grad_v_SHD)]
+
+    def to_come_back(self, one: Message) -> list[Expected]:
+        of_row, of_column = self.rows.grad_q_THD.shape[1:], self.grad_2SHD.shape[2:]
+        shapes = (len(one.rows), *of_row), (len(one.columns), *of_column), (len(one.columns), *of_column)
+        return [Expected(shape, self._kv_2SHD.dtype) for shape in shapes]
 
     def add(self, one: Message, came: Sequence[Tensor]) -> None:
         grad_q_THD, grad_k_SHD, grad_v_SHD = came
@@ -189,10 +201,12 @@ class _Rounds:
             return
         back = which in (COLLECT, DELIVER)
         sends = [(one.lane, self._pass.given_back(one) if back else self._fetched(one)) for one in found.sends]
-        like = [(one.lane, self._like(one, back)) for one in found.receives]
+        receives = [
+            (one.lane, self._pass.to_come_back(one) if back else self._to_be_fetched(one)) for one in found.receives
+        ]
         assert self._params.placed is not None
         first = self._params.placed.first_in_group
-        self._pending[division, which] = LaneMessages(sends, like, self._params, first)
+        self._pending[division, which] = LaneMessages(sends, receives, self._params, first)
 
     def finish(self, which: int, division: int) -> None:
         """Wait for a round, and put what came where it belongs."""
@@ -221,11 +235,9 @@ class _Rounds:
         rows, columns = self._pass.fetched
         return [*((buffer, one.rows) for buffer in rows), *((buffer, one.columns) for buffer in columns)]
 
-    def _like(self, one: Message, back: bool) -> list[Tensor]:
-        """Return tensors without content as those that will come."""
-        if back:
-            return [x.new_empty(x.shape) for x in self._pass.given_back(one)]
-        return [x.new_empty(x.shape) for x in self._fetched(one)]
+    def _to_be_fetched(self, one: Message) -> list[Expected]:
+        """Return what another lane's `_fetched` is like."""
+        return [Expected((len(tokens), *buffer.shape[1:]), buffer.dtype) for buffer, tokens in self._buffers(one)]
 
 
 def _with_room(tensor: Tensor, tokens: int, dim: int = 0) -> Tensor:

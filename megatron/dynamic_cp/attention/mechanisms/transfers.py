@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,18 @@ class RingShift:
         return self._received
 
 
+class Expected(NamedTuple):
+    """A tensor that is to come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class LaneMessages:
     """One message to each of some lanes and one from each of some; `wait()` returns what came.
 
@@ -72,25 +85,25 @@ class LaneMessages:
 
     Args:
         sends: (lane of the bucket, tensors for it).
-        receives: (lane of the bucket, tensors like those that it sends), of which shape and dtype count.
+        receives: (lane of the bucket, what it sends).
         first_in_group: place of the bucket's first lane in the group.
     """
 
     def __init__(
         self,
         sends: Sequence[tuple[int, Sequence[Tensor]]],
-        receives: Sequence[tuple[int, Sequence[Tensor]]],
+        receives: Sequence[tuple[int, Sequence[Expected]]],
         params: DynamicPackedSeqParams,
         first_in_group: int = 0,
     ) -> None:
-        group, self._params = params.cp_group, params
+        group, self._params, device = params.cp_group, params, params.positions.device
         ranks = dist.get_process_group_ranks(group)[first_in_group:]
-        self._receives = [tensors for _, tensors in receives]
+        self._receives = [expected for _, expected in receives]
         # Those sent stay referenced until the transfer is done.
         self._sent = [torch.cat([_as_bytes(tensor) for tensor in tensors]) for _, tensors in sends]
         self._received = [
-            tensors[0].new_empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-            for tensors in self._receives
+            torch.empty(sum(one.nbytes for one in expected), dtype=torch.uint8, device=device)
+            for expected in self._receives
         ]
         operations = [
             dist.P2POp(operation, message, ranks[lane], group)
@@ -112,9 +125,9 @@ class LaneMessages:
         except RuntimeError as error:
             raise _failed(self._params.cp_group, self._params, error) from error
         found = []
-        for like, received in zip(self._receives, self._received, strict=True):
-            parts = received.split([tensor.nbytes for tensor in like])
-            found.append([_from_bytes(part, tensor) for part, tensor in zip(parts, like, strict=True)])
+        for expected, received in zip(self._receives, self._received, strict=True):
+            parts = received.split([one.nbytes for one in expected])
+            found.append([_from_bytes(part, one) for part, one in zip(parts, expected, strict=True)])
         return found
 
 
@@ -122,10 +135,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _from_bytes(content: Tensor, like: Tensor) -> Tensor:
-    if content.storage_offset() % like.element_size():
+def _from_bytes(content: Tensor, expected: Expected) -> Tensor:
+    if content.storage_offset() % expected.dtype.itemsize:
         content = content.clone()  # a view needs its elements aligned
-    return content.view(like.dtype).view(like.shape)
+    return content.view(expected.dtype).view(expected.shape)
 
 
 def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
