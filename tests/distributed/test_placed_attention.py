@@ -129,6 +129,9 @@ class Case(NamedTuple):
         return _expected(self.kv_heads, self.samples, self.mask)
 
 
+BF16_CASE = Case(4, 2, 4, samples=tuple(Sample(sample_id=i, seqlen=n) for i, n in enumerate((256, 130, 9))))
+
+
 def cases(num_lanes: int) -> Iterator[Case]:
     """Yield nodes of one lane, of two and of all, each with 1, 2, 4 and 8 divisions."""
     for node_lanes in sorted({1, 2, num_lanes}):
@@ -163,7 +166,11 @@ def tokens_of(lane: PlacedLane, samples: Sequence[Sample]) -> Tensor:
 
 
 def attend(
-    case: Case, lanes: Sequence[PlacedLane], kernel: str = CPU.name, dtype: torch.dtype = torch.float32
+    case: Case,
+    lanes: Sequence[PlacedLane],
+    kernel: str = CPU.name,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> list[Placed]:
     """Return what all lanes compute; padding holds values as any token, but no gradient comes to it."""
     inputs = []
@@ -172,7 +179,8 @@ def attend(
         num_padding = lane.num_tokens - len(tokens)
         *qkv, grad = (x[tokens].to(dtype) for x in case.inputs)
         qkv = [torch.cat([x, torch.ones(num_padding, *x.shape[1:], dtype=dtype)]) for x in qkv]
-        inputs.append([*qkv, torch.cat([grad, grad.new_zeros(num_padding, *grad.shape[1:])])])
+        grad = torch.cat([grad, grad.new_zeros(num_padding, *grad.shape[1:])])
+        inputs.append([x.to(device) for x in (*qkv, grad)])
     return attend_placed(inputs, lanes, KERNELS[kernel], case.mask)
 
 
@@ -202,7 +210,7 @@ def assert_equal_to_dense(whole: Sequence[Tensor], expected: Sequence[Tensor], n
 
 
 def attended(case: Case, lanes: Sequence[PlacedLane], **how: Any) -> list[Tensor]:
-    return whole_of(lanes, case.samples, [one.tensors for one in attend(case, lanes, **how)])
+    return whole_of(lanes, case.samples, [[x.cpu() for x in one.tensors] for one in attend(case, lanes, **how)])
 
 
 def pairs_of(packs: Sequence[Pack]) -> int:
@@ -303,7 +311,7 @@ def sums_in_bf16() -> Iterator[None]:
 
 def test_bf16_is_summed_in_float32() -> None:
     """The bounds are those of other exchanges (test_attention.py); sums in bf16, planted for comparison, are beyond."""
-    case = Case(4, 2, 4, samples=tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate((256, 130, 9))))
+    case = BF16_CASE
     expected = naive_samples([x.to(BF16).double() for x in case.inputs], case.samples)
     lanes = lanes_of(case)
 

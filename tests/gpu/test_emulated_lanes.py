@@ -7,6 +7,8 @@ import torch
 
 from megatron.dynamic_cp.attention.kernels.choice import FLASH, PORTABLE
 from tests.distributed import emulated_lanes
+from tests.distributed.naive_attention import DIM, naive_samples
+from tests.distributed.test_placed_attention import BF16_CASE, Case, attended, lanes_of
 from tests.gpu.judge import assert_close, exact, random_inputs
 from tests.gpu.test_attention_kernels import skip_unless_usable
 
@@ -32,6 +34,23 @@ def test_lanes_equal_the_whole_sequence_in_float32(exchange: str) -> None:
     inputs = random_inputs(sum(seqlens), sum(seqlens), 4, 2, 32, torch.float32)
     expected, _ = exact(inputs, seqlens, seqlens, causal=True)
     assert_close(emulated_lanes.attend(inputs, seqlens, 4, PORTABLE, exchange), expected, torch.float32)
+
+
+@pytest.mark.parametrize("num_lanes", [2, 4, 8])
+def test_placed_lanes_equal_a_dense_softmax(num_lanes: int) -> None:
+    """float32, every mask, on nodes of two lanes, with buffers that are used again."""
+    case = Case(num_lanes, 2, 8)
+    out, _, *grads = attended(case, lanes_of(case), kernel=PORTABLE.name, device="cuda")
+    expected_out, _, *expected = case.expected
+    assert_close([out, *grads], [expected_out, *expected], torch.float32)
+
+
+def test_placed_lanes_equal_a_dense_softmax_in_bfloat16() -> None:
+    skip_unless_usable("flash", torch.bfloat16, DIM)
+    inputs = [x.to(torch.bfloat16).double() for x in BF16_CASE.inputs]
+    expected_out, _, *expected = naive_samples(inputs, BF16_CASE.samples)
+    out, _, *grads = attended(BF16_CASE, lanes_of(BF16_CASE), kernel=FLASH.name, dtype=torch.bfloat16, device="cuda")
+    assert_close([out, *grads], [expected_out, *expected], torch.bfloat16)
 
 
 def test_a_lane_left_out_is_noticed() -> None:
