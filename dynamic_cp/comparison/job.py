@@ -16,7 +16,7 @@ from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.pricing.sent import sent_by_plan
-from dynamic_cp.search.placed import options_of_policy, options_of_prices
+from dynamic_cp.search.placed import exchanges_of_policy, options_of_prices
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
@@ -51,7 +51,8 @@ class Job(NamedTuple):
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
         """Return `options` with the exchanges that plans of `policy` have."""
-        return options_of_policy(policy, options, chain.from_iterable(self.batches))
+        exchanges = exchanges_of_policy(policy, options.cp_comm_types, chain.from_iterable(self.batches))
+        return replace(options, cp_comm_types=exchanges)
 
     def memory(self, options: PlanOptions, static_cp_size: int | None) -> MemoryModel:
         """Return the memory model of the CP sizes that are used."""

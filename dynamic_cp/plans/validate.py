@@ -115,7 +115,11 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
                 f"the bucket is empty but has cp_size {bucket.cp_size}: an empty place has cp_size 1",
             )
         return
-    tokens = max(lane_tokens(bucket, plan.topology.rank_token_multiple))
+    # Most buckets have one lane, which exchanges nothing.
+    reason = _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
+    # A placement that is wrong may be on lanes that are not there.
+    is_countable = reason is None or bucket.placement is None
+    tokens = max(lane_tokens(bucket, plan.topology.rank_token_multiple)) if is_countable else 0
     if tokens > plan.max_tokens_per_rank:
         raise _illegal(
             plan,
@@ -126,8 +130,6 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             rank_tokens=tokens,
             max_tokens_per_rank=plan.max_tokens_per_rank,
         )
-    # Most buckets have one lane, which exchanges nothing.
-    reason = _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
     if reason is not None:
         raise _illegal(
             plan,

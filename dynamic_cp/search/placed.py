@@ -22,7 +22,7 @@ from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.types import PLACED, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Topology
+from dynamic_cp.types import PLACED, Bucket, CpCommType, MicroBatch, Placement, Plan, PlanOptions, Sample, Topology
 
 _DIVISIONS = (4, 1, 2, 8)
 _NUM_DIVIDED = 2
@@ -42,16 +42,18 @@ def may_place(topology: Topology, options: PlanOptions) -> bool:
     return not set(PLACED).isdisjoint(options.cp_comm_types) and may_span_all(topology, options)
 
 
-def options_of_policy(policy: str, options: PlanOptions, samples: Iterable[Sample]) -> PlanOptions:
-    """Return `options` for plans of a policy: only dynamic ones are placed.
+def exchanges_of_policy(
+    policy: str, allowed: tuple[CpCommType, ...], samples: Iterable[Sample]
+) -> tuple[CpCommType, ...]:
+    """Return what plans of a policy take of the allowed mechanisms, for comparisons: only dynamic ones are placed.
 
     Where only placed attention is allowed, others take the ring, or a2a where samples bring masks of their own: neither
     needs communicators besides those of the CP sizes.
     """
-    if policy == "dynamic" or not set(options.cp_comm_types) <= set(PLACED):
-        return options
+    if policy == "dynamic" or not set(allowed) <= set(PLACED):
+        return allowed
     has_masks = any(sample.mask is not None for sample in samples)
-    return replace(options, cp_comm_types=(AllToAll.name if has_masks else Ring.name,))
+    return (AllToAll.name if has_masks else Ring.name,)
 
 
 def without_placed(options: PlanOptions) -> PlanOptions:

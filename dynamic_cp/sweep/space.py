@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.plans.padding import round_up
+from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE
@@ -105,7 +106,7 @@ def settings_of(
     """
     found: list[Setting] = []
     refused = Refused("no allowed CP size divides the lanes")
-    for exchanges in space.exchanges:
+    for exchanges in _exchanges_tried(policy, space, job):
         base = Setting(
             policy=policy, topology=topology, recompute=recompute, max_tokens_per_rank=1, cp_comm_types=exchanges
         )
@@ -127,7 +128,7 @@ def settings_of(
 def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...]:
     """Return `setting` with other exchanges, and with less large groups whose communicators leave memory for tokens."""
     found: list[Setting] = []
-    for exchanges in space.exchanges:
+    for exchanges in _exchanges_tried(setting.policy, space, job):
         sizes: tuple[int | None, ...] = (setting.max_cp_size,)
         if not setting.is_static and space.limits is None:
             sizes += _largest_sizes(setting.topology, below=setting.max_cp_size or setting.topology.max_cp_size)
@@ -142,6 +143,14 @@ def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ..
                 found.append(one[0])
                 limit = one[0].max_tokens_per_rank
     return tuple(one for one in dict.fromkeys(found) if one != setting)
+
+
+def _exchanges_tried(policy: str, space: Space, job: SweepJob) -> tuple[tuple[CpCommType, ...], ...]:
+    return tuple(
+        dict.fromkeys(
+            exchanges_of_policy(policy, allowed, chain.from_iterable(job.batches)) for allowed in space.exchanges
+        )
+    )
 
 
 def _largest_sizes(topology: Topology, below: int | None = None) -> tuple[int | None, ...]:

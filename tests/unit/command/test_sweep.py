@@ -28,7 +28,7 @@ from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_f
 from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
-from dynamic_cp.types import CP_COMM_TYPES, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Lambda, Topology
 from tests.unit.support import samples_of
 
 ROOT = str(Path(__file__).parents[3])
@@ -193,6 +193,18 @@ def test_only_the_given_exchange_is_tried():
     for exchanges in (("p2p",), ("a2a",)):
         result = sweep(replace(SPACE, tp_sizes=(2,), pp_sizes=(1,), exchanges=(exchanges,)), JOB)
         assert {point.setting.cp_comm_types for point in result.front} == {exchanges}
+
+
+def test_static_policies_have_exchanges_where_only_placed_attention_is_allowed():
+    """Nobody places for them; what dynamic plans are compared with is at its best all the same."""
+    masked = tuple(tuple(replace(one, mask=Lambda(16, 512)) for one in batch) for batch in JOB.batches)
+    space = replace(SPACE, tp_sizes=(1,), pp_sizes=(1,), exchanges=(("blocks",),))
+    for batches, exchange in ((JOB.batches, "p2p"), (masked, "a2a")):
+        for policy, wanted in (("static", exchange), ("dynamic", "blocks")):
+            found = settings_of(Topology(num_lanes=8), "full", policy, space, replace(JOB, batches=batches))
+            assert {one.cp_comm_types for one in found} == {(wanted,)}
+            if policy == "static":
+                assert {one.static_cp_size for one in found} >= {2, 4, 8}
 
 
 def test_less_large_groups_leave_memory_for_tokens():

@@ -108,6 +108,21 @@ def test_the_choice_is_never_slower_than_without_them_and_faster_on_sparse_masks
     assert min(ratios[1:]) >= 1.3
 
 
+def test_a_placement_on_lanes_that_are_not_there_is_refused() -> None:
+    samples = samples_of([300])
+    bucket = next(plan_global_batch(samples, **job(4, 128, cp_comm_types=("blocks",))).plan.buckets)
+    assert bucket.placement is not None
+    for table, what in (("homes", "home"), ("tiles", "tile")):
+        rows = getattr(bucket.placement, table).copy()
+        rows[0, 3 if table == "homes" else 2] = 9
+        wrong = replace(bucket, placement=replace(bucket.placement, **{table: rows}))
+        plan = Plan(
+            topology=Topology(num_lanes=4), max_tokens_per_rank=128, micro_batches=(MicroBatch(buckets=(wrong,)),)
+        )
+        with pytest.raises(IllegalPlanError, match=f"{what} 0 of its placement is on lane 9 of 4"):
+            check_plan(plan, samples)
+
+
 def test_one_lane_needs_no_placement() -> None:
     samples = [Sample(sample_id=i, seqlen=n, mask=Lambda(4, 16)) for i, n in enumerate([300, 120, 40])]
     plan = plan_global_batch(samples, **job(1, cp_comm_types=("blocks",))).plan
