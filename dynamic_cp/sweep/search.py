@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
 from dynamic_cp.comparison.verdict import judged
@@ -25,7 +25,7 @@ from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, least_s
 from dynamic_cp.sweep.job import SweepJob
-from dynamic_cp.sweep.space import Refused, Space, layouts_of, settings_of, variants
+from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants
 from dynamic_cp.sweep.workers import Run, workers
 from dynamic_cp.types import Recompute, Topology
 
@@ -165,15 +165,16 @@ def _candidates(
     candidates: dict[str, list[Setting]] = {policy: [] for policy in policies}
     refused: dict[str, Counter[str]] = {policy: Counter() for policy in policies}
     for layout in layouts_of(space, job.model):
-        known: dict[bool, tuple[Setting, ...] | Refused] = {}
+        known: dict[tuple[bool, Any], tuple[Setting, ...] | Refused] = {}
         for policy in policies:
             if isinstance(layout, Refused):
                 refused[policy][layout.reason] += 1
                 continue
             # What memory holds is the same for all static policies, and for all others.
-            found = known.get(policy in STATIC_POLICIES)
+            kind = policy in STATIC_POLICIES, exchanges_tried(policy, space, job)
+            found = known.get(kind)
             if found is None:
-                found = known[policy in STATIC_POLICIES] = settings_of(*layout, policy, space, job)
+                found = known[kind] = settings_of(*layout, policy, space, job)
             if isinstance(found, Refused):
                 refused[policy][found.reason] += 1
             else:
@@ -214,7 +215,9 @@ class _Race:
         self._plan(policy, self._faster_variants(policy))
         if policy == "dynamic":
             others = [self.found(name).best for name in self._points if name != policy]
-            self._plan(policy, [_as_dynamic(point.setting) for point in others if point is not None])
+            settings = [_as_dynamic(point.setting) for point in others if point is not None]
+            allowed = exchanges_tried(policy, self._space, self._job)
+            self._plan(policy, [setting for setting in settings if setting.cp_comm_types in allowed])
 
     def found(self, policy: str) -> Found:
         """Return what is known of a policy."""

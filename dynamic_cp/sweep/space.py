@@ -106,7 +106,7 @@ def settings_of(
     """
     found: list[Setting] = []
     refused = Refused("no allowed CP size divides the lanes")
-    for exchanges in _exchanges_tried(policy, space, job):
+    for exchanges in exchanges_tried(policy, space, job):
         base = Setting(
             policy=policy, topology=topology, recompute=recompute, max_tokens_per_rank=1, cp_comm_types=exchanges
         )
@@ -128,7 +128,7 @@ def settings_of(
 def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...]:
     """Return `setting` with other exchanges, and with less large groups whose communicators leave memory for tokens."""
     found: list[Setting] = []
-    for exchanges in _exchanges_tried(setting.policy, space, job):
+    for exchanges in exchanges_tried(setting.policy, space, job):
         sizes: tuple[int | None, ...] = (setting.max_cp_size,)
         if not setting.is_static and space.limits is None:
             sizes += _largest_sizes(setting.topology, below=setting.max_cp_size or setting.topology.max_cp_size)
@@ -145,7 +145,8 @@ def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ..
     return tuple(one for one in dict.fromkeys(found) if one != setting)
 
 
-def _exchanges_tried(policy: str, space: Space, job: SweepJob) -> tuple[tuple[CpCommType, ...], ...]:
+def exchanges_tried(policy: str, space: Space, job: SweepJob) -> tuple[tuple[CpCommType, ...], ...]:
+    """Return the sets of exchanges that are tried for a policy."""
     return tuple(
         dict.fromkeys(
             exchanges_of_policy(policy, allowed, chain.from_iterable(job.batches)) for allowed in space.exchanges

@@ -205,6 +205,11 @@ def test_static_policies_have_exchanges_where_only_placed_attention_is_allowed()
             assert {one.cp_comm_types for one in found} == {(wanted,)}
             if policy == "static":
                 assert {one.static_cp_size for one in found} >= {2, 4, 8}
+    few = replace(space, tp_sizes=(2,), recompute=("full",))
+    best = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic", "balanced", "megatron-dev")).best
+    assert {name: point.setting.cp_comm_types for name, point in best.items()} == {
+        "dynamic": ("blocks",), "balanced": ("p2p",), "megatron-dev": ("p2p",)
+    }  # fmt: skip
 
 
 def test_less_large_groups_leave_memory_for_tokens():
