@@ -246,7 +246,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     pictures: list[Picture] = [
         picture(
             partial(gantt, timelines), name="gantt", title="Who computes what, and when", width_in=WIDE_IN,
-            caption=f"{end}. A bar spans the lanes of a CP group; numbers are micro-batches; gaps are idle.",
+            caption=f"{end}. A bar spans {_lanes_of_bar(timelines)}; numbers are micro-batches; gaps are idle.",
         ),
         picture(
             partial(cp_map, [(name, timeline.plan) for name, timeline in timelines]), name="cp-sizes",
@@ -284,6 +284,12 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
         "batch_note": f"{which}, planned by {names}.",
         **placed_section(name, timeline.plan, problem),
     }
+
+
+def _lanes_of_bar(timelines: Sequence[tuple[str, Timeline]]) -> str:
+    """Return which lanes a bar spans; those of a placed bucket may end one by one."""
+    has_placed = any(timeline.plan.num_placed for _, timeline in timelines)
+    return f"the lanes of a CP group{' that end together' if has_placed else ''}"
 
 
 def _typical_batch(comparison: Comparison, verdict: Verdict | None) -> int:

@@ -90,6 +90,7 @@ def _slice(span: Span, lane: int, first_process: int, tokens: Ints) -> Event:
             "cp_size": bucket.cp_size,
             "lanes": f"{bucket.first_lane}-{bucket.lanes.stop - 1}",
             "cp_comm_type": bucket.cp_comm_type,
+            **({"placement": bucket.placement.describe()} if bucket.placement is not None else {}),
             "samples": len(bucket.samples),
             "tokens": bucket.num_tokens,
             "padded_tokens_per_rank": int(tokens[micro_batch, lane]),
@@ -102,10 +103,12 @@ def _group_arrows(spans: Sequence[Span], lanes: range, first_process: int) -> li
     events: list[Event] = []
     for number, span in enumerate(spans):
         shown = _shown(span, lanes)
-        if len(shown) < 2 or span.end_ns == span.start_ns:
+        # Lanes may end one by one; the arrow goes on in time and stays inside all slices.
+        shortest_ns = min(span.end_on_ns(lane) for lane in shown) - span.start_ns
+        if len(shown) < 2 or shortest_ns == 0:
             continue
         for index, lane in enumerate(shown):
-            ts_us = (span.start_ns + (span.end_on_ns(lane) - span.start_ns) * index / len(shown)) / 1e3
+            ts_us = (span.start_ns + shortest_ns * index / len(shown)) / 1e3
             phase = "s" if index == 0 else "f" if index == len(shown) - 1 else "t"
             events.append(
                 _arrow(phase, "CP group", f"cp-{first_process}-{number}", ts_us, first_process + span.stage, lane)

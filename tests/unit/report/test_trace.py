@@ -14,7 +14,7 @@ import pytest
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.report.measured import read_spans
 from dynamic_cp.report.trace import MeasuredSpan, measured_trace_events, trace_events, write_trace
-from tests.unit.report.support import timelines
+from tests.unit.report.support import comparison, timelines
 from tests.unit.report.trace_format_check import check_events
 
 SMALL_CASES = ("usual", "one", "pp8-vp2", "mostly-empty", "many-micro-batches")
@@ -89,6 +89,22 @@ def test_counters_reach_the_peak_of_tokens_in_flight_and_end_at_zero(case):
             values = [event["args"]["tokens"] for event in events if event["pid"] == stage]
             assert max(values) == peak > 0
             assert values[-1] == 0
+
+
+def test_lanes_of_placed_buckets_have_times_and_tokens_of_their_own():
+    (outcome,) = comparison(1, "m", ("dynamic", "balanced"), "blocks").policies[0].batches
+    plan, events = outcome.planned.plan, trace_events(outcome.timeline)
+    check_events(events)
+    placed = {i: b for i, row in enumerate(plan.micro_batches) for b in row.buckets if b.placement is not None}
+    assert placed
+    for index, bucket in placed.items():
+        slices = {e["tid"]: e for e in events if e["ph"] == "X" and e["name"] == f"F{index} cp8" and e["pid"] == 0}
+        assert sorted(slices) == list(bucket.lanes)
+        assert {e["args"]["placement"] for e in slices.values()} == {bucket.placement.describe()}
+        assert [slices[lane]["args"]["padded_tokens_per_rank"] for lane in bucket.lanes] == [
+            max(tokens, 1) for tokens in bucket.placement.home_tokens(bucket.cp_size)
+        ]
+        assert len({e["dur"] for e in slices.values()}) > 1
 
 
 def test_lanes_can_be_chosen():
