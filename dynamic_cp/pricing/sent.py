@@ -17,6 +17,7 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.sent import Sent, TokenBytes
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.pricing.cost_model import is_priced_lane_by_lane
 from dynamic_cp.types import Bucket, Plan, Problem, Topology
 
 
@@ -72,7 +73,7 @@ def _sent_on_stage(plan: Plan, problem: Problem, of_token: TokenBytes, nodes: In
         if bucket.cp_size == 1:
             continue
         own_nodes = nodes[bucket.first_lane : bucket.lanes.stop]
-        if bucket.placement is not None:
+        if is_priced_lane_by_lane(bucket):
             sent = _sent(bucket, lane_tokens(bucket, multiple), problem, of_token)
             total += times @ sent.of_lanes(own_nodes).sum(axis=2)
             continue

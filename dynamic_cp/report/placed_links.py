@@ -27,23 +27,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_CELLS, _MAX_BARS, _LEVELS = 32, 64, 4
+MAX_CELLS = 32
+"""Lanes, or nodes, that a picture of bytes tells apart; of more, neighbours share a cell."""
+_MAX_BARS, _LEVELS = 64, 4
 _NUMBER_PT = 36
 """Width of a cell in which a number of bytes has room."""
 
 
-def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
+def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, first_lane: int = 0, width_in: float = MEDIUM_IN) -> Figure:
     """Return the picture of bytes from lane to lane, and from node to node where there are several.
 
     Args:
         sent: by the lanes of a bucket; of both directions, all layers.
         nodes: [lane] -> its node, numbered from 0 on.
+        first_lane: of the bucket.
     """
     num_lanes, num_nodes = len(nodes), int(nodes.max()) + 1
-    per_cell = -(-num_lanes // _MAX_CELLS)
+    per_cell = -(-num_lanes // MAX_CELLS)
     panels = [("lane", sent.between(np.arange(num_lanes) // per_cell), per_cell)]
     if num_nodes > 1:
-        nodes_per_cell = -(-num_nodes // _MAX_CELLS)
+        nodes_per_cell = -(-num_nodes // MAX_CELLS)
         between = sent.between(nodes // nodes_per_cell)
         np.fill_diagonal(between, 0.0)
         panels.append(("node", between, nodes_per_cell))
@@ -53,7 +56,7 @@ def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, width_in: float = MED
     figure = new_figure(width_in, rows * (side_in + 0.65) + 0.75)
     for panel, (what, grid, size) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
         _draw(panel, grid, theme, has_numbers=side_in * 72 / len(grid) > _NUMBER_PT)
-        _describe(panel, what, grid, size)
+        _describe(panel, what, grid, size, first_lane if what == "lane" else 0)
         if what == "lane" and size == 1:
             for edge in (np.flatnonzero(np.diff(nodes)) + 1).tolist():
                 panel.axhline(edge, color=theme.muted, linewidth=0.8)
@@ -80,7 +83,7 @@ def _draw(panel: Axes, grid: Floats, theme: Theme, *, has_numbers: bool) -> None
         add_rectangles(panel, rectangles, theme.cp_sizes[level], edgecolor=theme.background, linewidth=0.4)
 
 
-def _describe(panel: Axes, what: str, grid: Floats, per_cell: int) -> None:
+def _describe(panel: Axes, what: str, grid: Floats, per_cell: int, first: int) -> None:
     size = len(grid)
     panel.set_title(f"from {what} to {what}: largest {format_bytes(float(grid.max()))}", fontsize=SMALL_PT)
     panel.set_xlim(0, size)
@@ -91,7 +94,7 @@ def _describe(panel: Axes, what: str, grid: Floats, per_cell: int) -> None:
     step = -(-size // 8)
     shown = range(0, size, step)
     for axis in (panel.xaxis, panel.yaxis):
-        axis.set_ticks([cell + 0.5 for cell in shown], [str(cell * per_cell) for cell in shown])
+        axis.set_ticks([cell + 0.5 for cell in shown], [str(first + cell * per_cell) for cell in shown])
     of = f" (cells of {per_cell})" if per_cell > 1 else ""
     panel.set_xlabel(f"to {what}{of}")
     panel.set_ylabel(f"from {what}")

@@ -10,7 +10,7 @@ from dynamic_cp.placement.sent import Sent
 from dynamic_cp.pricing.sent import nodes_of, sent_by_bucket
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes
 from dynamic_cp.report.page import picture
-from dynamic_cp.report.placed_links import placed_links, placed_shares
+from dynamic_cp.report.placed_links import MAX_CELLS, placed_links, placed_shares
 from dynamic_cp.report.placed_tiles import MAX_SAMPLES, placed_tiles, samples_by_work
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Plan, Problem, counted
 
@@ -40,8 +40,8 @@ def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
             caption=_of_tiles(bucket),
         ),
         picture(
-            partial(placed_links, sent, nodes), name="links", title="Bytes from lane to lane", width_in=MEDIUM_IN,
-            caption=_of_links(sent, nodes, problem),
+            partial(placed_links, sent, nodes, first_lane=bucket.first_lane), name="links",
+            title="Bytes from lane to lane", width_in=MEDIUM_IN, caption=_of_links(sent, nodes, problem),
         ),
         picture(
             partial(placed_shares, bucket, mask, sent, nodes), name="shares", title="What each lane has of it",
@@ -67,12 +67,14 @@ def _of_tiles(bucket: Bucket) -> str:
         "its homes: who holds these tokens."
     )
     if len(shares) > MAX_SAMPLES:
-        text += f" The {MAX_SAMPLES} shown of {len(shares)} samples are {shown:.0%} of the work."
+        text += f" The {MAX_SAMPLES} samples with most work, of {len(shares)}, are {shown:.0%} of it"
+        text += ", narrow pages show the first."
     return text
 
 
 def _of_links(sent: Sent, nodes: Ints, problem: Problem) -> str:
     in_node, across = sent.of_lanes(nodes).sum(axis=(0, 2)).tolist()
     ranks = "" if problem.topology.tp_size == 1 else f" of one of {problem.topology.tp_size} TP ranks"
-    between = f", {format_bytes(across)} to other nodes (lines part them)" if nodes[-1] else ""
+    lines = " (lines part them)" if len(nodes) <= MAX_CELLS else ""
+    between = f", {format_bytes(across)} to other nodes{lines}" if nodes[-1] else ""
     return f"Forward and backward, all layers{ranks}: {format_bytes(in_node)} inside nodes{between}."

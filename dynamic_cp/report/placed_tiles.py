@@ -74,7 +74,7 @@ def placed_tiles(bucket: Bucket, mask: Causal | Full, theme: Theme, *, width_in:
             _draw(panel, bucket, number, of_tile, colors, mask, theme)
             _draw_homes(panel, placement, number, bucket.samples[number].seqlen, lanes_per_color, theme)
             _describe(panel, bucket, number, row, column == 0, num_rows, placement.num_divisions)
-    add_legend(figure, _lane_legend(bucket.cp_size, lanes_per_color, theme), width_in=width_in, title="lane")
+    add_legend(figure, _lane_legend(bucket, lanes_per_color, theme), width_in=width_in, title="lane")
     return figure
 
 
@@ -83,10 +83,10 @@ def lanes_of_color(num_lanes: int, num_colors: int) -> int:
     return 1 << max(0, -(-num_lanes // num_colors) - 1).bit_length()
 
 
-def _lane_legend(num_lanes: int, lanes_per_color: int, theme: Theme) -> list[tuple[str, str]]:
+def _lane_legend(bucket: Bucket, lanes_per_color: int, theme: Theme) -> list[tuple[str, str]]:
     entries = []
-    for color, first in enumerate(range(0, num_lanes, lanes_per_color)):
-        last = min(first + lanes_per_color, num_lanes) - 1
+    for color, first in enumerate(bucket.lanes[::lanes_per_color]):
+        last = min(first + lanes_per_color, bucket.lanes.stop) - 1
         entries.append((str(first) if first == last else f"{first}–{last}", theme.cp_sizes[color]))
     return entries
 
@@ -101,7 +101,7 @@ def _draw(
     tiles = placement.tiles.astype(np.int64)
     mine = placement.homes[tiles[:, 0], 0] == number
     is_exact = int(mine.sum()) <= _MAX_TILES
-    rectangles = (_exact if is_exact else _reduced)(placement, number, tiles[mine], of_tile[mine], sample.seqlen)
+    rectangles = (_exact if is_exact else _reduced)(placement, tiles[mine], of_tile[mine])
     outline = _allowed(sample.mask or mask, sample.seqlen)
     for color, found in sorted(rectangles.items()):
         fill, alpha = colors[color]
@@ -112,7 +112,7 @@ def _draw(
             patch.set_clip_path(outline, panel.transData)
 
 
-def _exact(placement: Placement, number: int, tiles: Ints, of_tile: Ints, seqlen: int) -> dict[int, list[Rectangle]]:
+def _exact(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list[Rectangle]]:
     found: dict[int, list[Rectangle]] = defaultdict(list)
     homes = placement.homes
     for (queries, keys), color in zip(tiles[:, :2].tolist(), of_tile.tolist(), strict=True):
@@ -121,14 +121,16 @@ def _exact(placement: Placement, number: int, tiles: Ints, of_tile: Ints, seqlen
     return found
 
 
-def _reduced(placement: Placement, number: int, tiles: Ints, of_tile: Ints, seqlen: int) -> dict[int, list[Rectangle]]:
+def _reduced(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list[Rectangle]]:
     """Return cells that stand for what lies in their middle, neighbours of one color joined."""
+    number = placement.homes[tiles[0, 0], 0]
     own = np.flatnonzero(placement.homes[:, 0] == number)
-    first = int(own[0])
-    colors = np.full((len(own), len(own)), -1, np.int64)
+    first, seqlen = int(own[0]), int(placement.homes[own[-1], 2])
+    colors = np.full((len(own), len(own)), -1, np.int16)
     colors[tiles[:, 0] - first, tiles[:, 1] - first] = of_tile
-    edges = np.linspace(0, seqlen, _CELLS + 1)
-    home = np.searchsorted(placement.homes[own, 1], (edges[1:] + edges[:-1]) / 2, side="right") - 1
+    edges = np.linspace(0, seqlen, _CELLS + 1).tolist()
+    middles = (np.arange(_CELLS) + 0.5) * (seqlen / _CELLS)
+    home = np.searchsorted(placement.homes[own, 1], middles, side="right") - 1
     cells = colors[home[:, None], home[None, :]]
     found: dict[int, list[Rectangle]] = defaultdict(list)
     begins = np.concatenate([[0], np.flatnonzero((cells[1:] != cells[:-1]).any(axis=1)) + 1, [_CELLS]]).tolist()
