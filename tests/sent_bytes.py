@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.mechanisms import placed_seconds
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.sent_bytes import SentBytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.models import catalog
-from dynamic_cp.placement.transport import Messages
+from dynamic_cp.placement.sent import sent_by_lanes
 from dynamic_cp.types import Bucket, ModelShape, PlanOptions, Problem, Topology
 
 
@@ -35,9 +32,6 @@ def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_
     problem = Problem(topology=topology, model=model, hardware=catalog.load_hardware("h100"), options=options)
     stage = StageAttention(model.stages(topology.pp_size)[0], problem, lanes_in_one_node(topology))
 
-    def sent(messages: Messages, *_: Any) -> NDArray[np.float64]:
-        return np.bincount(messages.sender, messages.num_bytes, bucket.cp_size)
-
     assert bucket.placement is not None
-    with mock.patch.object(placed_seconds, "lane_ends_s", sent):  # gets the messages that are priced
-        return placed_seconds.placed_seconds(stage, bucket.placement, bucket.samples, bucket.cp_size, bucket.first_lane)
+    sent = sent_by_lanes(bucket.placement, bucket.first_lane, stage.node_lanes, token_bytes(stage))
+    return sent.of_lanes(np.arange(bucket.cp_size)).sum(axis=1)
