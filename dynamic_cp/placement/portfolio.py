@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,14 +55,19 @@ def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator
     """Yield placements to choose from, best guess first: what is best depends on what is simulated.
 
     Blocks have half of the tokens of a lane, or a quarter, rounded down to powers of two, and at least a sub-tile's.
+    Works are even to the problem's tolerance, less so (fewer bytes: mostly best under sparse masks), or more.
     """
     mean = max(1, sum(sample.seqlen for sample in samples) // problem.num_lanes)
     half, quarter = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (2, 4))
-    yield search_placement(samples, problem, half)
-    yield search_placement(samples, problem, half, moves_rows=False)
+    uneven, even = (replace(problem, work_tolerance=times * problem.work_tolerance) for times in (4.0, 0.2))
+    yield search_placement(samples, uneven, quarter)
+    yield search_placement(samples, problem, quarter)
     if quarter != half:
-        yield search_placement(samples, problem, quarter)
+        yield search_placement(samples, uneven, half)
+        yield search_placement(samples, problem, half)
     yield place_greedily(samples, problem, half)
+    yield search_placement(samples, problem, half, moves_rows=False)
+    yield search_placement(samples, even, half)
     yield place_zigzag(samples, problem, half)
     yield place_whole(samples, problem)
 

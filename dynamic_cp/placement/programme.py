@@ -5,7 +5,8 @@ another lane). Rows and columns that it fetches have a place each in a buffer; a
 is no longer needed. The order of operations is the same on all lanes (`executor order`, below), so that no two lanes
 wait for each other: every transfer belongs to a round, and rounds follow each other everywhere in the same order.
 
-    division t:  wait for ACROSS t and INSIDE t, begin INSIDE t + 1 and ACROSS t + 2, attend, begin COLLECT t, DELIVER t
+    division t:  wait for ACROSS t + 1, begin INSIDE t + 1 and ACROSS t + 2, wait for INSIDE t, attend,
+                 wait for COLLECT t - 1, begin DELIVER t - 1, wait for DELIVER t - 2, begin COLLECT t
 """
 
 from __future__ import annotations

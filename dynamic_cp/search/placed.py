@@ -31,7 +31,7 @@ _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
-_NUM_CANDIDATES = {"fast": 160, "thorough": 1024}
+_NUM_CANDIDATES = {"fast": 200, "thorough": 1024}
 """Placements that are compared for a plan, as far as each row has one."""
 _HOPELESS = 1.1
 """A plan is not placed where its longest row would take this many times as long."""

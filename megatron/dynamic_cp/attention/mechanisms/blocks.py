@@ -173,14 +173,15 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
     rounds.begin(INSIDE, 0)
     for division, computed in enumerate(packs.divisions):
         with span("division %d of %d", division, num_divisions):
-            rounds.give_back(division - 1)
-            rounds.finish(DELIVER, division - 2)
             rounds.finish(ACROSS, division + 1)
             rounds.begin(INSIDE, division + 1)
             rounds.begin(ACROSS, division + 2)
             rounds.finish(INSIDE, division)
             for pack in computed:
                 one.attend(pack)
+            # What the division before gave back has travelled meanwhile.
+            rounds.give_back(division - 1)
+            rounds.finish(DELIVER, division - 2)
             rounds.begin(COLLECT, division)
     rounds.give_back(num_divisions - 1)
     rounds.finish(DELIVER, num_divisions - 2)
