@@ -124,7 +124,7 @@ def exact_plan(
     last = max(first, round_up(len(samples), multiple)) if max_microbatches is None else max_microbatches
     best, best_s, bound_s, is_cut = None, known_s, known_s, False
     tried = tuple(range(first, last + 1, multiple))
-    lengths = lengths_of(samples)
+    lengths = lengths_of(samples, cost_model.model)
     limit = cost_model.options.max_tokens_per_rank
     below_s = {count: bound_at(lengths, table, topology, limit, count) for count in tried}
     for num_microbatches in sorted(tried, key=lambda count: below_s[count]):
@@ -242,9 +242,8 @@ class _Program:
             for group in self.groups:
                 tokens = self._tokens(sample, group.k)
                 if tokens <= table.capacities[group.k]:
-                    costs.append(
-                        self.cost_model.cost(1 << group.k, group.first_lane, tokens, sample.density * tokens * tokens)
-                    )
+                    square = self.cost_model.model.density(sample) * tokens * tokens
+                    costs.append(self.cost_model.cost(1 << group.k, group.first_lane, tokens, square))
             cost = max(costs, key=lambda one: one.forward_s + one.backward_s)
             total_s += sum(cost) + cost.p2p_s * 2 * topology.pp_size * topology.vp_size
         empty = self.cost_model.bucket_cost(Bucket(first_lane=0))
@@ -287,7 +286,7 @@ class _Program:
         size, name = 1 << group.k, f"{row}_{index}"
         runs = self.runs[row, index]
         held = [
-            (self.hold[at, row, index], self._tokens(sample, group.k), sample.density)
+            (self.hold[at, row, index], self._tokens(sample, group.k), self.cost_model.model.density(sample))
             for at, sample in enumerate(self.samples)
             if (at, row, index) in self.hold
         ]

@@ -108,7 +108,7 @@ def lower_bound(samples: Iterable[Sample], cost_model: CostModel, effort: Effort
         InvalidInputError: there are no samples.
         InfeasibleSampleError: a sample that no allowed CP size holds.
     """
-    lengths = lengths_of(sorted(samples, key=lambda sample: -sample.seqlen))
+    lengths = lengths_of(sorted(samples, key=lambda sample: -sample.seqlen), cost_model.model)
     return bound_of_lengths(
         lengths, cost_model.table, cost_model.topology, cost_model.options.max_tokens_per_rank, effort
     )

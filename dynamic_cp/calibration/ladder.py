@@ -7,6 +7,7 @@ from itertools import count, cycle, islice
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, largest_power_of_two
 
 _FEWEST_TOKENS = 32
@@ -40,13 +41,13 @@ def ladder(cost_model: CostModel, max_seqlen: int) -> tuple[Plan, ...]:
             room -= seqlens[-1]
         if not seqlens:
             return Bucket(first_lane=first_lane)
-        attention = cost_model.best_exchange(
-            cp_size, first_lane, sum(seqlens), sum(seqlen * seqlen for seqlen in seqlens)
-        )
+        samples = tuple(Sample(sample_id=next(ids), seqlen=seqlen) for seqlen in seqlens)
+        squared = squared_tokens(samples, seqlens, cost_model.model)
+        attention = cost_model.best_exchange(cp_size, first_lane, sum(seqlens), squared)
         return Bucket(
             first_lane=first_lane,
             cp_size=cp_size,
-            samples=tuple(Sample(sample_id=next(ids), seqlen=seqlen) for seqlen in seqlens),
+            samples=samples,
             cp_comm_type=attention.cp_comm_type,
             inner_cp_size=attention.inner_cp_size,
         )

@@ -114,7 +114,7 @@ def batch_outcome(
 def rates(job: Job, samples: Sequence[Sample], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
     """Return the figures of `BatchOutcome` that need no plan, from the samples and the makespan."""
     seconds, num_ranks = makespan_s + prices.all.gradient_reduction_s, job.topology.world_size
-    num_tokens, squared = length_sums(samples)
+    num_tokens, squared = length_sums(samples, job.model)
     flops = batch_flops(job.model, num_tokens, squared, job.options.recompute)
     return {
         "iteration_s": seconds,

@@ -233,12 +233,14 @@ def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
     buckets = tuple(bucket for bucket in plan.buckets if not is_priced_lane_by_lane(bucket))
     multiple = plan.topology.rank_token_multiple
     padded = [padded_of(one, multiple) for one in buckets]
-    squares = [squared_tokens(one.samples, tokens) for one, tokens in zip(buckets, padded, strict=True)]
+    squares = [
+        squared_tokens(one.samples, tokens, cost_model.model) for one, tokens in zip(buckets, padded, strict=True)
+    ]
     return _Buckets(
         rows=np.array([_row_of(one, cost_model) for one in buckets], np.int64),
         cp_sizes=np.array([one.cp_size for one in buckets], np.int64),
         padded=np.array([*zip(map(sum, padded), squares, strict=True)], np.float64),
-        true=np.array([length_sums(one.samples) for one in buckets], np.float64),
+        true=np.array([length_sums(one.samples, cost_model.model) for one in buckets], np.float64),
         is_empty=np.array([not one.samples for one in buckets]),
         topology=plan.topology,
     )

@@ -69,7 +69,7 @@ def outcome_of_peer(
     memory = job.memory(options, None)
     batches = []
     for batch in job.batches:
-        if any(sample.mask is not None for sample in batch):
+        if job.model.window is not None or any(sample.mask is not None for sample in batch):
             raise UnsupportedFeatureError(f"policy {name} knows only the causal mask: leave it out")
         start_s = time.perf_counter()
         with warnings.catch_warnings():

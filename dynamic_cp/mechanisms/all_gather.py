@@ -10,10 +10,13 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 class AllGather(Mechanism):
     """The bytes of the ring, exposed.
 
+    Every token has all keys of its sample at hand; with a window, each of a lane's two chunks is as much work.
+
     Limits: its tiles are priced as those of the ring, its shards as if each crossed every NIC in turn.
     """
 
     name = "all_gather"
+    serves_windows = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (1,)

@@ -1,47 +1,67 @@
-"""Which mechanisms plans may use where samples bring masks of their own."""
+"""Which mechanisms plans may use where samples bring masks of their own, or layers have windows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.registry import MECHANISMS, masks_are_served_by
-from dynamic_cp.types import ModelShape, PlanOptions, Sample
+from dynamic_cp.mechanisms.registry import serving_masks, serving_windows
+from dynamic_cp.types import CpCommType, ModelShape, PlanOptions, Sample
 
 
 def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanOptions) -> PlanOptions:
-    """Return `options` with those of its mechanisms that serve the masks of `samples`, or for one lane if none does.
+    """Return `options` with those of its mechanisms that serve the masks of `samples` and the windows of `model`, or
+    for one lane if none does.
 
     Raises:
-        UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or the
-            model's attention is not causal.
+        UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or samples
+            bring masks and the model's attention is not causal, or has windows.
     """
     samples = tuple(samples)
     masked = next((sample for sample in samples if sample.mask is not None), None)
-    if masked is None:
+    if masked is None and model.window is None:
         return options
+    if masked is None:
+        return _options_of(serving_windows, model.windows_in_words, samples, options)
     what = masked.mask_in_words
     if not model.causal_attention:
         raise UnsupportedFeatureError(
             f"{what}, but tokens of this model attend to all of their sample: give samples no masks",
             sample_id=masked.sample_id,
         )
+    if model.window is not None:
+        raise UnsupportedFeatureError(
+            f"{what}, but {model.windows_in_words}, and both together are not supported: give samples no masks, or "
+            "layers no windows",
+            sample_id=masked.sample_id,
+        )
+    return _options_of(serving_masks, what, samples, options, sample_id=masked.sample_id)
+
+
+def _options_of(
+    serving: Callable[..., tuple[CpCommType, ...]],
+    what: str,
+    samples: Sequence[Sample],
+    options: PlanOptions,
+    **details: object,
+) -> PlanOptions:
+    """Return `options` with those of its mechanisms that are `serving`, or for one lane if none is."""
     if options.max_cp_size == 1:
         return options
-    serving = tuple(name for name in options.cp_comm_types if MECHANISMS[name].serves_masks)
+    served = serving(options.cp_comm_types)
     longest = max(sample.seqlen for sample in samples)
-    if not serving and options.min_cp_size == 1 and longest <= options.max_tokens_per_rank:
+    if served:
+        return replace(options, cp_comm_types=served)
+    if options.min_cp_size == 1 and longest <= options.max_tokens_per_rank:
         return replace(options, max_cp_size=1)
-    if not serving:
-        several, remedy = f"plans use at least {options.min_cp_size}", "lower --min-dynamic-cp-size to 1"
-        if options.min_cp_size == 1:
-            several = f"the longest of its batch has {longest} tokens, a lane holds {options.max_tokens_per_rank}"
-            remedy = "raise --max-seqlen-per-dp-cp-rank"
-        raise UnsupportedFeatureError(
-            f"{what}, which {' '.join(options.cp_comm_types)} cannot serve on several lanes, and {several}: allow "
-            f"{masks_are_served_by()} (--cp-comm-type), or {remedy}",
-            sample_id=masked.sample_id,
-            cp_comm_types=options.cp_comm_types,
-        )
-    return replace(options, cp_comm_types=serving)
+    several, remedy = f"plans use at least {options.min_cp_size}", "lower --min-dynamic-cp-size to 1"
+    if options.min_cp_size == 1:
+        several = f"the longest of its batch has {longest} tokens, a lane holds {options.max_tokens_per_rank}"
+        remedy = "raise --max-seqlen-per-dp-cp-rank"
+    raise UnsupportedFeatureError(
+        f"{what}, which {' '.join(options.cp_comm_types)} cannot serve on several lanes, and {several}: allow "
+        f"{' or '.join(serving())} (--cp-comm-type), or {remedy}",
+        cp_comm_types=options.cp_comm_types,
+        **details,
+    )

@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 
 
 class Sharing(NamedTuple):
-    """What limits how the lanes of a group can share out heads.
+    """What limits which mechanisms the lanes of a group can use.
 
     Attributes:
         heads: (query heads, KV heads) of a TP rank, of `heads.heads_of_rank`; None where they are not whole numbers.
         node_lanes: the largest group whose lanes surely share a node (`links.lanes_in_one_node`).
         allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None = all.
+        has_windows: some layers of the model have a window.
     """
 
     heads: tuple[int, int] | None
     node_lanes: int
     allowed: tuple[int, ...] | None = None
+    has_windows: bool = False
 
     def is_even(self, inner_cp_size: int) -> bool:
         """Return whether this number of lanes can share out the query heads evenly."""
@@ -52,12 +54,23 @@ class Sharing(NamedTuple):
     def describe(self) -> str:
         """Return the rule in words, with its numbers."""
         query_heads, kv_heads = self.heads or ("no whole number", "none")
-        return (
+        windows = "layers have windows, which only a2a and all_gather serve; " if self.has_windows else ""
+        return windows + (
             "a2a needs the query heads of a TP rank to be a multiple of the lanes that share them out (of the CP size, "
             "or with a2a+p2p of an inner size above 1 and below the CP size whose blocks each lie in one node); here "
             f"are {query_heads} query heads, {kv_heads} KV heads, and blocks of at most {self.node_lanes} lanes "
             "lie in one node"
         )
+
+    @property
+    def remedy(self) -> str:
+        """What to do where no allowed mechanism serves a group, in words: allow one that serves all sizes."""
+        return f"allow {self.serves_always} (--cp-comm-type {self.serves_always} or auto)"
+
+    @property
+    def serves_always(self) -> CpCommType:
+        """A mechanism that serves all sizes."""
+        return "all_gather" if self.has_windows else "p2p"
 
 
 class Mechanism:
@@ -67,11 +80,13 @@ class Mechanism:
         name: its name in plans, flags and reports.
         has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
         serves_masks: whether samples may bring masks of their own (`Sample.mask`).
+        serves_windows: whether layers may have windows: their price then is that of causal layers by density.
     """
 
     name: ClassVar[CpCommType]
     has_closed_form: ClassVar[bool] = True
     serves_masks: ClassVar[bool] = False
+    serves_windows: ClassVar[bool] = False
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""

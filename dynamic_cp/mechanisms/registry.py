@@ -18,13 +18,25 @@ MECHANISMS: Mapping[CpCommType, Mechanism] = {
 """Name -> mechanism, for every name that a bucket may have."""
 
 
+def serving_masks(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCommType, ...]:
+    """Return those of `names` that serve samples with masks of their own on several lanes."""
+    return tuple(name for name in names if MECHANISMS[name].serves_masks)
+
+
 def masks_are_served_by() -> str:
     """Return the mechanisms that serve samples with masks of their own, for words."""
-    return " or ".join(name for name, mechanism in MECHANISMS.items() if mechanism.serves_masks)
+    return " or ".join(serving_masks())
+
+
+def serving_windows(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCommType, ...]:
+    """Return those of `names` that serve layers with windows on several lanes."""
+    return tuple(name for name in names if MECHANISMS[name].serves_windows)
 
 
 def attentions_of(names: Iterable[CpCommType], cp_size: int, sharing: Sharing) -> list[Attention]:
     """Return the ways in which a group of `cp_size` lanes can compute attention by the mechanisms of these names."""
+    if sharing.has_windows and cp_size > 1:
+        names = serving_windows(names)
     return [Attention(name, inner) for name in names for inner in MECHANISMS[name].inner_sizes(cp_size, sharing)]
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dynamic_cp.convex import Convex, Kink, Linear, merged
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
-from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Causal, Full, Hardware, Problem, Stage
+from dynamic_cp.types import ACROSS_NODES, CAUSAL, FULL, IN_NODE, Causal, Full, Hardware, Lambda, Problem, Stage
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
@@ -95,7 +95,8 @@ class StageAttention:
         self.kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
         self.query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
         self.lse_bytes = 4 * stage.sum(lambda layer: layer.query_size / layer.kv_channels) / tp_size
-        self.mask = stage.layers[0][1].mask
+        mask = stage.layers[0][1].mask
+        self.mask = CAUSAL if isinstance(mask, Lambda) else mask  # windows are in the densities of samples
         self.node_lanes = node_lanes
         self.latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
         self.bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
@@ -159,7 +160,7 @@ def _kernels_of_stage(stage: Stage, tp_size: int, hardware: Hardware) -> _Kernel
     return (first, later), (first_back, later_back)
 
 
-def _kernels(flops_per_token2: float, hardware: Hardware, mask: Causal | Full) -> _Kernels:
+def _kernels(flops_per_token2: float, hardware: Hardware, mask: Causal | Full | Lambda) -> _Kernels:
     """Return the kernels of some layers; with a full mask every tile is full."""
 
     def forward(rate: float, extra_tokens: float) -> _Kernel:

@@ -77,7 +77,7 @@ class MemoryModel:
         kinds = {layer for stage in self._stages for _, layer in stage.layers}
         self._bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
         heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
-        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes)
+        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes, model.window is not None)
 
     @property
     def available_bytes(self) -> float:

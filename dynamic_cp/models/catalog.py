@@ -108,7 +108,7 @@ def load_model(name_or_path: str | Path) -> ModelShape:
     _check_keys(where, priced, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
     kinds = {"int": int, "bool": bool, "str": str}
     values = {
-        field.name: _typed(where, data, field.name, kinds[str(field.type)])
+        field.name: _typed(where, data, field.name, kinds.get(str(field.type)) or _kind_of_pattern(data[field.name]))
         for field in fields(ModelShape)
         if field.name in data
     }
@@ -182,6 +182,11 @@ def _check_keys(where: str, data: Mapping[str, Any], required: list[str], value_
     if unknown := sorted(name for name in data if name not in known):
         near = did_you_mean(unknown[0], known)
         raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}{near}: known are {', '.join(known)}")
+
+
+def _kind_of_pattern(value: object) -> type:
+    """Return what is needed of one number, or of one for each layer."""
+    return list if isinstance(value, list) else int
 
 
 def _typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:

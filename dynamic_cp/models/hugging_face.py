@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
 
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+_GEMMAS = ("gemma", "gemma2", "gemma3_text")
+"""Decoders whose layers differ from those of the others in what is not priced, and which tie their embeddings."""
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS)
 """Dense, with a gate and an up projection, whatever their hidden_act."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
 MODEL_TYPES = (*_DECODERS, *_ENCODERS)
+_SLIDING, _WHOLE = "sliding_attention", "full_attention"
+"""Entries of layer_types."""
 
 _NOT_PRICED = {
     "num_local_experts": ("experts", 2),
@@ -64,7 +68,7 @@ _NOT_THE_MODEL = frozenset(
 _PRICED = frozenset(
     {
         *_SIZES, *_NOT_PRICED, "model_type", "tie_word_embeddings", "sliding_window", "use_sliding_window",
-        "max_window_layers", "layer_types",
+        "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
     }
 )  # fmt: skip
 """What `model_shape` reads or refuses."""
@@ -83,8 +87,8 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         data: the content of a config.json.
 
     Raises:
-        UnsupportedFeatureError: a model_type whose layers are not known here, what has no price, or a sliding window.
-        InvalidInputError: a key that is missing or of the wrong type.
+        UnsupportedFeatureError: a model_type whose layers are not known here, or what has no price.
+        InvalidInputError: a key that is missing or of the wrong type, or windows that contradict each other.
 
     Limits: biases, query/key norms and the layer before a masked LM's head are not counted.
     """
@@ -96,13 +100,9 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             "write the numbers into a file like the bundled models",
             key="model_type",
         )
-    window = data.get("sliding_window") if data.get("use_sliding_window", True) else None
-    if window is not None:
-        raise UnsupportedFeatureError(
-            f"{where}: sliding_window is {window!r}, only attention over whole sequences is priced: set it to null",
-            key="sliding_window",
-        )
     layer_types = data.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise InvalidInputError(f"{where}: layer_types is {layer_types!r}, it must be a list", key="layer_types")
     every = data.get("global_attn_every_n_layers", 3)
     if model_type == "modernbert" and not layer_types and every != 1:
         raise UnsupportedFeatureError(
@@ -110,15 +110,17 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             "to 1",
             key="global_attn_every_n_layers",
         )
-    if set(layer_types) - {"full_attention"}:
+    priced = {_WHOLE} if model_type in _ENCODERS else {_WHOLE, _SLIDING}
+    if others := {str(one) for one in layer_types} - priced:
         raise UnsupportedFeatureError(
-            f"{where}: layer_types has {', '.join(sorted(map(str, set(layer_types) - {'full_attention'})))}, only "
-            "full_attention is priced",
+            f"{where}: layer_types has {', '.join(sorted(others))}, only {' and '.join(sorted(priced))} are priced for "
+            f"model_type {model_type}",
             key="layer_types",
         )
     values = dict(data)
     if model_type in _ENCODERS:
         values["num_key_value_heads"] = values.get("num_attention_heads")
+    if model_type in (*_ENCODERS, *_GEMMAS):
         values.setdefault("tie_word_embeddings", True)
     if model_type == "llama" and values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
@@ -135,8 +137,63 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         gated_linear_unit=_ENCODERS.get(model_type, True),
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
+        **_windows(where, data, sizes["num_layers"]),
         source=f"{where} (Hugging Face config, model_type {model_type})",
     )
+
+
+def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return `window_tokens` and `window_attn_skip_freq` of the shape, as transformers would have the layers.
+
+    A sliding window counts the token itself, as `window_tokens` does.
+    """
+    model_type, layer_types = data.get("model_type"), data.get("layer_types")
+    is_used = data.get("use_sliding_window", model_type not in ("qwen2", "qwen3"))
+    window = data.get("sliding_window") if is_used and model_type not in _ENCODERS else None
+    if window is None:
+        if layer_types and _SLIDING in layer_types:
+            raise InvalidInputError(
+                f"{where}: layer_types has {_SLIDING}, and sliding_window is {data.get('sliding_window')!r}, "
+                f"use_sliding_window {data.get('use_sliding_window')!r}: give the window, or {_WHOLE} only",
+                key="layer_types",
+            )
+        return {}
+    if model_type in ("llama", "gemma"):
+        raise UnsupportedFeatureError(
+            f"{where}: sliding_window is {window!r}, which model_type {model_type} does not have: set it to null",
+            key="sliding_window",
+        )
+    window = whole_number(where, data, "sliding_window")
+    if layer_types:
+        windowed = [one == _SLIDING for one in layer_types]
+        if len(windowed) != num_layers:
+            raise InvalidInputError(
+                f"{where}: layer_types has {len(windowed)} entries, num_hidden_layers is {num_layers}: give one for "
+                "each layer",
+                key="layer_types",
+            )
+    elif model_type in ("qwen2", "qwen3"):
+        first = whole_number(where, {"max_window_layers": 28, **data}, "max_window_layers")
+        windowed = [layer >= first for layer in range(num_layers)]
+    elif model_type in _GEMMAS:
+        key = "_sliding_window_pattern" if "_sliding_window_pattern" in data else "sliding_window_pattern"
+        every = whole_number(where, {key: 2 if model_type == "gemma2" else 6, **data}, key)
+        if every < 1:
+            raise InvalidInputError(f"{where}: {key} is {every}, it must be at least 1", key=key)
+        windowed = [layer % every != 0 for layer in range(1, num_layers + 1)]
+    else:
+        windowed = [True] * num_layers
+    return {"window_tokens": window, "window_attn_skip_freq": _skip_freq(windowed)} if any(windowed) else {}
+
+
+def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
+    """Return the layers with a window as `ModelShape.window_attn_skip_freq` says them, by one number where it can."""
+    if all(windowed):
+        return 0
+    every = windowed.index(False) + 1
+    if all(one == (layer % every != 0) for layer, one in enumerate(windowed, 1)):
+        return every
+    return tuple(map(int, windowed))
 
 
 def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
@@ -181,6 +238,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         )
     if data.get("model_type") in _ENCODERS:
         not_trained.append(f"model_type {data['model_type']}: an encoder")
+    if data.get("model_type") in _GEMMAS:
+        not_trained.append(f"model_type {data['model_type']}: norms, activation and embeddings of its own kind")
     if data.get("attention_dropout"):
         not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
     if data.get("hidden_act", "silu") not in ("silu", "swish"):

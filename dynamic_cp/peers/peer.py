@@ -72,9 +72,8 @@ def best_order(rows: Sequence[Sequence[PeerBucket]], cost_model: CostModel, poli
 def _bucket(bucket: PeerBucket, cost_model: CostModel) -> Bucket:
     lengths = (sample.seqlen for sample in bucket.samples)
     padded = padded_seqlens(lengths, bucket.cp_size, cost_model.topology.rank_token_multiple)
-    attention = cost_model.best_exchange(
-        bucket.cp_size, bucket.first_lane, sum(padded), squared_tokens(bucket.samples, padded)
-    )
+    squared = squared_tokens(bucket.samples, padded, cost_model.model)
+    attention = cost_model.best_exchange(bucket.cp_size, bucket.first_lane, sum(padded), squared)
     return Bucket(
         first_lane=bucket.first_lane,
         cp_size=bucket.cp_size,

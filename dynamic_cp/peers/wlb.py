@@ -27,7 +27,7 @@ from dynamic_cp.types import Sample
 def peer(samples: Sequence[Sample], cost_model: CostModel) -> PeerResult:
     """Return the fastest plan over all CP sizes that hold the longest sample, and over the sweep."""
     ordered = longest_first(samples)
-    lengths = lengths_of(ordered)
+    lengths = lengths_of(ordered, cost_model.model)
     best: tuple[int, Packing, str] | None = None
     for k, capacity in enumerate(cost_model.table.capacities.tolist()):
         if ordered[0].seqlen > capacity:

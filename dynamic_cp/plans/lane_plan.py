@@ -16,7 +16,7 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.types import Bucket, Plan, PlannedBatch, Sample, Topology, parse_mask
+from dynamic_cp.types import Bucket, ModelShape, Plan, PlannedBatch, Sample, Topology, parse_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class PlanFacts:
         digest: of the whole plan (hex).
         predicted_s: simulated time of the iteration; imbalance: max / mean of the lanes' simulated busy seconds.
         reason: why this plan.
-        seqlen_sum, seqlen_squared_sum: over the samples, without padding; squares by the density of the masks.
+        seqlen_sum, seqlen_squared_sum: over the samples, without padding; squares by the density of the masks and
+            windows.
         cp_histogram: cp size -> number of non-empty buckets.
         padding_fraction: share of padding in all tokens computed.
         rank_token_multiple: what the padded tokens of a rank are rounded up to.
@@ -51,10 +52,18 @@ class PlanFacts:
     fallback: str | None = None
 
     @classmethod
-    def of(cls, planned: PlannedBatch, *, planner_s: float = 0.0, fallback: str | None = None) -> PlanFacts:
-        """Return the facts of `planned`."""
+    def of(
+        cls,
+        planned: PlannedBatch,
+        model: ModelShape | None = None,
+        *,
+        planner_s: float = 0.0,
+        fallback: str | None = None,
+    ) -> PlanFacts:
+        """Return the facts of `planned`; `model`: whose windows count, None: of one without."""
         plan = planned.plan
         samples = tuple(plan.samples)
+        squares = (sample.squared_tokens if model is None else model.squared_tokens(sample) for sample in samples)
         return cls(
             digest=digest(plan),
             policy=plan.policy,
@@ -64,7 +73,7 @@ class PlanFacts:
             reason=planned.reason,
             num_samples=len(samples),
             seqlen_sum=plan.num_tokens,
-            seqlen_squared_sum=sum(sample.squared_tokens for sample in samples),
+            seqlen_squared_sum=round(sum(squares)),
             cp_histogram=plan.cp_histogram,
             padding_fraction=padding_fraction(plan),
             rank_token_multiple=plan.topology.rank_token_multiple,

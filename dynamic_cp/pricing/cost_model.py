@@ -71,8 +71,10 @@ class CostModel:
     """Prices buckets of one model on one kind of device.
 
     Attributes:
+        model: whose buckets it prices.
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
+        sharing: what limits that.
         gradient_reduction_s: end-of-step reduction of gradients and gathering of parameters, an upper bound (they may
             overlap); it does not depend on the plan.
 
@@ -89,10 +91,12 @@ class CostModel:
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
+        self.model = model
         self.topology = topology
         self.options = options
         problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
         self._stage = StagePrices(problem)
+        self.sharing = self._stage.sharing
         self.gradient_reduction_s = gradient_reduction_s(problem)
         self.table, self.attentions = make_table(problem, self._stage)
         if not self.table.capacities.any():
@@ -109,7 +113,7 @@ class CostModel:
             bucket.cp_size,
             bucket.first_lane,
             sum(padded),
-            squared_tokens(bucket.samples, padded),
+            squared_tokens(bucket.samples, padded, self.model),
             cp_comm_type=bucket.cp_comm_type,
             inner_cp_size=bucket.inner_cp_size,
         )
@@ -249,13 +253,13 @@ class CostModel:
     def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> Attention:
         """Return the first way that a group can use one of `exchanges`, with this inner size if one is given."""
         known = [cast(CpCommType, name) for name in exchanges if name in MECHANISMS]
-        for one in attentions_of(known, cp_size, self._stage.sharing):
+        for one in attentions_of(known, cp_size, self.sharing):
             if inner_cp_size in (None, one.inner_cp_size):
                 return one
         inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
-            f"{self._stage.sharing.describe()}; allow p2p (--cp-comm-type p2p or auto)",
+            f"{self.sharing.describe()}; {self.sharing.remedy}",
             cp_comm_types=exchanges,
             cp_size=cp_size,
         )

@@ -1,6 +1,7 @@
 """FLOPs of a global batch from the sums of S and S^2: true lengths for what was achieved, padded ones for what was run.
 
-S^2 of a sample with a mask of its own counts by its density (`Sample.squared_tokens`).
+S^2 of a sample counts by its density, where it has a mask of its own or layers have windows
+(`ModelShape.squared_tokens`).
 
 A weight costs 2 FLOPs per token, attention of one layer 2 * query width * S^2 if causal (scores and values, half the
 square each) and twice that without a mask; backward is twice the forward. A plan's padding is work for the device but
@@ -54,18 +55,19 @@ def batch_flops(
     return BatchFlops(forward, 2 * forward, repeated)
 
 
-def length_sums(samples: Iterable[Sample]) -> tuple[int, int]:
+def length_sums(samples: Iterable[Sample], model: ModelShape) -> tuple[int, float]:
     """Return (sum of S, sum of S^2)."""
     samples = tuple(samples)
-    return sum(sample.seqlen for sample in samples), sum(sample.squared_tokens for sample in samples)
+    return sum(sample.seqlen for sample in samples), sum(model.squared_tokens(sample) for sample in samples)
 
 
 def plan_flops(model: ModelShape, plan: Plan, recompute: Recompute = "none") -> tuple[BatchFlops, BatchFlops]:
     """Return (true, padded) FLOPs of `plan`; the padded ones hold its empty places too."""
     multiple = plan.topology.rank_token_multiple
     tokens = sum(micro_batch_padded_tokens(micro_batch, multiple) for micro_batch in plan.micro_batches)
-    squares = sum(squared_tokens(bucket.samples, padded_of(bucket, multiple)) for bucket in plan.buckets)
-    return batch_flops(model, *length_sums(plan.samples), recompute), batch_flops(model, tokens, squares, recompute)
+    squares = sum(squared_tokens(bucket.samples, padded_of(bucket, multiple), model) for bucket in plan.buckets)
+    true = length_sums(plan.samples, model)
+    return batch_flops(model, *true, recompute), batch_flops(model, tokens, squares, recompute)
 
 
 def tflops_per_rank(model_flops: float, iteration_s: float, world_size: int) -> float:

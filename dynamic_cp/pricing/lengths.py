@@ -9,7 +9,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.types import Sample
+from dynamic_cp.types import ModelShape, Sample
 
 
 class Lengths(NamedTuple):
@@ -19,8 +19,8 @@ class Lengths(NamedTuple):
 
     Attributes:
         seqlens: [sample] tokens.
-        densities: [sample] work of attention over that of the layers' own mask, as `Sample.density`; None: all 1. The
-            attention price of a bucket is one of the sum of density * padded length squared.
+        densities: [sample] work of attention over that of layers without windows, as `ModelShape.density`; None: all
+            1. The attention price of a bucket is one of the sum of density * padded length squared.
     """
 
     seqlens: Ints
@@ -56,19 +56,20 @@ def grows_with_length(densities: Floats | None) -> bool:
     return densities is None
 
 
-def lengths_of(samples: Sequence[Sample]) -> Lengths:
+def lengths_of(samples: Sequence[Sample], model: ModelShape) -> Lengths:
     """Return `samples`, which are descending by length, as arrays."""
-    return Lengths(np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples)), densities_of(samples))
+    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
+    return Lengths(seqlens, densities_of(samples, model))
 
 
-def densities_of(samples: Sequence[Sample]) -> Floats | None:
+def densities_of(samples: Sequence[Sample], model: ModelShape) -> Floats | None:
     """Return [sample] -> its density; None: all 1."""
-    if all(sample.mask is None for sample in samples):
+    if not model.num_windowed_layers and all(sample.mask is None for sample in samples):
         return None
-    return np.fromiter((sample.density for sample in samples), np.float64, len(samples))
+    return np.fromiter((model.density(sample) for sample in samples), np.float64, len(samples))
 
 
-def squared_tokens(samples: Sequence[Sample], padded: Sequence[int]) -> float:
+def squared_tokens(samples: Sequence[Sample], padded: Sequence[int], model: ModelShape) -> float:
     """Return the attention work of a bucket's samples at their padded lengths, in squared tokens.
 
     Sums in the order in which packers do (`packing.padded`), so that both prices are equal to the last digit.
@@ -76,8 +77,9 @@ def squared_tokens(samples: Sequence[Sample], padded: Sequence[int]) -> float:
     Args:
         samples: of the bucket; none for an empty place.
         padded: tokens of each, or of the one sequence of padding.
+        model: whose layers attend.
     """
     total = 0.0
-    for tokens, density in zip(padded, [sample.density for sample in samples] or [1.0], strict=True):
+    for tokens, density in zip(padded, [model.density(sample) for sample in samples] or [1.0], strict=True):
         total += density * tokens * tokens
     return total

@@ -25,7 +25,7 @@ from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.page import Picture, picture, render
 from dynamic_cp.report.placed_section import placed_section
 from dynamic_cp.search.placed import options_of_prices
-from dynamic_cp.types import Problem, Sample
+from dynamic_cp.types import ModelShape, Problem, Sample
 
 LABELS = (
     "policy",
@@ -255,7 +255,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
         ),
         picture(
             partial(length_histogram, [sample.seqlen for sample in samples]), name="lengths",
-            title="Lengths of the batch", width_in=MEDIUM_IN, caption=_tail(samples),
+            title="Lengths of the batch", width_in=MEDIUM_IN, caption=_tail(samples, comparison.model),
         ),
         picture(
             partial(imbalance, [(name, timeline.lane_busy_s) for name, timeline in reversed(timelines)]),
@@ -302,16 +302,18 @@ def _timeline(batch: BatchOutcome) -> Timeline:
     return batch.timeline
 
 
-def _tail(samples: Sequence[Sample]) -> str:
+def _tail(samples: Sequence[Sample], model: ModelShape) -> str:
     """Return what the samples that hold half of the attention work are."""
-    squares = sorted((sample.squared_tokens for sample in samples), reverse=True)
-    half, total, count = sum(squares) / 2, 0, 0
+    squares = sorted((model.squared_tokens(sample) for sample in samples), reverse=True)
+    half, total, count = sum(squares) / 2, 0.0, 0
     while total < half:
         total += squares[count]
         count += 1
     share = f"{count} of {len(samples)} samples ({count / len(samples):.1%}) hold half of the attention work."
     if any(sample.mask is not None for sample in samples):
         return f"The costliest {share} Each has a mask of its own."
+    if model.window is not None:
+        return f"The longest {share} Some layers have a window of {model.window_tokens} tokens."
     return f"The longest {share} Attention work grows with the square of the length."
 
 

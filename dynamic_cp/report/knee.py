@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.flops import batch_flops, length_sums
+from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.report.drawing import FONT_PT, MEDIUM_IN, add_handles, format_tokens, new_figure
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import Hardware, ModelShape
+from dynamic_cp.types import Hardware, ModelShape, Sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,10 +49,11 @@ def knee_points(
             continue
         for seqlen in seqlens:
             padded = -(-seqlen // (2 * cp_size)) * 2 * cp_size if cp_size > 1 else seqlen
-            cost = cost_model.cost(cp_size, 0, padded, float(padded) ** 2)
+            sample = Sample(sample_id=0, seqlen=seqlen)
+            cost = cost_model.cost(cp_size, 0, padded, squared_tokens([sample], [padded], model))
             seconds = topology.pp_size * (cost.forward_s + cost.backward_s)
             seconds += cost.embedding_forward_s + cost.embedding_backward_s + cost.head_forward_s + cost.head_backward_s
-            flops = batch_flops(model, seqlen, seqlen * seqlen).model_flops
+            flops = batch_flops(model, *length_sums([sample], model)).model_flops
             rank_seconds = seconds * cp_size * topology.tp_size
             points.append(
                 KneePoint(

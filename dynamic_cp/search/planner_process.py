@@ -135,7 +135,7 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
         problem = replace(problem, hardware=request.hardware)
     try:
         planned = plan_problem(problem, request.samples)
-        facts = PlanFacts.of(planned, planner_s=time.perf_counter() - started, fallback=fallback)
+        facts = PlanFacts.of(planned, problem.model, planner_s=time.perf_counter() - started, fallback=fallback)
         return Answer(
             key=request.key,
             lanes=tuple(encode_lanes(planned.plan, facts)),

@@ -95,8 +95,9 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     topology, policy = problem.topology, problem.policy
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
-    batch = _batch_of(tuple(samples))
-    places = policy == "dynamic" and may_place(topology, problem.options)
+    batch = _batch_of(tuple(samples), problem.model)
+    # Placed attention serves no windows.
+    places = policy == "dynamic" and problem.model.window is None and may_place(topology, problem.options)
     usable = problem.options if places else without_placed(problem.options)
     options = options_serving(batch.samples, problem.model, usable)
     longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
@@ -368,7 +369,7 @@ class _Search:
         return 1e9 * float(least_s) * (1 - 1e-9) - rounding_ns
 
 
-def _batch_of(samples: Sequence[Sample]) -> _Batch:
+def _batch_of(samples: Sequence[Sample], model: ModelShape) -> _Batch:
     """Return `samples` descending by seqlen, ties by ascending sample_id; InvalidInputError: none, or an id twice."""
     if not samples:
         raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
@@ -385,7 +386,7 @@ def _batch_of(samples: Sequence[Sample]) -> _Batch:
             "number the samples of a global batch uniquely",
             sample_id=one.sample_id,
         )
-    return _Batch(descending, Lengths(seqlens[order], densities_of(descending)), input_order)
+    return _Batch(descending, Lengths(seqlens[order], densities_of(descending, model)), input_order)
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:
@@ -407,7 +408,7 @@ def _check_exchanges(samples: Sequence[Sample], cost_model: CostModel) -> None:
     longest, held = samples[0], int(cost_model.table.capacities.max())
     if longest.seqlen > held:
         exchanges = " ".join(cost_model.options.cp_comm_types)
-        remedy = "allow p2p (--cp-comm-type p2p or auto)"
+        remedy = cost_model.sharing.remedy
         if any(sample.mask is not None for sample in samples):
             remedy = "no other serves masks: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"
         raise UnsupportedFeatureError(

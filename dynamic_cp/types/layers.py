@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dynamic_cp.types.masks import Causal, Full
+from dynamic_cp.types.masks import Causal, Full, Lambda
 
 
 class Layer(NamedTuple):
@@ -19,7 +19,7 @@ class Layer(NamedTuple):
         mlp_kept_channels: channels of a token that its MLP keeps for backward, which the TP ranks share.
         num_attention_heads, query_size: query heads, and how wide they are together.
         kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
-        mask: of its attention.
+        mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
     """
 
     linear_weights: int
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
     query_size: int
     kv_channels: int
     kv_size: int
-    mask: Causal | Full
+    mask: Causal | Full | Lambda
 
     @property
     def attention_flops_per_token2(self) -> float:

@@ -161,6 +161,7 @@ class Lambda(Mask):
     """
 
     name = "lambda"
+    pairs_per_token2: ClassVar[float] = Causal.pairs_per_token2  # of layers with a window, whose density counts it
     sink: int
     window: int
 
@@ -174,6 +175,10 @@ class Lambda(Mask):
 
     def key_ranges(self, seqlen: int) -> Ranges:
         return _sink_and_window(seqlen, self.sink, self.window)
+
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...] | None:
+        """Where nothing lies beyond the window, it is the causal mask."""
+        return CAUSAL.rectangles(seqlen) if seqlen <= self.sink + self.window else None
 
 
 @dataclass(frozen=True, slots=True)

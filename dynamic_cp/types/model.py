@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.counts import require_at_least
+from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.layers import Layer, Stage
-from dynamic_cp.types.masks import CAUSAL, FULL
+from dynamic_cp.types.masks import CAUSAL, FULL, Lambda
+
+if TYPE_CHECKING:
+    from dynamic_cp.types.plan import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,10 @@ class ModelShape:
         share_embeddings_and_output_weights: the LM head is the embedding table once more.
         other_weights_per_layer: weights of further matrices that every token meets once per layer (the query and output
             projection of a DiT's cross-attention).
+        window_tokens: keys that a token attends to in layers with a window: itself and those right before it; 0 = no
+            layer has one. Megatron's --window-size says one less, without the token itself.
+        window_attn_skip_freq: which layers have the window, as Megatron says it: with N all but every N-th, or 1 (has
+            one) and 0 for each layer; 0 = all.
     """
 
     num_layers: int
@@ -36,10 +44,12 @@ class ModelShape:
     causal_attention: bool = True
     share_embeddings_and_output_weights: bool = False
     other_weights_per_layer: int = 0
+    window_tokens: int = 0
+    window_attn_skip_freq: int | tuple[int, ...] = 0
     source: str = ""
 
     def __post_init__(self) -> None:
-        require_at_least(0, other_weights_per_layer=self.other_weights_per_layer)
+        require_at_least(0, other_weights_per_layer=self.other_weights_per_layer, window_tokens=self.window_tokens)
         require_at_least(
             1,
             num_layers=self.num_layers,
@@ -57,6 +67,74 @@ class ModelShape:
                 num_attention_heads=self.num_attention_heads,
                 num_query_groups=self.num_query_groups,
             )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        if isinstance(self.window_attn_skip_freq, int):
+            require_at_least(0, window_attn_skip_freq=self.window_attn_skip_freq)
+        else:
+            pattern = tuple(self.window_attn_skip_freq)  # a list where it comes from JSON
+            object.__setattr__(self, "window_attn_skip_freq", pattern)
+            if len(pattern) != self.num_layers or set(pattern) - {0, 1}:
+                raise InvalidInputError(
+                    f"window_attn_skip_freq {list(pattern)} has {len(pattern)} entries, the model has "
+                    f"{self.num_layers} layers: give 1 (a window) or 0 (none) for each of them",
+                    window_attn_skip_freq=pattern,
+                    num_layers=self.num_layers,
+                )
+        if self.window_attn_skip_freq and not self.window_tokens:
+            raise InvalidInputError(
+                f"window_attn_skip_freq is {self.window_attn_skip_freq} and window_tokens 0: give the window that some "
+                "layers skip, or neither",
+                window_attn_skip_freq=self.window_attn_skip_freq,
+            )
+        if self.window_tokens and not self.causal_attention:
+            raise InvalidInputError(
+                f"window_tokens is {self.window_tokens} and causal_attention false: only layers with causal attention "
+                "have windows, which end with the token itself",
+                window_tokens=self.window_tokens,
+            )
+
+    @property
+    def window(self) -> Lambda | None:
+        """The mask of layers with a window; None: no layer has one."""
+        return Lambda(0, self.window_tokens) if self.num_windowed_layers else None
+
+    @property
+    def windows_in_words(self) -> str:
+        """How many layers have which window, for messages."""
+        return (
+            f"{self.num_windowed_layers} of the {self.num_layers} layers have a window of "
+            f"{counted(self.window_tokens, 'token')}"
+        )
+
+    @property
+    def num_windowed_layers(self) -> int:
+        """Layers with a window."""
+        skip = self.window_attn_skip_freq
+        if not self.window_tokens:
+            return 0
+        if isinstance(skip, tuple):
+            return sum(skip)
+        return self.num_layers - (self.num_layers // skip if skip else 0)
+
+    def squared_tokens(self, sample: Sample) -> float:
+        """Return the work of the attention to `sample`, as the square of the length of one that no window cuts.
+
+        Layers with and without a window count as the mean of all.
+        """
+        windowed = self.num_windowed_layers
+        if sample.mask is not None or not windowed:
+            return sample.squared_tokens
+        in_window = Lambda(0, self.window_tokens).squared_tokens(sample.seqlen)
+        total = windowed * in_window + (self.num_layers - windowed) * sample.squared_tokens
+        return total / self.num_layers
+
+    def density(self, sample: Sample) -> float:
+        """Return the work of the attention to `sample` over that without a window; 1.0 exactly where none cuts it."""
+        if sample.mask is not None or sample.seqlen <= self.window_tokens or not self.num_windowed_layers:
+            return sample.density
+        return self.squared_tokens(sample) / (sample.seqlen * sample.seqlen)
 
     @property
     def query_size(self) -> int:
@@ -102,7 +180,7 @@ class ModelShape:
 
     @property
     def layer(self) -> Layer:
-        """One of its layers: all are equal."""
+        """One of its layers: all are equal, but that some may have a window."""
         return Layer(
             linear_weights=self.linear_weights_per_layer,
             held_weights=self.linear_weights_per_layer,
@@ -117,4 +195,7 @@ class ModelShape:
 
     def stages(self, pp_size: int) -> tuple[Stage, ...]:
         """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these."""
-        return (Stage(((self.num_layers / pp_size, self.layer),)),) * pp_size
+        kinds = [(self.num_layers - self.num_windowed_layers, self.layer)]
+        if self.window is not None:
+            kinds.append((self.num_windowed_layers, self.layer._replace(mask=self.window)))
+        return (Stage(tuple((number / pp_size, layer) for number, layer in kinds if number)),) * pp_size

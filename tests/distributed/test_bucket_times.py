@@ -23,6 +23,7 @@ from megatron.dynamic_cp.step.bucket_times import BucketTimes, least_of_equal_ke
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Layout, mixed_plan, samples_of
 from tests.distributed.trainee import Trainee
+from tests.unit.support import TINY_MODEL
 
 SAMPLES = BATCHES["long_tail"]
 LAYOUTS = {
@@ -78,6 +79,7 @@ def build_times(trainee: Trainee, **options: Any) -> BucketTimes:
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         lane=trainee.groups.lane,
         device=torch.device("cpu"),
+        shape=TINY_MODEL,
         **options,
     )
 
@@ -357,5 +359,7 @@ def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]
         output, loss_func = timed_forward_step(iter([{"packed_seq_params": Params}]), model)
         loss_func(output)[0].backward()
 
-    times = BucketTimes([model], stage=0, lane=0, device=torch.device(device), forward_step=forward_step)
+    times = BucketTimes(
+        [model], stage=0, lane=0, device=torch.device(device), shape=TINY_MODEL, forward_step=forward_step
+    )
     return times, step

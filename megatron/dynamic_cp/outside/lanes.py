@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import chosen_inner_sizes
@@ -72,8 +72,10 @@ class Lanes:
 
         Raises:
             InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out.
+            UnsupportedFeatureError: layers of the model have windows.
         """
         _check_mesh(mesh, problem)
+        _check_masks(problem)
         flat = mesh if mesh.ndim == 1 else mesh._flatten("dynamic_cp_lanes")
         device = torch.device(flat.device_type)
         if device.type == "cuda":
@@ -153,6 +155,15 @@ def plan_for_lane(problem: Problem, samples: Sequence[Sample], lane: int) -> Lan
     """Return the part of `lane` in the plan of a global batch; a pure function."""
     planned = plan_problem(problem, samples)
     return lane_plan(planned.plan, lane, PlanFacts.of(planned))
+
+
+def _check_masks(problem: Problem) -> None:
+    if problem.model.window is not None:
+        raise UnsupportedFeatureError(
+            f"{problem.model.windows_in_words}, loops outside Megatron have one mask for all layers, without a window: "
+            "give a ModelShape with window_tokens=0",
+            window_tokens=problem.model.window_tokens,
+        )
 
 
 def _check_mesh(mesh: DeviceMesh, problem: Problem) -> None:

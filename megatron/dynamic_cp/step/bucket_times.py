@@ -33,7 +33,7 @@ from torch.autograd import Variable
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.pricing.lengths import squared_tokens
-from dynamic_cp.types import INNER_SIZES
+from dynamic_cp.types import INNER_SIZES, ModelShape, Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.step import loss
 
@@ -83,6 +83,7 @@ class BucketTimes:
         model: chunks of this rank, as the schedule gets them.
         stage, lane: where this rank is.
         device: where it computes.
+        shape: of the model, whose windows count in the squared tokens.
         forward_step: runs one micro-batch.
         keep_steps: the number of latest steps that `gather` sees.
         now: the clock on CPU; time.process_time leaves out what other programs take, and waiting.
@@ -95,6 +96,7 @@ class BucketTimes:
         stage: int,
         lane: int,
         device: torch.device,
+        shape: ModelShape,
         forward_step: ForwardStep = loss.forward_step,
         keep_steps: int = 4,
         now: Callable[[], float] = time.perf_counter,
@@ -104,6 +106,7 @@ class BucketTimes:
         self._stage, self._lane = stage, lane
         self._on_gpu = device.type == "cuda"
         self._forward_step = forward_step
+        self._shape = shape
         self._timed: list[_Timed] = []
         self._num_started: defaultdict[int, int] = defaultdict(int)
         self._steps: deque[NDArray[np.float64]] = deque(maxlen=keep_steps)
@@ -217,7 +220,7 @@ class BucketTimes:
             exchange=_EXCHANGES.index(params.cp_comm_type),
             inner_cp_size=params.inner_cp_size,
             tokens=sum(params.padded_seqlens),
-            tokens_squared=_tokens_squared(params),
+            tokens_squared=_tokens_squared(params, self._shape),
             forward=[self._mark()],
             backward=[],
         )
@@ -257,11 +260,14 @@ class BucketTimes:
         return float(start.elapsed_time(end) / 1e3)
 
 
-def _tokens_squared(params: Any) -> int:
+def _tokens_squared(params: Any, shape: ModelShape) -> int:
     """Return the attention work of a micro-batch, as it is priced."""
-    if params.masked_samples is None:
+    samples = params.masked_samples
+    if samples is None and shape.window is not None:
+        samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(params.seqlens)]
+    if samples is None:
         return sum(seqlen * seqlen for seqlen in params.padded_seqlens)
-    return round(squared_tokens(params.masked_samples, params.padded_seqlens))
+    return round(squared_tokens(samples, params.padded_seqlens, shape))
 
 
 def least_of_equal_keys(rows: NDArray[np.float64]) -> NDArray[np.float64]:

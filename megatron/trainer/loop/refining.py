@@ -63,6 +63,7 @@ class Refining:
                 stage=self._stage,
                 lane=runtime.groups.lane,
                 device=runtime.device,
+                shape=runtime.model_shape,
                 forward_step=forward_step,
                 keep_steps=max(1, min(4, self._every)),
             )

@@ -193,6 +193,7 @@ def _climb(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         lane=runtime.groups.lane,
         device=runtime.device,
+        shape=runtime.model_shape,
         keep_steps=_MOST_ROUNDS * len(plans),
         now=time.process_time,
     )

@@ -97,6 +97,56 @@ def test_a_hugging_face_config(tmp_path):
     assert catalog.load_model(config_file(tmp_path, model_type="mistral", sliding_window=None)).num_layers == 32
 
 
+@pytest.mark.parametrize(
+    ("changes", "windowed", "skip"),
+    [
+        ({"model_type": "mistral", "sliding_window": 1024}, range(6), 0),
+        ({"model_type": "mistral", "sliding_window": None}, (), 0),
+        ({"model_type": "qwen2", "sliding_window": 1024, "max_window_layers": 2}, (), 0),
+        ({"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": True}, (), 0),  # from layer 28 on
+        (
+            {"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2},
+            range(2, 6),
+            (0, 0, 1, 1, 1, 1),
+        ),
+        ({"model_type": "gemma2", "sliding_window": 1024}, (0, 2, 4), 2),
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 3}, (0, 1, 3, 4), 3),
+        ({"model_type": "gemma3_text", "sliding_window": 1024}, range(5), 6),
+        (
+            {
+                "model_type": "qwen3",
+                "head_dim": 128,
+                "use_sliding_window": True,
+                "sliding_window": 1024,
+                "layer_types": ["sliding_attention", "full_attention"] * 3,
+            },
+            (0, 2, 4),
+            2,
+        ),
+    ],
+)
+def test_layers_with_windows_are_those_of_transformers(tmp_path, changes, windowed, skip):
+    model = catalog.load_model(config_file(tmp_path, num_hidden_layers=6, **changes))
+    assert (model.window_tokens, model.window_attn_skip_freq) == (1024 if windowed else 0, skip)
+    assert model.num_windowed_layers == len(windowed)
+    trained = [text for text in catalog.load_architecture(tmp_path / "config.json").not_trained if "window" in text]
+    assert trained == []
+
+
+def test_a_model_file_with_windows(tmp_path):
+    data = json.loads((DATA / "models" / "llama-3-8b.json").read_text())
+    path = tmp_path / "model.json"
+    pattern = [1, 0] * 16
+    path.write_text(json.dumps(data | {"window_tokens": 128, "window_attn_skip_freq": pattern}))
+    assert catalog.load_model(path).window_attn_skip_freq == tuple(pattern)
+    path.write_text(json.dumps(data | {"window_tokens": 128, "window_attn_skip_freq": 2}))
+    assert catalog.load_model(path).num_windowed_layers == 16
+    for wrong, says in (("2", 'window_attn_skip_freq is "2", a whole number is needed'), ([1], "has 1 entries")):
+        path.write_text(json.dumps(data | {"window_tokens": 128, "window_attn_skip_freq": wrong}))
+        with pytest.raises(InvalidInputError, match=says):
+            catalog.load_model(path)
+
+
 def test_a_hugging_face_encoder_attends_to_whole_samples(tmp_path):
     # 12 layers of BERT-base: 85 million weights, in 4 matrices of attention and 2 of the MLP.
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -148,7 +198,19 @@ def test_a_diffusers_config(tmp_path):
         ({"vocab_size": "gone"}, "lacks vocab_size"),
         ({"model_type": "mistral", "num_key_value_heads": "gone"}, "lacks num_key_value_heads"),
         ({"model_type": "qwen3"}, "lacks head_dim"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"sliding_window": 4096}, "sliding_window is 4096, which model_type llama does not have"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window is 'all', it must be a whole number"),
+        ({"model_type": "mistral", "sliding_window": -1}, "window_tokens is -1"),
+        ({"model_type": "gemma2", "sliding_window": 9, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (
+            {"model_type": "mistral", "sliding_window": 9, "layer_types": ["sliding_attention"]},
+            "1 entries, num_hidden_l",
+        ),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has chunked_attention, only full_attent",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', it must be a list"),
         ({"num_attention_heads": 30}, "hidden_size 4096 is not a multiple of num_attention_heads 30: give head_dim"),
         ({"num_attention_heads": 0}, "give head_dim"),
         ({"vocab_size": 1.5}, "vocab_size is 1.5, it must be a whole number"),

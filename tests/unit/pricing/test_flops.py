@@ -26,7 +26,7 @@ MODEL = ModelShape(
 def test_a_batch_by_hand():
     """Lengths 10 and 4: S = 14, S^2 = 116. Layers 2*2*66*14, attention 2*2*4*116, head 2*21*14."""
     layers, attention, head = 3696, 1856, 588
-    assert length_sums(samples_of([10, 4])) == (14, 116)
+    assert length_sums(samples_of([10, 4]), MODEL) == (14, 116)
     flops = batch_flops(MODEL, 14, 116)
     assert flops == (layers + attention + head, 2 * (layers + attention + head), 0)
     assert flops.model_flops == flops.hardware_flops == 3 * 6140

@@ -123,9 +123,9 @@ def test_shared_questions_are_less_work_than_their_samples_apart() -> None:
     mask = SharedQuestion(600, (100, 60, 40))
     together = Sample(sample_id=0, seqlen=800, mask=mask)
     apart = [Sample(sample_id=i, seqlen=600 + answer) for i, answer in enumerate(mask.answers)]
-    tokens, squared = length_sums([together])
-    assert tokens <= 0.4 * length_sums(apart)[0]
-    assert squared < 0.5 * length_sums(apart)[1]
+    tokens, squared = length_sums([together], TINY_MODEL)
+    assert tokens <= 0.4 * length_sums(apart, TINY_MODEL)[0]
+    assert squared < 0.5 * length_sums(apart, TINY_MODEL)[1]
     # Every pair of an answer is there once; those inside the prompt once instead of three times.
     pairs = sum(CAUSAL.num_pairs(one.seqlen) for one in apart) - 2 * CAUSAL.num_pairs(600)
     assert mask.num_pairs(800) == pairs

@@ -191,7 +191,7 @@ MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv
     ],
 )
 def test_static_candidates_are_left_out_only_when_they_cannot_win(topology, options, model, hardware, lengths):
-    search = _Search(_batch_of(samples_of(lengths)), CostModel(model, hardware, topology, options))
+    search = _Search(_batch_of(samples_of(lengths), model), CostModel(model, hardware, topology, options))
     static_ns = min(one.makespan_ns for policy in ("static", "balanced") for one in search.candidates(policy))
     assert search._least_static_ns(options.min_cp_size.bit_length() - 1) <= static_ns
 

@@ -1,0 +1,184 @@
+"""Models whose layers have windows: priced by the pairs of each layer's mask, planned with what serves them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.comparison import compare_policies
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.registry import MECHANISMS, serving_windows
+from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.lane_plan import PlanFacts
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.flops import batch_flops, length_sums, plan_flops
+from dynamic_cp.search.planner_process import Request, answer
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import (
+    CAUSAL,
+    CP_COMM_TYPES,
+    Bucket,
+    Lambda,
+    PlanOptions,
+    Problem,
+    Sample,
+    Topology,
+)
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+
+WINDOW = 48
+DEEP = replace(TINY_MODEL, num_layers=8)
+WINDOWED = replace(DEEP, window_tokens=WINDOW)
+EVERY_SECOND = replace(WINDOWED, window_attn_skip_freq=2)
+
+
+def samples_of(*lengths: int) -> list[Sample]:
+    return [Sample(sample_id=index, seqlen=length) for index, length in enumerate(lengths)]
+
+
+def drawn_samples(rng: random.Random) -> list[Sample]:
+    number = rng.randint(1, 30)
+    return samples_of(
+        *(rng.choice((rng.randint(1, 60), rng.randint(60, 250), rng.randint(250, 1000))) for _ in range(number))
+    )
+
+
+@pytest.mark.parametrize(("skip", "windowed"), [(0, 8), (1, 0), (2, 4), (3, 6), (9, 8), ((1, 1, 0, 0, 0, 0, 0, 1), 3)])
+def test_work_is_counted_in_pairs_of_each_layer(skip, windowed):
+    model = replace(WINDOWED, window_attn_skip_freq=skip)
+    assert model.num_windowed_layers == windowed
+    assert (model.window is None) == (windowed == 0)
+    for seqlen in (1, WINDOW - 1, WINDOW, WINDOW + 1, 200):
+        rows, columns = np.indices((seqlen, seqlen))
+        whole = int((columns <= rows).sum())
+        in_window = int(((columns <= rows) & (rows - columns < WINDOW)).sum())
+        pairs = windowed * in_window + (8 - windowed) * whole
+        # The pair of a token with itself counts half, as in all FLOPs of causal attention.
+        sample = Sample(sample_id=0, seqlen=seqlen)
+        tokens, squares = length_sums([sample], model)
+        assert squares == (2 * pairs - 8 * seqlen) / 8
+        assert model.density(sample) == squares / seqlen**2
+        more = batch_flops(model, tokens, squares).forward - batch_flops(model, tokens, 0).forward
+        assert more == 4 * model.query_size * (pairs - 8 * seqlen / 2)
+    assert model.density(Sample(sample_id=0, seqlen=WINDOW)) == 1.0
+
+
+def test_windows_of_all_layers_plan_as_samples_with_that_mask():
+    lengths = [900, 700, 300, 200, 100, 50, 50, 20] * 2
+    masked = [Sample(sample_id=i, seqlen=n, mask=Lambda(0, WINDOW)) for i, n in enumerate(lengths)]
+    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("a2a",))
+    job = {"topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE, "options": options}
+    of_model = plan_global_batch(samples_of(*lengths), model=WINDOWED, **job)
+    of_samples = plan_global_batch(masked, model=DEEP, **job)
+    assert of_model.predicted_s == of_samples.predicted_s
+    assert PlanFacts.of(of_model, WINDOWED).seqlen_squared_sum == PlanFacts.of(of_samples).seqlen_squared_sum
+    assert plan_flops(WINDOWED, of_model.plan) == plan_flops(DEEP, of_samples.plan)
+    bounds = [
+        lower_bound(samples, CostModel(model=model, **job)).seconds
+        for samples, model in ((samples_of(*lengths), WINDOWED), (masked, DEEP))
+    ]
+    assert bounds[0] == bounds[1]
+
+
+@pytest.mark.parametrize(("cp_size", "exchange"), [(1, "p2p"), (4, "a2a"), (4, "all_gather")])
+def test_a_layer_without_a_window_costs_what_it_did(cp_size, exchange):
+    """With every second layer windowed, attention is the mean of that of all layers and of none."""
+    bucket = Bucket(first_lane=0, cp_size=cp_size, samples=tuple(samples_of(800, 64, 8)), cp_comm_type=exchange)
+    options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=CP_COMM_TYPES)
+    costs = [
+        CostModel(model, CURVED_HARDWARE, Topology(num_lanes=4), options).bucket_cost(bucket)
+        for model in (DEEP, EVERY_SECOND, WINDOWED)
+    ]
+    for whole, half, all_windowed in zip(*costs, strict=True):
+        assert half == pytest.approx((whole + all_windowed) / 2, rel=1e-12)
+    assert costs[0].forward_s > costs[1].forward_s > costs[2].forward_s
+
+
+@pytest.mark.parametrize("layout", [(4, 1, 1, 1), (6, 1, 1, 1), (8, 2, 1, 2), (4, 4, 1, 1), (5, 2, 2, 1)])
+def test_plans_are_legal_exact_and_above_their_bound(layout):
+    num_lanes, pp_size, vp_size, tp_size = layout
+    topology = Topology(
+        num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size, tp_size=tp_size, sequence_parallel=tp_size > 1
+    )
+    rng = random.Random(f"windows {layout}")
+    used = set()
+    for _ in range(8):
+        samples = drawn_samples(rng)
+        options = PlanOptions(
+            max_tokens_per_rank=rng.choice((300, 512, 1100) if tp_size == 1 else (512, 1100)),
+            cp_comm_types=rng.choice((CP_COMM_TYPES, ("p2p", "all_gather"))),
+            recompute=rng.choice(("none", "selective", "full")),
+        )
+        model = replace(WINDOWED, window_tokens=rng.choice((1, 30, 400)), window_attn_skip_freq=rng.choice((0, 2, 4)))
+        job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
+        planned = plan_global_batch(samples, **job)
+        check_plan(planned.plan, samples)
+        prices = CostModel(**job)
+        timeline = simulate(planned.plan, prices)
+        assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * planned.plan.num_microbatches)
+        assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)
+        used |= {bucket.cp_comm_type for bucket in planned.plan.buckets if bucket.cp_size > 1}
+        facts = answer(Problem(**job), Request.of("a", samples)).facts
+        assert facts is not None
+        assert facts.seqlen_squared_sum == round(length_sums(samples, model)[1])
+    assert used
+    assert used <= {"a2a", "all_gather"}
+
+
+def test_windows_make_faster_plans_and_less_flops():
+    samples = samples_of(*[900, 700, 300, 200, 100, 50, 50, 20] * 3)
+    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=CP_COMM_TYPES)
+    job = {"topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE, "options": options}
+    models = (replace(DEEP, window_tokens=900), EVERY_SECOND, WINDOWED, replace(WINDOWED, window_tokens=8))
+    planned = [plan_global_batch(samples, model=model, **job) for model in models]
+    seconds = [one.predicted_s for one in planned]
+    assert seconds == sorted(set(seconds), reverse=True)
+    flops = [plan_flops(model, one.plan)[0].forward for model, one in zip(models, planned, strict=True)]
+    assert flops == sorted(set(flops), reverse=True)
+
+
+def test_what_serves_no_windows_is_told():
+    assert serving_windows() == ("all_gather", "a2a")
+    assert {name for name, one in MECHANISMS.items() if one.serves_windows} == {"all_gather", "a2a"}
+    job = {"topology": Topology(num_lanes=4), "model": EVERY_SECOND, "hardware": CURVED_HARDWARE}
+    ring = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", "a2a+p2p"))
+    assert set(plan_global_batch(samples_of(64, 20), options=ring, **job).plan.cp_histogram) == {1}
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        plan_global_batch(samples_of(65, 20), options=ring, **job)
+    assert str(caught.value) == (
+        "4 of the 8 layers have a window of 48 tokens, which p2p a2a+p2p cannot serve on several lanes, and the "
+        "longest of its batch has 65 tokens, a lane holds 64: allow all_gather or a2a (--cp-comm-type), or raise "
+        "--max-seqlen-per-dp-cp-rank"
+    )
+    static = replace(ring, static_cp_size=2)
+    with pytest.raises(UnsupportedFeatureError, match="layers have windows, which only a2a and all_gather serve"):
+        plan_global_batch(samples_of(64, 20), options=static, policy="static", **job)
+    masked = [Sample(sample_id=3, seqlen=9, mask=CAUSAL)]
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"sample 3 has the mask causal, but 4 of the 8 layers .* window of 48"
+    ):
+        plan_global_batch(masked, options=ring, **job)
+    for policy in ("wlb", "flexsp"):
+        with pytest.raises(UnsupportedFeatureError, match=f"policy {policy} knows only the causal mask: leave it out"):
+            compare_policies([samples_of(9)], policies=("dynamic", policy), options=ring, **job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"window_tokens": -1}, "window_tokens is -1, the smallest allowed value is 0"),
+        ({"window_tokens": 0, "window_attn_skip_freq": 2}, "window_attn_skip_freq is 2 and window_tokens 0"),
+        ({"window_attn_skip_freq": -1}, "window_attn_skip_freq is -1"),
+        ({"window_attn_skip_freq": [1, 0]}, r"\[1, 0\] has 2 entries, the model has 8 layers"),
+        ({"window_attn_skip_freq": [2] * 8}, "give 1 .a window. or 0"),
+        ({"causal_attention": False}, "window_tokens is 48 and causal_attention false"),
+    ],
+)
+def test_windows_that_contradict_the_model_are_refused(changes, says):
+    with pytest.raises(InvalidInputError, match=says):
+        replace(WINDOWED, **changes)
