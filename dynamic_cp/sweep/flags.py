@@ -116,6 +116,12 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
     flags.append(f"--kv-channels {model.kv_channels}")
     if model.gated_linear_unit:
         flags.append("--swiglu")
+    if model.window is not None:
+        flags.append(f"--window-size {model.window_tokens - 1},0")
+        skip = model.window_attn_skip_freq
+        if skip:
+            text = str(list(skip)).replace(" ", "") if isinstance(skip, tuple) else str(skip)
+            flags.append(f"--window-attn-skip-freq {shlex.quote(text)}")
     if not model.share_embeddings_and_output_weights:
         flags.append("--untie-embeddings-and-output-weights")
     flags.append(f"--vocab-size {model.vocab_size}")

@@ -62,6 +62,7 @@ class Session:
             backend=theirs.attention_backend.name,
             bf16=theirs.bf16,
             head_dim=theirs.kv_channels,
+            has_windows=planned.settings.has_windows,
             device=self.device,
         )
         runtime = PlannedRuntime.agree(

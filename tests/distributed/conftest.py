@@ -16,9 +16,10 @@ def reference_of():
     known = {}
 
     def get(layout: Layout, batch: str):
-        key = layout.variant, layout.num_layers, batch
+        windows = {name: value for name, value in layout.config.items() if name.startswith("window_")}
+        key = layout.variant, layout.num_layers, batch, tuple(windows.items())
         if key not in known:
-            known[key] = run_ranks(1, reference_step, layout.variant, BATCHES[batch], layout.num_layers)[0]
+            known[key] = run_ranks(1, reference_step, layout.variant, BATCHES[batch], layout.num_layers, windows)[0]
         return known[key]
 
     return get

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, utils
 
 from dynamic_cp.types import Sample
 from tests.distributed.harness import initialize_model_parallel
@@ -97,11 +99,26 @@ def read_sample(sample: Sample) -> SampleTokens:
     return SampleTokens(stream[:-1].numpy(), stream[1:].numpy(), torch.ones(sample.seqlen).numpy())
 
 
-def reference_step(variant_name: str, samples: tuple[Sample, ...], num_layers: int) -> dict[str, Any]:
-    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank."""
+def window_mask(seqlen: int, window_size: tuple[int, int]) -> torch.Tensor:
+    """Return which keys megatron-core hides from each token of a layer with a window, [S, S]; it makes it on CUDA."""
+    ones = torch.ones
+    with mock.patch.object(torch, "ones", lambda *shape, device, **kwargs: ones(*shape, **kwargs)):
+        hidden: torch.Tensor = utils.get_sliding_window_causal_mask(seqlen, seqlen, window_size)
+    return hidden
+
+
+def reference_step(
+    variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
+
+    Args:
+        windows: `window_size` and `window_attn_skip_freq` of the config.
+    """
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
-    config = transformer_config(variant, num_layers=num_layers)
+    fused_softmax.get_sliding_window_causal_mask = lambda rows, _, window_size: window_mask(rows, window_size)
+    config = transformer_config(variant, num_layers=num_layers, **windows)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     model = gpt_model(config, variant, spec)
     with torch.no_grad():

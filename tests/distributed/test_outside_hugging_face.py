@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import DisagreementError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import PlanOptions
+from dynamic_cp.models.hugging_face import model_shape
+from dynamic_cp.types import Lambda, PlanOptions
+from megatron.dynamic_cp.flags.windows import Windows
 from megatron.dynamic_cp.outside import PlannedCollator, train_step
 from megatron.dynamic_cp.outside.hugging_face import (
     attention_forward,
@@ -45,6 +47,31 @@ def run(world_size, function, *args):
         getattr(transformers, f"{family}ForCausalLM")
     shims = tuple(shim.name for shim in cpu_backend.SHIMS)
     return run_ranks(world_size, function, *args, shims_without=shims, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Mistral", {"sliding_window": 99}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 3}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 3}),
+        ("Qwen3", {"use_sliding_window": False, "sliding_window": 99, "max_window_layers": 3}),
+        ("Gemma2", {"sliding_window": 99}),
+        ("Gemma3Text", {"sliding_window": 99}),
+    ],
+)
+def test_windows_are_those_of_the_layers_of_transformers(name, config):
+    import transformers
+
+    theirs = getattr(transformers, f"{name}Config")(num_hidden_layers=13, **config)
+    entries = theirs.to_dict()
+    layer_types = entries.pop("layer_types", None) or ["sliding_attention"] * 13
+    shapes = [model_shape("it", entries), model_shape("it", {**entries, "layer_types": layer_types})]
+    windows = [Windows(shape.window_tokens, shape.window_attn_skip_freq) for shape in shapes]
+    for layer, layer_type in enumerate(layer_types, 1):
+        expected = Lambda(0, 99) if layer_type == "sliding_attention" else None
+        assert [one.of_layer(layer) for one in windows] == [expected] * 2
+    assert shapes[0].num_windowed_layers == layer_types.count("sliding_attention")
 
 
 def new_model(family, **config):

@@ -150,7 +150,13 @@ def choose_on_this_rank(
     layers.compute_capability = lambda device: capability
     try:
         choice = layers.choose(
-            "transformer_engine", "p2p", backend=backend, bf16=True, head_dim=64, device=torch.device("cpu")
+            "transformer_engine",
+            "p2p",
+            backend=backend,
+            bf16=True,
+            head_dim=64,
+            has_windows=False,
+            device=torch.device("cpu"),
         )
     except DynamicCPError as error:
         return f"{type(error).__name__}: {error}"
@@ -250,7 +256,7 @@ def warm_on_this_rank() -> tuple[int, int]:
         groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=64, query_heads=config.num_attention_heads
     )
     sent = warm_up_attention(
-        TransformerEngineAttention(config, 1, AttnMaskType.causal, "self"),
+        [TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")],
         packs,
         groups,
         query_heads=config.num_attention_heads,

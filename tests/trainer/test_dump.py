@@ -44,6 +44,7 @@ def test_a_replayed_run_is_the_recorded_one_bit_for_bit(dumped, tmp_path):
         ("--train-iters 5 --lr-decay-iters 5", "has no plan for dynamic_cp/plan/train/5"),
         ("--pipeline-model-parallel-size 2 --max-seqlen-per-dp-cp-rank 128", "replay on the same layout"),
         ("--max-seqlen-per-dp-cp-rank 64", "raise --max-seqlen-per-dp-cp-rank"),
+        ("--window-size 15,0", "has plans with p2p, which serves no layers with a window"),
     ],
 )
 def test_a_dump_that_does_not_fit_is_refused_on_all_ranks(dumped, words, said):

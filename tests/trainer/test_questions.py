@@ -138,6 +138,12 @@ def test_an_exchange_that_serves_no_masks_is_one_message_on_all_ranks_at_the_sta
         )
 
 
+def test_windows_of_layers_and_masks_of_prompts_are_refused_together(files):
+    (ended,) = run_command(1, LANES.replace("64", "128"), files[0], "--window-size 7,0")
+    assert ended.code != 0
+    assert "--window-size 7,0: prompts with several responses have masks of their own" in ended.error
+
+
 def test_the_example_trains_the_same_responses_together_and_apart(tmp_path):
     words = flags_of_example(tmp_path, "several_responses.sh")
     together, apart = (

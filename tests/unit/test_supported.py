@@ -72,7 +72,6 @@ DANGEROUS = [
     ("softmax_scale", 0.5, {}),
     ("softmax_type", "learnable", {}),
     ("attention_softmax_in_fp32", False, {}),
-    ("window_size", (128, 0), {}),
     ("attention_dropout", 0.1, {}),
     ("apply_rope_fusion", True, {}),
     ("bias_activation_fusion", True, {"activation_func": torch.nn.functional.gelu}),

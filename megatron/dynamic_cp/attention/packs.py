@@ -5,7 +5,8 @@ local tokens of a sequence, the steps are (L, L) causal for the lane's own keys,
 (the first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries).
 
 With full attention every step is (L, L), but for the keys of padding, which a causal mask hides from all that counts
-and a full one does not.
+and a full one does not. Layers with a window are on no ring: a lane has all keys of its sequences, and each row
+its range of them.
 
 Masks of samples that are made of few rectangles give a pack of the causal squares and one of what is full; all others
 give a *ranged* pack, which has two ranges of keys for every row.
@@ -26,10 +27,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamic_cp.types import CAUSAL, FULL, Mask, Rectangle, Sample
+from dynamic_cp.types import CAUSAL, FULL, Lambda, Mask, Rectangle, Sample
 from megatron.dynamic_cp.attention.key_ranges import SeenKeys, row_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
-from megatron.dynamic_cp.layout.sharding import count_held
+from megatron.dynamic_cp.layout.sharding import count_held, packed_shard_positions
 
 Kept = TypeVar("Kept")
 
@@ -153,10 +154,20 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
     """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
     samples = params.masked_samples
+    if isinstance(params.mask, Lambda):
+        assert samples is None, "planned for no samples with masks"
+        assert params.ring_size == 1, "windows are planned for one lane or a2a"
+        return _kept(params, "window", lambda: [*_packs_of(_as_samples(params), params.padded_seqlens, device)])
     if samples is None:
         return full_packs(params, kv_rank, device) if params.mask == FULL else [ring_pack(params, kv_rank, device)]
     assert params.ring_size == 1, "masks are planned for one lane or a2a"
     return _kept(params, "by mask", lambda: [*_packs_of(samples, params.padded_seqlens, device)])
+
+
+def _as_samples(params: DynamicPackedSeqParams) -> list[Sample]:
+    """Return the sequences as samples that bring the mask of the layers; no token sees the padding behind it."""
+    seqlens = params.padded_seqlens
+    return [Sample(sample_id=index, seqlen=seqlen, mask=params.mask) for index, seqlen in enumerate(seqlens)]
 
 
 def _packs_of(samples: Sequence[Sample], padded_seqlens: Sequence[int], device: torch.device) -> Iterator[Pack]:
@@ -256,13 +267,17 @@ def _full_packs(
 def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list[Pack]:
     """Return what this lane computes over the keys of its whole group, which lie in the order of the sequences.
 
-    Full: one pack. Causal: a lane holds two chunks of each sequence. First come the diagonal squares of both, then what
-    lies before the second chunk, then what lies before the first one: in three packs, so that no key is twice in one.
+    Full: one pack. With a window: one, in which each row has its range of keys. Causal: a lane holds two chunks of each
+    sequence. First come the diagonal squares of both, then what lies before the second chunk, then what lies before the
+    first one: in three packs, so that no key is twice in one.
     """
     size, rank = params.cp_group.size(), params.cp_group.rank()
     if params.mask == FULL:
         rows = [seqlen // size for seqlen in params.padded_seqlens]
         return _kept(params, "all", lambda: _full_packs(rows, params.padded_seqlens, params.seqlens, device))
+    if isinstance(params.mask, Lambda):
+        assert params.masked_samples is None, "planned for no samples with masks"
+        return _kept(params, "window", lambda: [_windowed_pack(params.mask, params.padded_seqlens, size, rank, device)])
     chunks = np.array([seqlen // (2 * size) for seqlen in params.padded_seqlens])
     starts = boundaries(params.padded_seqlens)[:-1]
 
@@ -287,6 +302,13 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
     if rank:
         packs.append(_kept(params, "past of first", lambda: past(rank, second=False)))
     return packs
+
+
+def _windowed_pack(mask: Mask, padded_seqlens: Sequence[int], size: int, rank: int, device: torch.device) -> Pack:
+    """Return what the zigzag shard of a lane computes over the gathered keys."""
+    shards = (packed_shard_positions((seqlen,), size, rank) for seqlen in padded_seqlens)
+    ranges = [mask.key_ranges(seqlen)[shard] for seqlen, shard in zip(padded_seqlens, shards, strict=True)]
+    return Pack.build([len(one) for one in ranges], padded_seqlens, device=device, key_ranges=np.concatenate(ranges))
 
 
 def _kept(params: DynamicPackedSeqParams, name: str, build: Callable[[], Kept]) -> Kept:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CpCommType
+from dynamic_cp.mechanisms.registry import serving_windows
+from dynamic_cp.types import CpCommType, Lambda
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
 from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
@@ -38,7 +39,8 @@ def attention_thd(
 ) -> Tensor:
     """Return attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
 
-    Which keys a token sees is the micro-batch's `mask`, causal or full, or that of its sample; nobody sees padding.
+    Which keys a token sees is the `mask` of `params`, causal, full or a window, or that of its sample; nobody sees
+    padding.
 
     One lane is a ring of one with any exchange: the same code without a transfer.
 
@@ -57,7 +59,8 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
     """Return how the CP group of a micro-batch computes attention; heads are those of a tensor-parallel rank.
 
     Raises:
-        UnsupportedFeatureError: an exchange that is not built here, or heads that it cannot share out.
+        UnsupportedFeatureError: an exchange that is not built here, or does not serve windows, or heads that it cannot
+            share out.
     """
     assert params.cp_group is not None
     make: type[Executor] | None = Ring if params.cp_group.size() == 1 else EXECUTORS.get(params.cp_comm_type)
@@ -65,6 +68,12 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
         raise UnsupportedFeatureError(
             f"the plan asks for {params.cp_comm_type} at {params.label}, the torch attention "
             f"has {', '.join(EXECUTORS)}: plan with one of those (--cp-comm-type)",
+            cp_comm_type=params.cp_comm_type,
+        )
+    if isinstance(params.mask, Lambda) and params.cp_group.size() > 1 and not serving_windows([params.cp_comm_type]):
+        raise UnsupportedFeatureError(
+            f"the plan asks for {params.cp_comm_type} at {params.label}, which does not serve layers with a window: "
+            f"plan with {' or '.join(serving_windows())} (--cp-comm-type)",
             cp_comm_type=params.cp_comm_type,
         )
     return make(params, query_heads, kv_heads, device)

@@ -1,4 +1,4 @@
-"""The core attention that megatron-core builds when TransformerEngine is not used: THD, causal, GQA, CPU and CUDA."""
+"""The core attention that megatron-core builds when TransformerEngine is not used: THD, causal, windows, GQA."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
 from megatron.dynamic_cp.attention.thd import attention_thd
+from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: b
 class TorchTHDAttention(MegatronModule):
     """`attention_thd` as the module that megatron-core builds.
 
+    Attributes:
+        window: of this layer, counted over the whole model; None: a token sees all before it.
+
     Raises:
         UnsupportedFeatureError: attention dropout, or a mask other than causal.
     """
@@ -78,6 +82,7 @@ class TorchTHDAttention(MegatronModule):
                 f"{attention_type} attention with mask {attn_mask_type} is not supported, only causal self-attention"
             )
         self.layer_number = layer_number
+        self.window = windows_of(config).of_layer(layer_number)
         self.backend = config.attention_backend.name
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
@@ -94,5 +99,6 @@ class TorchTHDAttention(MegatronModule):
         """Return the context [T, 1, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]."""
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        out_THD = attention_thd(query, key, value, packed_seq_params, self.softmax_scale, self.backend)
+        params = packed_seq_params if self.window is None else packed_seq_params.with_mask(self.window)
+        out_THD = attention_thd(query, key, value, params, self.softmax_scale, self.backend)
         return out_THD.reshape(len(out_THD), 1, -1)

@@ -14,6 +14,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, SEARCH_EFFORTS
+from megatron.dynamic_cp.flags.windows import windows_of
 
 VERIFY_MODES = ("digest", "full", "off")
 # The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
@@ -193,7 +194,7 @@ _FSDP = "parameters are replicated or sharded by DDP and the distributed optimiz
 _MOE = "only dense models are supported; experts couple all lanes"
 _GRAPHS = "shapes change with every micro-batch"
 _OFFLOAD = "activations and weights stay on their device"
-_ATTENTION = "attention is causal over whole documents, without bias, window or sink"
+_ATTENTION = "attention is causal, without bias or sink"
 _PRECISION = "train in fp32 or --bf16"
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -237,8 +238,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         flag="--fine-grained-activation-offloading", field="fine_grained_activation_offloading", reason=_OFFLOAD
     ),
-    Unsupported(flag="--window-size", field="window_size", reason=_ATTENTION),
-    Unsupported(flag="--window-attn-skip-freq", field="window_attn_skip_freq", reason=_ATTENTION),
     Unsupported(flag="--softmax-type", field="softmax_type", off=("vanilla",), reason=_ATTENTION),
     Unsupported(
         flag="--attention-dropout",
@@ -273,6 +272,8 @@ ALLOWED = frozenset(
         "num_attention_heads",
         "num_query_groups",
         "kv_channels",
+        "window_size",
+        "window_attn_skip_freq",
         "normalization",
         "layernorm_epsilon",
         "qk_layernorm",
@@ -346,10 +347,12 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
             the flag or the field with its value and its default.
+        InvalidInputError: a window that cannot be.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
             raise feature.error()
+    windows_of(config)
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
     )

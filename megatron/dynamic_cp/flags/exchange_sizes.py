@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, chosen_inner_sizes
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, chosen_inner_sizes, serving_windows
 from dynamic_cp.types import CHOOSES_INNER_SIZE, is_power_of_two
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
@@ -26,17 +26,19 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
 
     Raises:
         InvalidInputError: an inner size or a CP size that the exchange cannot have; the message has both numbers.
+        UnsupportedFeatureError: the exchange does not serve layers with windows.
     """
     from dynamic_cp.mechanisms.links import lanes_in_one_node  # here: it imports numpy
 
     exchange, exchanges = settings.cp_comm_type, settings.exchanges
     node_lanes = lanes_in_one_node(settings.topology)
     largest = settings.max_cp_size or settings.topology.max_cp_size
+    _check_serves_windows(settings, largest)
     wanted = settings.inner_cp_sizes
     if wanted is not None:
         _check_inner_sizes(wanted, exchanges, query_heads, node_lanes, largest)
-    inner = chosen_inner_sizes(exchanges, largest, Sharing((query_heads, 1), node_lanes, wanted))
-    sharing = Sharing((query_heads, 1), node_lanes, inner)
+    inner = chosen_inner_sizes(exchanges, largest, Sharing((query_heads, 1), node_lanes, wanted, settings.has_windows))
+    sharing = Sharing((query_heads, 1), node_lanes, inner, settings.has_windows)
     settings = replace(settings, inner_cp_sizes=inner)
     if exchange == "auto" or (rule := MECHANISMS[exchange].size_rule(sharing)) is None:
         return settings
@@ -44,6 +46,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     def serves(cp_size: int) -> bool:
         return bool(attentions_of((exchange,), cp_size, sharing))
 
+    always = sharing.serves_always
     sizes = [1 << k for k in range(1, largest.bit_length())]
     served = [size for size in sizes if serves(size)]
     for flag, cp_size in (
@@ -54,7 +57,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
         if cp_size > 1 and not serves(cp_size):
             raise InvalidInputError(
                 f"{flag} {cp_size} is a size that --cp-comm-type {exchange} cannot serve "
-                f"({rule}): use {' or '.join(map(str, [1, *served]))}, --cp-comm-type p2p or auto",
+                f"({rule}): use {' or '.join(map(str, [1, *served]))}, --cp-comm-type {always} or auto",
                 cp_size=cp_size,
                 query_heads=query_heads,
                 lanes_per_node=node_lanes,
@@ -62,7 +65,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     if sizes and not served:
         raise InvalidInputError(
             f"--cp-comm-type {exchange} can serve none of the CP sizes 2 to {largest} "
-            f"({rule}): use --cp-comm-type p2p or auto",
+            f"({rule}): use --cp-comm-type {always} or auto",
             largest=largest,
             query_heads=query_heads,
             lanes_per_node=node_lanes,
@@ -70,6 +73,18 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     if served and settings.max_cp_size is None:
         return replace(settings, max_cp_size=served[-1])
     return settings
+
+
+def _check_serves_windows(settings: PlanningSettings, largest: int) -> None:
+    most = largest if settings.policy == "dynamic" else settings.static_cp_size
+    if settings.has_windows and most > 1 and not serving_windows(settings.exchanges):
+        raise UnsupportedFeatureError(
+            f"--cp-comm-type {settings.cp_comm_type} does not serve layers with a window (--window-size), and CP sizes "
+            f"up to {most} are allowed: use --cp-comm-type {' or '.join((*serving_windows(), 'auto'))}, or "
+            "--max-dynamic-cp-size 1",
+            cp_comm_type=settings.cp_comm_type,
+            largest=most,
+        )
 
 
 def _check_inner_sizes(

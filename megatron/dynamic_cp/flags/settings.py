@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from dynamic_cp.mechanisms.registry import serving_windows
 from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology, exchanges_of
 
 
@@ -34,6 +35,7 @@ class PlanningSettings:
         refine_every: iterations between corrections of the cost model, 0: never.
         dump, replay: folders that plans are written to and taken from.
         exchange_timeout_s: of every exchange between ranks.
+        has_windows: some layers have a window, which not all exchanges serve.
     """
 
     topology: Topology
@@ -58,11 +60,17 @@ class PlanningSettings:
     dump: str | None
     replay: str | None
     exchange_timeout_s: float
+    has_windows: bool = False
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
-        """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers."""
-        return exchanges_of(self.cp_comm_type)
+        """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers; `auto` those that
+        serve layers with windows, where there are any.
+        """
+        return self._serving_layers(exchanges_of(self.cp_comm_type))
+
+    def _serving_layers(self, exchanges: tuple[CpCommType, ...]) -> tuple[CpCommType, ...]:
+        return serving_windows(exchanges) if self.has_windows and self.cp_comm_type == "auto" else exchanges
 
     def options(
         self,
@@ -82,7 +90,7 @@ class PlanningSettings:
         assert limit is not None, "found once memory is known"
         if self.cp_comm_type != "auto":
             left_out = ()
-        allowed = exchanges_of(self.cp_comm_type, has_masks=has_masks)
+        allowed = self._serving_layers(exchanges_of(self.cp_comm_type, has_masks=has_masks))
         return PlanOptions(
             max_tokens_per_rank=limit,
             min_cp_size=self.min_cp_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dynamic_cp.types import CAUSAL, Causal, CpCommType, Full, Sample
+from dynamic_cp.types import CAUSAL, CpCommType, Mask, Sample
 
 try:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -64,7 +64,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
         seqlens: tokens of each sequence without its padding, whose keys no other token may see; an empty place has
             padding alone, which counts as tokens.
-        mask: of the model's layers.
+        mask: of the layers that get these parameters, or more than one: see `with_mask`.
         masked_samples: the samples of the pack, where one brings a mask of its own; padding behind a sample is a causal
             sequence of its own. None: all have that of the layers.
         positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
@@ -78,11 +78,12 @@ class DynamicPackedSeqParams(PackedSeqParams):
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
         placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
         packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
+        of_masks: the same for layers with other masks, filled by the first layer of each.
     """
 
     padded_seqlens: tuple[int, ...] = ()
     seqlens: tuple[int, ...] = ()
-    mask: Causal | Full = CAUSAL
+    mask: Mask = CAUSAL
     masked_samples: tuple[Sample, ...] | None = None
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
@@ -94,6 +95,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     row_order_cache: torch.Tensor | None = None
     placed: Any = None
     packs: dict[str, Any] = field(default_factory=dict)
+    of_masks: dict[Mask, DynamicPackedSeqParams] = field(default_factory=dict)
 
     @property
     def inner_cp_size(self) -> int:
@@ -115,6 +117,14 @@ class DynamicPackedSeqParams(PackedSeqParams):
         """Tokens of each sequence that a member of the ring attends with."""
         return tuple(seqlen // self.ring_size for seqlen in self.padded_seqlens)
 
+    def with_mask(self, mask: Mask) -> DynamicPackedSeqParams:
+        """Return these parameters for layers with `mask`, the same object for all of them."""
+        if mask == self.mask:
+            return self
+        if mask not in self.of_masks:
+            self.of_masks[mask] = replace(self, mask=mask, packs={}, of_masks={})
+        return self.of_masks[mask]
+
     @classmethod
     def build(
         cls,
@@ -128,7 +138,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         cu_seqlens: torch.Tensor | None = None,
         levels: Levels | None = None,
         seqlens: tuple[int, ...] | None = None,
-        mask: Causal | Full = CAUSAL,
+        mask: Mask = CAUSAL,
         masked_samples: tuple[Sample, ...] | None = None,
         placed: Any = None,
     ) -> DynamicPackedSeqParams:

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.errors import DataError, DynamicCPError
+from dynamic_cp.mechanisms.registry import serving_windows
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import digest, plan_from_dict
 from dynamic_cp.plans.validate import check_plan
@@ -107,15 +108,15 @@ class RecordedPlans:
 
     Args:
         folder: of `RunDump`.
-        topology, options: of this run.
+        topology, options, has_windows: of this run.
 
     Raises:
         DataError: no dump there.
     """
 
-    def __init__(self, folder: str, topology: Topology, options: PlanOptions) -> None:
+    def __init__(self, folder: str, topology: Topology, options: PlanOptions, *, has_windows: bool = False) -> None:
         self._path = os.path.join(folder, PLANS)
-        self._topology, self._options = topology, options
+        self._topology, self._options, self._has_windows = topology, options, has_windows
         self._offsets: dict[str, int] = {}
         try:
             with open(self._path, "rb") as file:
@@ -159,6 +160,12 @@ class RecordedPlans:
             raise DataError(
                 f"{self._path} allows {plan.max_tokens_per_rank} tokens per rank, this run "
                 f"{self._options.max_tokens_per_rank}: raise --max-seqlen-per-dp-cp-rank"
+            )
+        recorded = {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
+        if self._has_windows and (others := recorded - set(serving_windows(recorded))):
+            raise DataError(
+                f"{self._path} has plans with {' '.join(sorted(others))}, which serves no layers with a window: replay "
+                "with the same --window-size"
             )
         check_plan(plan, request.samples)
         try:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
+from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.flags.launcher import environment_number
 from megatron.trainer.flags.settings import Settings
@@ -90,6 +91,19 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-query-groups", type=int, help="KV heads, with --group-query-attention")
     group.add_argument("--seq-length", type=int, required=True, help="longest sample in tokens")
     group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
+    group.add_argument(
+        "--window-size",
+        type=window_size,
+        metavar="BEFORE,0",
+        help="tokens before itself that a token attends to, a window; default: all",
+    )
+    group.add_argument(
+        "--window-attn-skip-freq",
+        type=skip_freq,
+        metavar="N|LIST",
+        help="layers without the window: every N-th, or a list with 1 for each layer with it and 0 without, such as "
+        "[1,1,0]*4; default: none",
+    )
     group.add_argument(
         "--position-embedding-type", choices=("rope", "learned_absolute", "none"), default="learned_absolute"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
 
 
@@ -26,6 +27,7 @@ def model_shape(model: Any, vocab_rows: int) -> ModelShape:
     Args:
         model: has them under the names of Megatron-LM's flags: ModelSettings, or the arguments of a checkout.
     """
+    windows = windows_of(model)
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -35,6 +37,8 @@ def model_shape(model: Any, vocab_rows: int) -> ModelShape:
         kv_channels=model.kv_channels,
         vocab_size=vocab_rows,
         gated_linear_unit=model.swiglu,
+        window_tokens=windows.tokens,
+        window_attn_skip_freq=windows.skip_freq,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         source="command line",
     )

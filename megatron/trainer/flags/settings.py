@@ -32,6 +32,8 @@ class ModelSettings:
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
+    window_size: tuple[int, ...] | None
+    window_attn_skip_freq: int | tuple[int, ...] | None
     max_position_embeddings: int
     position_embedding_type: str
     rotary_base: int

@@ -15,6 +15,7 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.launcher import environment_number
 from megatron.trainer.flags.settings import Settings, settings_of
 
@@ -231,6 +232,7 @@ def planning_settings(args: argparse.Namespace) -> PlanningSettings:
         sequence_parallel=args.sequence_parallel,
     )
     _check_cp_sizes(args, topology)
+    windows = windows_of(args)
     limit = args.max_seqlen_per_dp_cp_rank
     inner_sizes = args.dynamic_cp_inner_sizes
     settings = PlanningSettings(
@@ -256,6 +258,7 @@ def planning_settings(args: argparse.Namespace) -> PlanningSettings:
         dump=args.dynamic_cp_dump,
         replay=args.dynamic_cp_replay,
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
+        has_windows=windows.are_there,
     )
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known

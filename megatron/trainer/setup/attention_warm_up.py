@@ -80,7 +80,7 @@ def warm_up_packs(
 
 
 def warm_up_attention(
-    attention: torch.nn.Module,
+    attentions: Sequence[torch.nn.Module],
     packs: Sequence[PackedBucket],
     groups: DynamicCPGroups,
     *,
@@ -93,7 +93,7 @@ def warm_up_attention(
     """Attend to each pack, forward and backward; return the bytes that were sent. Collective in each group.
 
     Args:
-        attention: a core attention as megatron-core builds it.
+        attentions: core attentions as megatron-core builds them, whose kernels differ.
         query_heads, kv_heads: of a tensor-parallel rank.
     """
     stats = ExchangeStats()
@@ -112,6 +112,7 @@ def warm_up_attention(
             torch.zeros(pack.rank_tokens, heads, head_dim, dtype=dtype, device=device, requires_grad=True)
             for heads in (query_heads, kv_heads, kv_heads)
         )
-        out = attention(query, key, value, None, packed_seq_params=params)
-        torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+        for attention in attentions:
+            out = attention(query, key, value, None, packed_seq_params=params)
+            torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
     return stats.bytes_sent

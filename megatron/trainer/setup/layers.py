@@ -44,6 +44,7 @@ def choose(
     backend: str,
     bf16: bool,
     head_dim: int,
+    has_windows: bool,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -65,6 +66,7 @@ def choose(
             backend=backend,
             bf16=bf16,
             head_dim=head_dim,
+            has_windows=has_windows,
             version=version,
             why_missing=why_missing,
         )

@@ -59,7 +59,7 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
     device, impl = runtime.device, runtime.layers.impl
     config = transformer_config(settings.model, settings.planning, device, fused)
     if impl == "local":
-        run_on_all_ranks(lambda: prepare_kernel(config, device), device)
+        run_on_all_ranks(lambda: prepare_kernel(config, device, ranges=settings.planning.has_windows), device)
     chunks = build_chunks(settings.model, config, runtime.model_shape.vocab_size, impl)
     bucket_size = ddp_bucket_size(runtime.topology.num_lanes, runtime.settings.static_cp_size)
     wrapped = wrap_chunks(settings, config, chunks, bucket_size, device)
@@ -80,6 +80,7 @@ def transformer_config(
     """Return megatron-core's configuration; checked against the supported features."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     topology, recompute = planning.topology, planning.recompute
+    skip = model.window_attn_skip_freq
     interleaved = topology.vp_size > 1
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -88,6 +89,8 @@ def transformer_config(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
+        window_size=model.window_size,  # type: ignore[arg-type]  # two numbers, as checked
+        window_attn_skip_freq=list(skip) if isinstance(skip, tuple) else skip,
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,

@@ -250,7 +250,7 @@ def _dump_and_replay(
             except OSError as error:
                 raise InvalidInputError(f"--dynamic-cp-dump: cannot write {error}: give another folder") from error
         if settings.replay is not None:
-            opened[1] = RecordedPlans(settings.replay, settings.topology, options)
+            opened[1] = RecordedPlans(settings.replay, settings.topology, options, has_windows=settings.has_windows)
 
     run_on_rank_zero(open_both)
     return opened[0], opened[1]

@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
@@ -115,6 +115,7 @@ def set_up(settings: Settings) -> Run:
     data = load_data(settings, device)
     if data.splits.train.has_masks:
         layer_choice.check_masks("prompts with several responses")
+        _check_windows(settings)
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -151,6 +152,15 @@ def set_up(settings: Settings) -> Run:
     return run
 
 
+def _check_windows(settings: Settings) -> None:
+    if settings.planning.has_windows:
+        size = ",".join(map(str, settings.model.window_size or ()))
+        raise UnsupportedFeatureError(
+            f"--window-size {size}: prompts with several responses have masks of their own, and both together are not "
+            "supported: give each response a line with its prompt, or leave the window out"
+        )
+
+
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
     """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
     return stream.global_batch(0, settings.training.global_batch_size) if stream.has_masks else ()
@@ -163,6 +173,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         backend=settings.model.attention_backend,
         bf16=settings.model.bf16,
         head_dim=settings.model.kv_channels,
+        has_windows=settings.planning.has_windows,
         device=device,
     )
     logger.info("%s", choice.describe())

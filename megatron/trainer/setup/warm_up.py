@@ -55,7 +55,7 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
     started = time.perf_counter()
     sent = _within_memory(
         lambda: warm_up_attention(
-            chunks[0].decoder.layers[0].self_attention.core_attention,
+            _one_of_each_mask(chunks),
             packs,
             groups,
             query_heads=query_heads,
@@ -79,6 +79,12 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
         time.perf_counter() - attended,
         torch.cuda.max_memory_reserved(device) / 1e9,
     )
+
+
+def _one_of_each_mask(chunks: Sequence[GPTModel]) -> list[torch.nn.Module]:
+    """Return a core attention of a layer with a window and of one without, as far as there are any."""
+    attentions = (layer.self_attention.core_attention for chunk in chunks for layer in chunk.decoder.layers)
+    return list({getattr(attention, "window", None): attention for attention in attentions}.values())
 
 
 def allocator_advice(environment: Mapping[str, str]) -> str:

@@ -416,6 +416,10 @@ CONFIGS = {
     "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 8,
               "layer_types": ["full_attention"] * 8},
     "qwen3": {"model_type": "qwen3", "head_dim": 64},
+    "windows": {"model_type": "mistral", "sliding_window": 512},
+    "alternating": {"model_type": "qwen3", "head_dim": 64, "use_sliding_window": True, "sliding_window": 512,
+                    "layer_types": ["sliding_attention", "full_attention"] * 4},
+    "pattern": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512, "max_window_layers": 3},
 }  # fmt: skip
 TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 
@@ -432,7 +436,9 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         (tmp_path / "config.json").write_text(json.dumps(config))
     model, architecture = load_model(name), load_architecture(name)
     topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
-    setting = Setting(policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192)
+    setting = Setting(
+        policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
+    )
     settings = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
     trained_model = settings.model
     rows = derive.padded_vocab_size(settings.data.vocab_size, trained_model.make_vocab_size_divisible_by, tp_size)

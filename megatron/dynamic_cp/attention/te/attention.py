@@ -34,6 +34,7 @@ from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
 from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, way
+from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
@@ -53,6 +54,12 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if attn_mask_type != AttnMaskType.causal or attention_type != "self":
             raise UnsupportedFeatureError(
                 f"{attention_type} attention with mask {attn_mask_type} is not supported, only causal self-attention"
+            )
+        if windows_of(config).of_layer(layer_number) is not None:
+            raise UnsupportedFeatureError(
+                f"layer {layer_number} has a window (--window-size), which is checked with local layers only: use "
+                "--transformer-impl local",
+                layer_number=layer_number,
             )
         super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)
         if TEDotProductAttention.cp_stream is None:

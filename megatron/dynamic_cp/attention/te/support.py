@@ -144,6 +144,7 @@ def choose_layers(
     backend: str,
     bf16: bool,
     head_dim: int,
+    has_windows: bool = False,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -157,6 +158,7 @@ def choose_layers(
         backend: --attention-backend, which megatron-core hands on to TransformerEngine.
         bf16: whether it trains in bf16.
         head_dim: --kv-channels.
+        has_windows: some layers have a window.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
@@ -181,6 +183,8 @@ def choose_layers(
         )
     elif exchange in PLACED:
         obstacle = f"TransformerEngine's attention cannot be placed (--cp-comm-type {exchange})"
+    elif has_windows:
+        obstacle = "layers with a window (--window-size) are checked with local layers only"
     else:
         obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
     if obstacle is not None and requested is None:

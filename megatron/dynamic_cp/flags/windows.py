@@ -1,0 +1,131 @@
+"""Windows of layers as Megatron says them: `--window-size 127,0` (tokens before and after), and which layers skip it.
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. Megatron's window does not count
+the token itself, ours does: `--window-size 127,0` is `Lambda(0, 128)`, a window of 128 keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from typing import Any, NamedTuple
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import Lambda
+
+_PATTERN = "give a number, or 1 (window) and 0 (none) for each layer, such as [1,1,0]*4"
+
+
+class Windows(NamedTuple):
+    """Checked windows, as `ModelShape` has them.
+
+    Attributes:
+        tokens: keys that a token sees in a layer with a window, itself among them; 0: no layer has one.
+        skip_freq: every so many-th layer has none, or 1 (has one) and 0 for each layer; 0: all have one.
+    """
+
+    tokens: int
+    skip_freq: int | tuple[int, ...]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether any layer has one."""
+        return self.tokens > 0 and (any(self.skip_freq) if isinstance(self.skip_freq, tuple) else self.skip_freq != 1)
+
+    def of_layer(self, layer_number: int) -> Lambda | None:
+        """Return the mask of a layer with a window, None without; layers of the whole model count from 1."""
+        if isinstance(self.skip_freq, tuple):
+            has_one = bool(self.skip_freq[layer_number - 1])
+        else:
+            has_one = not self.skip_freq or layer_number % self.skip_freq != 0
+        return Lambda(0, self.tokens) if self.tokens and has_one else None
+
+
+def windows_of(config: Any) -> Windows:
+    """Return the windows of what has `window_size`, `window_attn_skip_freq` and `num_layers`: flags or a config.
+
+    Raises:
+        InvalidInputError: values that cannot be.
+        UnsupportedFeatureError: a window that ends behind the token.
+    """
+    size, skip = (getattr(config, name, None) for name in ("window_size", "window_attn_skip_freq"))
+    if size is None:
+        if skip is not None:
+            raise InvalidInputError(
+                f"--window-attn-skip-freq {_shown(skip)} skips windows, and there is none: give --window-size, or "
+                "leave it out"
+            )
+        return Windows(0, 0)
+    if len(size) != 2 or size[0] < 0:
+        raise InvalidInputError(
+            f"--window-size is {_shown(size)}, two numbers are needed, tokens before (at least 0) and after (0): give "
+            "127,0 for a window of 128 tokens with the token itself, or leave it out for whole samples",
+            window_size=tuple(size),
+        )
+    if size[1] != 0:
+        raise UnsupportedFeatureError(
+            f"--window-size {_shown(size)} shows {size[1]} tokens behind a token, attention is causal: "
+            f"give {size[0]},0",
+            window_size=tuple(size),
+        )
+    return Windows(size[0] + 1, _checked_skip(skip, config.num_layers))
+
+
+def _checked_skip(skip: Any, num_layers: int) -> int | tuple[int, ...]:
+    if skip is None:
+        return 0
+    if isinstance(skip, int):
+        if skip < 1:
+            raise InvalidInputError(f"--window-attn-skip-freq is {skip}, the smallest allowed number is 1: {_PATTERN}")
+        return skip
+    if len(skip) != num_layers or set(skip) - {0, 1}:
+        raise InvalidInputError(
+            f"--window-attn-skip-freq {_shown(skip)} has {len(skip)} entries, the model has {num_layers} layers: "
+            f"{_PATTERN}",
+            num_layers=num_layers,
+        )
+    return tuple(skip)
+
+
+def _shown(values: Any) -> str:
+    return ",".join(map(str, values)) if isinstance(values, list | tuple) else str(values)
+
+
+def window_size(text: str) -> tuple[int, ...]:
+    """Return the value of --window-size; an argparse type."""
+    try:
+        return tuple(int(number) for number in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not tokens before and after, such as 127,0") from None
+
+
+def skip_freq(text: str) -> int | tuple[int, ...]:
+    """Return the value of --window-attn-skip-freq; an argparse type."""
+    try:
+        value = _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {_PATTERN}") from None
+    return tuple(value) if isinstance(value, list) else value
+
+
+_MOST_LAYERS = 10_000
+
+
+def _evaluated(node: ast.expr) -> int | list[int]:
+    """Return a number, or a list of numbers that `*` repeats and `+` joins; nothing else is run."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        values = [_evaluated(element) for element in node.elts]
+        return [value for value in values if isinstance(value, int) or _refuse()]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            return left * right if len(left) * right <= _MOST_LAYERS else _refuse()
+    return _refuse()
+
+
+def _refuse() -> Any:
+    raise ValueError

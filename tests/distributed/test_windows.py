@@ -1,0 +1,178 @@
+"""Layers with windows train as those of a stock megatron-core model in one process, and mistakes in them show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.attention import packs, torch_thd
+from megatron.dynamic_cp.attention.te.support import choose_layers
+from megatron.dynamic_cp.attention.thd import executor_of
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.windows import Windows, windows_of
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.parity import (
+    BATCHES,
+    TOLERANCE,
+    Case,
+    Comparison,
+    Layout,
+    assert_all_equal_to_reference,
+    exchanges_of,
+    mixed_plan,
+    run_step,
+    start_again,
+)
+from tests.distributed.reference import LLAMA, transformer_config, window_mask
+
+ALL = {"num_layers": 4, "window_size": (40, 0)}
+EVERY_SECOND = {**ALL, "window_attn_skip_freq": 2}
+LAYOUTS = {
+    "dp4_a2a": Layout(4, exchange="a2a", config=ALL),
+    "dp4_all_gather": Layout(4, exchange="all_gather", config=EVERY_SECOND),
+    "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=EVERY_SECOND),
+    "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=EVERY_SECOND),
+}
+
+
+def config_of(**values: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"num_layers": 6, "window_size": None, "window_attn_skip_freq": None, **values})
+
+
+@pytest.mark.parametrize("skip", [None, 1, 2, 3, 7, [1, 0, 0, 1, 1, 0]])
+def test_windows_are_those_of_megatron_core(skip: Any) -> None:
+    """The token itself is not in Megatron's number, and it is in ours; layers count from 1."""
+    for before in (0, 1, 5, 40):
+        windows = windows_of(config_of(window_size=(before, 0), window_attn_skip_freq=skip))
+        for layer in range(1, 7):
+            window = windows.of_layer(layer)
+            assert (window is not None) == is_layer_window_attention((before, 0), skip, layer)
+            if window is not None:
+                hidden = window_mask(12, (before, 0))
+                sees = torch.zeros(12, 12, dtype=torch.bool)
+                for row, (begin, end, second, last) in enumerate(window.key_ranges(12)):
+                    sees[row, begin:end] = sees[row, second:last] = True
+                assert torch.equal(sees, ~hidden)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (
+            {"window_attn_skip_freq": 2},
+            "--window-attn-skip-freq 2 skips windows, and there is none: give --window-size",
+        ),
+        ({"window_size": (-1, 0)}, r"--window-size is -1,0, two numbers are needed, tokens before .at least 0."),
+        ({"window_size": (4,)}, "--window-size is 4, two numbers are needed"),
+        ({"window_size": (4, 2)}, "--window-size 4,2 shows 2 tokens behind a token, attention is causal: give 4,0"),
+        ({"window_size": (4, -1)}, "attention is causal: give 4,0"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": 0}, "--window-attn-skip-freq is 0, the smallest allowed"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": [1, 0]}, "1,0 has 2 entries, the model has 6 layers"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": [2] * 6}, "2,2,2,2,2,2 has 6 entries"),
+    ],
+)
+def test_a_window_that_cannot_be_is_told_at_once(values: dict[str, Any], says: str) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
+        windows_of(config_of(**values))
+    with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
+        check_supported(transformer_config(LLAMA, **{"num_layers": 6, **values}))
+
+
+def test_training_with_windows_equals_a_single_process(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    cases = {}
+    for name, layout in LAYOUTS.items():
+        plan = mixed_plan(samples, layout)
+        assert {exchange for exchange, _ in exchanges_of(plan)} == {layout.exchange}
+        assert max(plan.cp_histogram) == layout.lanes
+        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    assert_all_equal_to_reference(cases)
+
+
+def with_windows(change: Callable[[Windows], Windows]) -> Callable[[Any], None]:
+    def plant(monkeypatch: Any) -> None:
+        monkeypatch.setattr(torch_thd, "windows_of", lambda config: change(windows_of(config)))
+
+    return plant
+
+
+def lose_the_shard(monkeypatch: Any) -> None:
+    """Rows of a shard get the ranges of the first tokens of their sequence."""
+    original = packs.packed_shard_positions
+    monkeypatch.setattr(packs, "packed_shard_positions", lambda seqlens, size, _: original(seqlens, size, 0))
+
+
+FAULTS = {
+    "one key less": with_windows(lambda of: Windows(of.tokens - 1, of.skip_freq)),
+    "one key more": with_windows(lambda of: Windows(of.tokens + 1, of.skip_freq)),
+    "another layer": with_windows(lambda of: Windows(of.tokens, (0, 1, 0, 1))),
+    "no layer": with_windows(lambda of: Windows(0, 0)),
+    "another lane's rows": lose_the_shard,
+}
+
+
+def run_faulty(case: Case) -> dict[str, Comparison]:
+    found = {}
+    for name, plant in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patched:
+            plant(patched)
+            found[name] = run_step(*case, None)
+        start_again(after=name)
+    return found
+
+
+def test_mistakes_in_windows_show(reference_of: Any) -> None:
+    samples, layout = BATCHES["long_tail"], Layout(2, exchange="all_gather", config=EVERY_SECOND)
+    case = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+    ranks = run_ranks(2, run_faulty, case, timeout_s=120)
+    for name in FAULTS:
+        assert max(rank[name].gradient_error for rank in ranks) > 100 * TOLERANCE, name
+
+
+def refuse_on_this_rank() -> str:
+    """Return what the layers say of a plan whose exchange serves no windows."""
+    initialize_model_parallel()
+    group = dist.group.WORLD
+    params = DynamicPackedSeqParams.build(
+        (8,), torch.arange(4), group, label="step 3", stats=ExchangeStats(), cp_comm_type="p2p"
+    )
+    window = windows_of(config_of(window_size=(1, 0))).of_layer(1)
+    assert window is not None
+    windowed = params.with_mask(window)
+    assert windowed is params.with_mask(window), "layers share what is derived"
+    assert params.with_mask(params.mask) is params
+    assert windowed.stats is params.stats
+    executor_of(params, 4, 4, torch.device("cpu"))
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        executor_of(windowed, 4, 4, torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_an_exchange_that_serves_no_windows_is_named() -> None:
+    assert (
+        run_ranks(2, refuse_on_this_rank, timeout_s=60)
+        == [
+            "the plan asks for p2p at step 3, which does not serve layers with a window: plan with all_gather or a2a "
+            "(--cp-comm-type)"
+        ]
+        * 2
+    )
+
+
+def test_layers_of_transformer_engine_have_no_windows() -> None:
+    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": True, "backend": "auto", "bf16": True}
+    settings |= {"head_dim": 64, "version": "2.20.0"}
+    assert choose_layers(None, "auto", **settings).impl == "transformer_engine"
+    choice = choose_layers(None, "auto", has_windows=True, **settings)
+    assert choice.impl == "local"
+    assert "--window-size" in choice.reason
+    with pytest.raises(UnsupportedFeatureError, match=r"--window-size.* with local layers only"):
+        choose_layers("transformer_engine", "auto", has_windows=True, **settings)

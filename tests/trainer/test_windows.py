@@ -1,0 +1,102 @@
+"""Layers with windows on the command line: read as Megatron-LM reads them, checked at once, planned and trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.types import CP_COMM_TYPES
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from tests.trainer.commandline import command_line
+from tests.trainer.training_ranks import losses, train
+
+WINDOW = "--window-size 15,0"
+
+
+def parsed(flags: str, world_size: int = 4) -> Any:
+    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "window_tokens", "skip", "windowed"),
+    [
+        ("", 0, 0, 0),
+        (WINDOW, 16, 0, 4),
+        ("--window-size (0,0)", 1, 0, 4),
+        (f"{WINDOW} --window-attn-skip-freq 2", 16, 2, 2),
+        (f"{WINDOW} --window-attn-skip-freq 1", 16, 1, 0),
+        (f"{WINDOW} --window-attn-skip-freq [0,1]*2", 16, (0, 1, 0, 1), 2),
+        (f"{WINDOW} --window-attn-skip-freq ([1]*3+[0])*1", 16, (1, 1, 1, 0), 3),
+    ],
+)
+def test_flags_are_those_of_megatron_lm(flags, window_tokens, skip, windowed):
+    settings = parsed(flags)
+    shape = derive.model_shape(settings.model, 264)
+    assert (shape.window_tokens, shape.window_attn_skip_freq, shape.num_windowed_layers) == (
+        window_tokens,
+        skip,
+        windowed,
+    )
+    assert settings.planning.has_windows == (windowed > 0)
+    exchanges = settings.planning.options(64).cp_comm_types
+    assert exchanges == (("a2a", "all_gather") if windowed else CP_COMM_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--window-size -1,0", "expected one argument"),
+        ("--window-size=-1,0", "--window-size is -1,0, two numbers are needed, tokens before .at least 0."),
+        ("--window-size 16", "--window-size is 16, two numbers are needed"),
+        ("--window-size 16,1", "--window-size 16,1 shows 1 tokens behind a token, attention is causal: give 16,0"),
+        ("--window-size all", "'all' is not tokens before and after, such as 127,0"),
+        ("--window-attn-skip-freq 2", "skips windows, and there is none: give --window-size, or leave it out"),
+        (f"{WINDOW} --window-attn-skip-freq 0", "--window-attn-skip-freq is 0, the smallest allowed number is 1"),
+        (f"{WINDOW} --window-attn-skip-freq [1,0]", "1,0 has 2 entries, the model has 4 layers: give a number, or 1"),
+        (f"{WINDOW} --window-attn-skip-freq [1,2,0,0]", "give a number, or 1 .window. and 0 .none. for each layer"),
+        (f"{WINDOW} --window-attn-skip-freq [1]*99999", "cannot be read: give a number, or 1"),
+        (f"{WINDOW} --window-attn-skip-freq exit()", r"'exit\(\)' cannot be read"),
+        (
+            f"{WINDOW} --cp-comm-type p2p",
+            "--cp-comm-type p2p does not serve layers with a window .* use --cp-comm-type al",
+        ),
+        (
+            f"{WINDOW} --cp-comm-type a2a+p2p",
+            "CP sizes up to 4 are allowed: use --cp-comm-type all_gather or a2a or auto",
+        ),
+        (f"{WINDOW} --cp-comm-type a2a --min-dynamic-cp-size 8 ", "--cp-comm-type all_gather or auto"),
+    ],
+)
+def test_a_window_that_cannot_be_is_told_at_once(flags, says):
+    with pytest.raises(DynamicCPError, match=says):
+        parsed(flags, 8 if "8" in flags else 4)
+
+
+def test_a_ring_is_allowed_where_no_group_has_two_lanes():
+    assert parsed(f"{WINDOW} --cp-comm-type p2p --max-dynamic-cp-size 1").planning.has_windows
+    alone = parse_args(command_line(f"{WINDOW} --cp-comm-type p2p"), 4)  # the static plan of CP size 1
+    assert alone.planning.policy == "static"
+
+
+def test_plans_of_several_lanes_train_as_those_of_one(tmp_path: Path) -> None:
+    words = f"--dynamic-cp --mock-data --num-layers 4 --train-iters 3 {WINDOW} --window-attn-skip-freq 2"
+    dump = tmp_path / "dump"
+    several = train(2, f"{words} --max-seqlen-per-dp-cp-rank 64 --dynamic-cp-dump {dump}")
+    one = train(2, f"{words} --max-seqlen-per-dp-cp-rank 128 --max-dynamic-cp-size 1 --cp-comm-type p2p")
+    assert losses(several) == pytest.approx(losses(one), rel=2e-5)
+    assert len(losses(one)) == 3
+    plans = [json.loads(line) for line in (dump / "plans.jsonl").read_text().splitlines()]
+    assert len(plans) == 3
+    shape = derive.model_shape(parsed(words, 2).model, 264)
+    assert shape.num_windowed_layers == 2
+    used = set()
+    for plan in plans:
+        squares = sum(n * n + (n * n if n <= 16 else 16 * 16 + 2 * (n - 16) * 16 - (n - 16)) for n in plan["seqlens"])
+        assert plan["facts"]["seqlen_squared_sum"] == round(squares / 2)
+        used |= {int(size) for size in plan["facts"]["cp_histogram"]}
+    assert used == {1, 2}
