@@ -59,7 +59,8 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
     device, impl = runtime.device, runtime.layers.impl
     config = transformer_config(settings.model, settings.planning, device, fused)
     if impl == "local":
-        run_on_all_ranks(lambda: prepare_kernel(config, device, ranges=settings.planning.has_windows), device)
+        has_ranges = settings.planning.has_windows or runtime.has_masks
+        run_on_all_ranks(lambda: prepare_kernel(config, device, ranges=has_ranges), device)
     chunks = build_chunks(settings.model, config, runtime.model_shape.vocab_size, impl)
     bucket_size = ddp_bucket_size(runtime.topology.num_lanes, runtime.settings.static_cp_size)
     wrapped = wrap_chunks(settings, config, chunks, bucket_size, device)

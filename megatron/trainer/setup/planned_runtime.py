@@ -61,6 +61,7 @@ class PlannedRuntime:
         model_shape: what the cost model prices.
         hardware: what it begins with; hardware_name: as the run was given it.
         options: what the planner may do, with the token limit that memory holds and the exchanges that the layers have.
+        has_masks: whether training samples bring masks of their own.
         groups: CP groups of this rank.
         dump: rank 0's, where plans are written down.
         recorded: rank 0's, where they are taken from a dump.
@@ -75,6 +76,7 @@ class PlannedRuntime:
     hardware: Hardware
     hardware_name: str
     options: PlanOptions
+    has_masks: bool
     groups: DynamicCPGroups
     dump: RunDump | None
     recorded: RecordedPlans | None
@@ -136,6 +138,7 @@ class PlannedRuntime:
             hardware=hardware,
             hardware_name=_hardware_name(settings, device),
             options=options,
+            has_masks=has_masks,
             groups=groups,
             dump=dump,
             recorded=recorded,

@@ -97,14 +97,17 @@ def test_tokens_and_work_come_out_even(rule: str) -> None:
     for seed in range(3):
         found = list(candidates(mixed(seed, rule), EIGHT_LANES))
         assert [placed.name.split()[0] for placed in found] == [
-            *("search", "tiles", "search", "greedy", "zigzag", "documents")
+            *("search", "search", "search", "search", "greedy", "tiles", "search", "zigzag", "documents")
         ]
         for placed in found[:-1]:
             assert traffic_of(placed, EIGHT_LANES).token_imbalance <= 1.05
-        for placed in found[:3]:
+        tolerances = (0.4, 0.1, 0.4, 0.1, None, 0.1, 0.02, None, None)
+        for placed, tolerance in zip(found, tolerances, strict=True):
+            if tolerance is None:
+                continue
             mean = placed.touched.sum() / EIGHT_LANES.num_lanes
             a_tile = placed.touched.max() / mean  # what no move can be smaller than
-            assert traffic_of(placed, EIGHT_LANES).work_imbalance <= 1.1 + min(a_tile, 0.15)
+            assert traffic_of(placed, EIGHT_LANES).work_imbalance <= 1.0 + tolerance + min(a_tile, 0.15)
 
 
 @pytest.mark.parametrize("rule", RULES)
