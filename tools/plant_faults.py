@@ -125,6 +125,26 @@ FAULTS = {
         "num_tokens = max(programme.num_tokens, 1)",
         "tests/distributed/test_parity.py -k test_placed",
     ),
+    "what is given back is not sent": Fault(
+        "back = (query, kv) if backward else (query + lse, 0.0)",
+        "back = (query, kv) if backward else (lse, 0.0)",
+        "tests/unit/placement/test_programmes.py -k test_sent_bytes",
+    ),
+    "bytes to other nodes are called those inside": Fault(
+        "np.where(nodes[self.sender] == nodes[self.receiver], IN_NODE, ACROSS_NODES)",
+        "np.where(nodes[self.sender] == nodes[self.receiver], ACROSS_NODES, IN_NODE)",
+        "tests/unit/pricing/test_sent.py",
+    ),
+    "waiting for other lanes is called computing": Fault(
+        '(prices.without_exchange, {"with_exchange": False})',
+        "(prices.without_exchange, {})",
+        "tests/unit/command/test_comparison.py -k placed",
+    ),
+    "tiles have the color of who holds their keys": Fault(
+        "of_tile = tiles[:, 2] // lanes_per_color",
+        "of_tile = placement.homes[tiles[:, 1], 3] // lanes_per_color",
+        "tests/unit/report/test_pictures.py -k test_tiles_are_drawn",
+    ),
     "full attention is placed as causal": Fault(
         "candidates(with_masks(samples, cost_model.mask), problem)",
         "candidates(samples, problem)",

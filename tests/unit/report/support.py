@@ -66,7 +66,7 @@ class PlacedCase(NamedTuple):
 
 @cache
 def placed(num_lanes: int, seqlens: tuple[int, ...], home_tokens: int, node_lanes: int = 2) -> PlacedCase:
-    """Return samples in homes of equal size on lanes in turn, with tiles where the keys are, in two divisions.
+    """Return samples in homes of equal size on lanes in turn, with tiles anywhere, in two divisions.
 
     The first sample is causal, the second has a window, others follow in turn.
     """
@@ -80,7 +80,8 @@ def placed(num_lanes: int, seqlens: tuple[int, ...], home_tokens: int, node_lane
     with_lanes = np.array([(*home, index % num_lanes) for index, home in enumerate(homes)], np.int32)
     wanted = tiles_between(Placement(with_lanes, np.zeros((0, 4), np.int32)), samples, CAUSAL)
     is_own = wanted.rows == wanted.columns
-    tiles = np.column_stack([wanted.rows, wanted.columns, with_lanes[wanted.columns, 3], np.where(is_own, 0, 1)])
+    lanes = (wanted.rows + 2 * wanted.columns) % num_lanes
+    tiles = np.column_stack([wanted.rows, wanted.columns, lanes, np.where(is_own, 0, 1)])
     placement = Placement(with_lanes, tiles.astype(np.int32))
     bucket = Bucket(first_lane=0, cp_size=num_lanes, cp_comm_type="blocks", samples=samples, placement=placement)
     nodes = np.arange(num_lanes) // node_lanes
