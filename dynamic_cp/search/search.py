@@ -103,8 +103,11 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
     if not is_fixed:
         _check_capacity(longest, topology, options)
-    cost_model = CostModel(problem.model, problem.hardware, topology, options_of_packing(options))
-    is_guess = set(options.cp_comm_types).isdisjoint(cost_model.options.cp_comm_types)
+    packing = options_of_packing(options)
+    is_guess = set(options.cp_comm_types).isdisjoint(packing.cp_comm_types)
+    if is_guess and options.min_cp_size == 1 and longest.seqlen <= capacity_tokens(1, topology, options):
+        packing, is_guess = replace(packing, max_cp_size=1), False
+    cost_model = CostModel(problem.model, problem.hardware, topology, packing)
     if places and longest.seqlen > cost_model.table.capacities.max():
         # What packers know cannot serve this sample, so they guess.
         cost_model = CostModel(problem.model, problem.hardware, topology, replace(options, cp_comm_types=(Ring.name,)))
@@ -119,7 +122,6 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     best = ranking[0]
     priced = price_packing(batch.lengths, best.packing, best.cost_model)
     plan = build_plan(batch.samples, priced, best.cost_model, policy)
-    is_guess = is_guess and any(bucket.cp_size > 1 for bucket in plan.buckets)
     if is_guess and not places:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(options.cp_comm_types)} spans all {topology.num_lanes} lanes in plans of policy "

@@ -37,7 +37,7 @@ from dynamic_cp.types import (
     parse_mask_rule,
 )
 from tests.placements import random_placement, random_samples
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 MODEL = replace(TINY_MODEL, num_layers=8)
 CHOICES = (("blocks",), (*CP_COMM_TYPES, "blocks"))
@@ -252,6 +252,17 @@ def test_what_cannot_be_placed_is_planned_as_without_placed_attention() -> None:
         for names in (("p2p", "blocks"), ("p2p",))
     ]
     assert plans[0] == plans[1]
+
+
+def test_a_mask_that_fits_one_lane_is_placed_only_if_that_is_faster() -> None:
+    """The ring cannot serve it; without placed attention it would be on a lane by itself."""
+    samples = [Sample(sample_id=0, seqlen=64, mask=FULL)]
+    given = job(10, 202, ranks_per_node=3, recompute="full") | {"model": TINY_MODEL, "hardware": TINY_HARDWARE}
+    seconds = [
+        plan_global_batch(samples, **given | {"options": replace(given["options"], cp_comm_types=names)}).predicted_s
+        for names in (("p2p", "blocks"), ("blocks",), ("p2p",))
+    ]
+    assert max(seconds[:2]) <= seconds[2]
 
 
 def test_what_nothing_can_place_is_refused_by_name() -> None:
