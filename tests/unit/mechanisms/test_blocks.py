@@ -21,7 +21,8 @@ from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.search.planner_process import static_fallback
+from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
     CP_COMM_TYPES,
     FULL,
@@ -32,6 +33,7 @@ from dynamic_cp.types import (
     Placement,
     Plan,
     PlanOptions,
+    Problem,
     Sample,
     Topology,
     parse_mask_rule,
@@ -263,6 +265,16 @@ def test_a_mask_that_fits_one_lane_is_placed_only_if_that_is_faster() -> None:
         for names in (("p2p", "blocks"), ("blocks",), ("p2p",))
     ]
     assert max(seconds[:2]) <= seconds[2]
+
+
+def test_a_run_of_placed_plans_has_a_static_one_to_fall_back_to() -> None:
+    given = job(4, 512, cp_comm_types=("blocks",))
+    fallback = static_fallback(Problem(**given), 1500)
+    for mask, exchange in ((None, "p2p"), (Lambda(8, 64), "a2a")):
+        samples = [Sample(sample_id=0, seqlen=1500, mask=mask), Sample(sample_id=1, seqlen=40)]
+        plan = plan_problem(fallback, samples).plan
+        check_plan(plan, samples)
+        assert {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1} == {exchange}
 
 
 def test_what_nothing_can_place_is_refused_by_name() -> None:
