@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes, sent_by
 
 TOLERANCE = 5e-6
+
+T = TypeVar("T")
 
 # Owner of a token that is no sample's, yet has a loss.
 PADDING = -1
@@ -344,24 +346,35 @@ def compare_with_reference(cases: Mapping[str, Case]) -> dict[str, list[Comparis
 def run_steps(cases: Mapping[str, Case]) -> dict[str, Comparison]:
     """Run one step of each case on this rank, and compare."""
     found = {}
-    for name, case in cases.items():
+    for name, case in in_jobs_of_their_own(cases):
         if dist.get_rank() == 0:
             print(name, flush=True)  # where all wait for ever, the last one told is the culprit
         try:
             found[name] = run_step(*case, None)
         except Exception as error:
             raise RuntimeError(f"in {name}") from error
-        start_again(after=name)
     return found
 
 
-def start_again(after: str) -> None:
+def in_jobs_of_their_own(cases: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+    """Yield name and case; between two of them the same ranks join in a new job.
+
+    Not after the last one: a rank that is done would leave while others still connect to it.
+    """
+    for index, (name, case) in enumerate(cases.items()):
+        if index:
+            _start_again(before=name)
+        yield name, case
+    dist.barrier()
+
+
+def _start_again(before: str) -> None:
     """Close all groups, of which a process cannot have any number, and join the same ranks in a new job."""
     store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     dist.barrier()  # nobody is still busy with them
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"after {after}", store), rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"before {before}", store), rank=rank, world_size=world_size)
 
 
 def run_step(

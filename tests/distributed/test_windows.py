@@ -27,9 +27,9 @@ from tests.distributed.parity import (
     Layout,
     assert_all_equal_to_reference,
     exchanges_of,
+    in_jobs_of_their_own,
     mixed_plan,
     run_step,
-    start_again,
 )
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
 
@@ -121,11 +121,10 @@ FAULTS = {
 
 def run_faulty(case: Case) -> dict[str, Comparison]:
     found = {}
-    for name, plant in FAULTS.items():
+    for name, plant in in_jobs_of_their_own(FAULTS):
         with pytest.MonkeyPatch.context() as patched:
             plant(patched)
             found[name] = run_step(*case, None)
-        start_again(after=name)
     return found
 
 

@@ -17,7 +17,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup.run import set_up
 from megatron.trainer.setup.run_data import data_config
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import reference_name, start_again
+from tests.distributed.parity import in_jobs_of_their_own, reference_name
 from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.forked_planner import warm_up
 from tests.trainer.test_sft import flags_of_example
@@ -65,7 +65,7 @@ def gradients_of(runs):
     """Return for each run loss, number of learned tokens, CP sizes and this rank's gradients, from equal weights."""
     os.environ["RANK"] = str(dist.get_rank())
     found, weights = {}, None
-    for name, words in runs.items():
+    for name, words in in_jobs_of_their_own(runs):
         run = set_up(parse_args(words, dist.get_world_size()))
         (chunk,) = run.trainable.chunks
         parameters = {reference_name(chunk, one): parameter for one, parameter in chunk.named_parameters()}
@@ -82,7 +82,6 @@ def gradients_of(runs):
         total = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
         gradients = {one: parameter.main_grad.clone() for one, parameter in parameters.items()}
         found[name] = total.loss_sum, total.num_tokens, sizes, gradients
-        start_again(after=name)
     return found
 
 
