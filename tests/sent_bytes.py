@@ -12,7 +12,7 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.sent_bytes import SentBytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.models import catalog
-from dynamic_cp.placement.sent import sent_by_lanes
+from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.types import Bucket, ModelShape, PlanOptions, Problem, Topology
 
 
@@ -28,10 +28,12 @@ def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, e
 
 def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_bytes: int) -> NDArray[np.float64]:
     """Return [forward or backward, lane] what a rank of each lane of a placed bucket sends in the first stage."""
+    heads = heads_of_rank(model, topology.tp_size)
+    assert heads is not None
     options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
     problem = Problem(topology=topology, model=model, hardware=catalog.load_hardware("h100"), options=options)
     stage = StageAttention(model.stages(topology.pp_size)[0], problem, lanes_in_one_node(topology))
-
-    assert bucket.placement is not None
-    sent = sent_by_lanes(bucket.placement, bucket.first_lane, stage.node_lanes, token_bytes(stage))
+    tokens, copies = lane_tokens(bucket, topology.rank_token_multiple), kv_heads_of(*heads, bucket.inner_cp_size).copies
+    mechanism = MECHANISMS[bucket.cp_comm_type]
+    sent = mechanism.sent_by_lanes(bucket, tokens, stage.node_lanes, token_bytes(stage), copies)
     return sent.of_lanes(np.arange(bucket.cp_size)).sum(axis=1)

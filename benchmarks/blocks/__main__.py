@@ -60,7 +60,7 @@ def measure(section: str) -> dict[str, str]:
     if section == "ablations":
         # On one core, for its planning times; the first placements of all compile.
         samples = masked([9000, 500], "causal")
-        ours.price(ours.chosen(samples, H100_NODES), samples, H100_NODES)
+        ours.price(ours.chosen(samples, H100_NODES), H100_NODES)
         return ablation_tables(ablations.measure(H100_NODES))
     return step_tables(on_all_cores(_case, steps.CASES))
 

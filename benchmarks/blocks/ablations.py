@@ -73,7 +73,7 @@ def measured(
         placed: Placed = search_placement(samples, problem, block_size)
         took_s = time.perf_counter() - started_s
         traffic = traffic_of(placed, problem)
-        price = ours.price(ours.divided(placed, num_divisions, setting), samples, setting)
+        price = ours.price(ours.divided(placed, samples, num_divisions, setting), setting)
         work = sum(sample.squared_tokens for sample in samples) / sum(sample.seqlen**2 for sample in samples)
         found.append(
             {

@@ -51,7 +51,7 @@ def measure_cell(cell: Cell, setting: Setting, num_batches: int = NUM_BATCHES) -
         samples = masked(seqlens, cell.mask)
         found = dict(baselines(samples, setting))
         best_ms, paper_ms = min(found.values()), min(found[name] for name in PAPER_NAMES)
-        placed = ours.price(ours.chosen(samples, setting), samples, setting)
+        placed = ours.price(ours.chosen(samples, setting), setting)
         found["blocks"] = placed.milliseconds
         found["exposed"] = placed.exposed_ms
         # What `auto` has to choose from: this project's plan without blocks, or blocks.

@@ -8,11 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.blocks.setting import Setting
-from dynamic_cp.mechanisms.placed_seconds import placed_seconds, work_of_tiles
+from dynamic_cp.mechanisms.blocks import Blocks
+from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
 from dynamic_cp.placement import Placed
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.search.placed import place_row
-from dynamic_cp.types import CAUSAL, Placement, Sample
+from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Sample
+
+BLOCKS = Blocks()
 
 
 class Price(NamedTuple):
@@ -30,16 +33,15 @@ class Price(NamedTuple):
     token_imbalance: float
 
 
-def chosen(samples: Sequence[Sample], setting: Setting) -> Placement:
-    """Return the placement that the planner chooses for a micro-batch."""
+def chosen(samples: Sequence[Sample], setting: Setting) -> Bucket:
+    """Return how the planner places a micro-batch."""
     row = place_row(samples, setting.cost_model)
     assert row is not None, "nothing is limited"
     (bucket,) = row.buckets
-    assert bucket.placement is not None
-    return bucket.placement
+    return bucket
 
 
-def divided(placed: Placed, num_divisions: int, setting: Setting) -> Placement:
+def divided(placed: Placed, samples: Sequence[Sample], num_divisions: int, setting: Setting) -> Bucket:
     """Return `placed` with its tiles in that many divisions."""
     problem = setting.placement_problem
     homes, tiles = placed.homes.astype(np.int64), placed.tiles.astype(np.int64)
@@ -48,18 +50,28 @@ def divided(placed: Placed, num_divisions: int, setting: Setting) -> Placement:
         homes[:, 3], homes[:, 2] - homes[:, 1], tiles, bytes_per_token, num_divisions, problem.num_lanes,
         problem.node_lanes,
     )  # fmt: skip
-    return Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32))
-
-
-def price(placement: Placement, samples: Sequence[Sample], setting: Setting) -> Price:
-    """Return what a placement takes in this setting."""
-    num_lanes = setting.num_lanes
-    seconds = placed_seconds(setting.stage, placement, samples, num_lanes, 0)
-    alone = placed_seconds(setting.stage_with_free_links, placement, samples, num_lanes, 0)
-    work = np.bincount(
-        placement.tiles[:, 2], work_of_tiles(placement, samples, CAUSAL).squared_tokens, minlength=num_lanes
+    placement = Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32))
+    return Bucket(
+        first_lane=0,
+        cp_size=setting.num_lanes,
+        cp_comm_type=BLOCKS.name,
+        samples=tuple(samples),
+        placement=placement,
     )
-    tokens = np.array(placement.home_tokens(num_lanes))
+
+
+def price(bucket: Bucket, setting: Setting) -> Price:
+    """Return what a placed bucket takes in this setting."""
+    row = MicroBatch(buckets=(bucket,))
+    seconds = BLOCKS.lane_seconds(setting.stage, bucket, row)
+    alone = BLOCKS.lane_seconds(setting.stage_with_free_links, bucket, row)
+    assert bucket.placement is not None
+    work = np.bincount(
+        bucket.placement.tiles[:, 2],
+        work_of_tiles(bucket.placement, bucket.samples, CAUSAL).squared_tokens,
+        minlength=bucket.num_inner_groups,
+    )
+    tokens = np.array(bucket.placement.home_tokens(bucket.num_inner_groups))
     total_ms = 1e3 * float(seconds.max(axis=1).sum())
     return Price(
         milliseconds=total_ms,

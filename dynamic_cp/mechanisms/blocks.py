@@ -1,14 +1,21 @@
-"""blocks: every home and tile of a bucket has a lane of its own choice (`Bucket.placement`)."""
+"""blocks: every home and tile of a bucket has a lane of its own choice (`Bucket.placement`).
+
+Where lanes of a node exchange heads first (`Bucket.inner_cp_size`), inner groups of lanes take the place of lanes: each
+lane of one computes the tiles of the group for its share of the heads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear
-from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
+from dynamic_cp.mechanisms.links import lanes_in_one_node, why_inner_groups_are_split
+from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing, pairs_of_inner_groups
+from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import FULL, Bucket, MicroBatch, Topology
 
@@ -30,39 +37,67 @@ class Blocks(Mechanism):
     serves_masks = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
-        return (1,)
+        sizes = (1 << k for k in range((cp_size // 2).bit_length() - 1, -1, -1))
+        return tuple(
+            size
+            for size in sizes
+            if size == 1
+            or (
+                cp_size % size == 0
+                and size <= sharing.node_lanes
+                and (sharing.allowed is None or size in sharing.allowed)
+                and sharing.is_even(size)
+            )
+        )
 
     def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
         from dynamic_cp.placement.legal import why_misplaced
         from dynamic_cp.placement.programme import buffer_tokens_of
 
-        placement = bucket.placement
+        placement, num_groups = bucket.placement, bucket.num_inner_groups
         if placement is None:
             return (
                 f"its attention is placed on {bucket.cp_size} lanes, but it has no placement: plan these samples again"
             )
-        reason = why_misplaced(placement, bucket.samples, bucket.cp_size)
+        if bucket.inner_cp_size > 1:
+            if bucket.first_lane % bucket.inner_cp_size:
+                return (
+                    f"first_lane {bucket.first_lane} is not a multiple of inner_cp_size {bucket.inner_cp_size}: use "
+                    "aligned inner groups only, others are never created"
+                )
+            reason = why_inner_groups_are_split(bucket, topology)
+            if reason is not None:
+                return reason
+        reason = why_misplaced(placement, bucket.samples, num_groups)
         # A plan does not say which mask its layers have; where they have a full one, samples bring none.
         if reason is not None and not any(sample.mask for sample in bucket.samples):
-            full = why_misplaced(placement, bucket.samples, bucket.cp_size, FULL)
+            full = why_misplaced(placement, bucket.samples, num_groups, FULL)
             reason = reason if full is not None else None
         if reason is not None:
             return reason
-        buffers = buffer_tokens_of(placement, bucket.cp_size, bucket.first_lane, lanes_in_one_node(topology))
-        return why_too_much_fetched(buffers, max_tokens_per_rank)
+        buffers = buffer_tokens_of(placement, *_groups_of(bucket, lanes_in_one_node(topology)))
+        return why_too_much_fetched(bucket, buffers, max_tokens_per_rank)
 
     def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
         from dynamic_cp.mechanisms.placed_seconds import placed_seconds
 
         assert bucket.placement is not None
-        return placed_seconds(stage, bucket.placement, bucket.samples, bucket.cp_size, bucket.first_lane)
+        inner = bucket.inner_cp_size
+        num_groups, first_group, _ = _groups_of(bucket, stage.node_lanes)
+        seconds = placed_seconds(stage.of_inner_group(inner), bucket.placement, bucket.samples, num_groups, first_group)
+        if inner == 1:
+            return seconds
+        heads = stage.heads_of_group(inner)
+        seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(num_groups))
+        return np.repeat(seconds, inner, axis=1)
 
     def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
         from dynamic_cp.mechanisms.placed_seconds import kernel_seconds
 
         assert bucket.placement is not None
-        seconds: Floats = kernel_seconds(stage, bucket.placement, bucket.samples, bucket.cp_size).sum(axis=1)
-        return seconds
+        one = stage.of_inner_group(bucket.inner_cp_size)
+        seconds = kernel_seconds(one, bucket.placement, bucket.samples, bucket.num_inner_groups).sum(axis=1)
+        return np.repeat(seconds, bucket.inner_cp_size, axis=1)
 
     def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
         """Return even shares of the tiles at the better rate of the two kernels, with nothing exchanged."""
@@ -75,36 +110,63 @@ class Blocks(Mechanism):
     def kept_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> float:
         """Return what backward keeps: queries, outputs and two gradients of rows, columns and their gradients.
 
-        Gradients are summed up in float32.
+        Gradients are summed up in float32. Where heads are exchanged, queries and outputs are kept in both layouts;
+        KV heads that are repeated for it count as fetched (`why_too_much_fetched`).
         """
         rows, columns = MOST_FETCHED
-        return (1 + rows) * 2.5 * query_bytes + (1 + columns) * 3.0 * kv_bytes
+        exchanged = query_bytes if inner > 1 else 0.0
+        return exchanged + (1 + rows) * 2.5 * query_bytes + (1 + columns) * 3.0 * kv_bytes
 
     def sent_by_lanes(
         self, bucket: Bucket, tokens: Sequence[int], node_lanes: int, of: TokenBytes, copies: int
     ) -> Sent:
-        from dynamic_cp.placement.sent import sent_by_lanes
+        from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 
         assert bucket.placement is not None
-        return sent_by_lanes(bucket.placement, bucket.first_lane, node_lanes, of)
+        inner = bucket.inner_cp_size
+        _, first_group, group_node_lanes = _groups_of(bucket, node_lanes)
+        of_lane = TokenBytes(of.query / inner, copies * of.kv / inner, of.lse / inner)
+        sent = sent_by_lanes(bucket.placement, first_group, group_node_lanes, of_lane)
+        if inner == 1:
+            return sent
+        members = np.arange(inner)
+        across = ((groups[:, None] * inner + members).ravel() for groups in (sent.sender, sent.receiver))
+        among = pairs_of_inner_groups(bucket.cp_size, inner)
+        per_token = sent_bytes(inner, inner, 2 * of.query, of.kv, copies).inner / (inner - 1)
+        heads = np.broadcast_to(per_token * np.asarray(tokens, np.float64)[among[0]], (2, len(among[0])))
+        sender, receiver = (np.concatenate(both) for both in zip(across, among, strict=True))
+        return Sent(sender, receiver, np.concatenate([np.repeat(sent.num_bytes, inner, axis=1), heads], axis=1))
 
     def lane_parts(self, bucket: Bucket, topology: Topology) -> Sequence[object] | None:
         from dynamic_cp.placement.programme import programmes_of
 
         assert bucket.placement is not None
-        node_lanes = lanes_in_one_node(topology)
-        programmes = programmes_of(bucket.placement, bucket.cp_size, bucket.first_lane, node_lanes)
-        return [programme.as_json() for programme in programmes]
+        programmes = programmes_of(bucket.placement, *_groups_of(bucket, lanes_in_one_node(topology)))
+        return [part for one in programmes for part in [one.as_json()] * bucket.inner_cp_size]
 
 
-def why_too_much_fetched(buffers: Sequence[tuple[int, int]], max_tokens_per_rank: int) -> str | None:
+def _groups_of(bucket: Bucket, node_lanes: int) -> tuple[int, int, int]:
+    """Return how many lanes its placement has, the place of the first of them, and how many of them a node has."""
+    inner = bucket.inner_cp_size
+    return bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner
+
+
+def why_too_much_fetched(
+    bucket: Bucket, buffers: Sequence[tuple[int, int]], max_tokens_per_rank: int, copies: int = 1
+) -> str | None:
     """Return why a lane has no room for what it fetches, with the numbers; None where all have.
 
     Args:
-        buffers: [lane] -> tokens of its buffers of (rows, columns), of `buffer_tokens_of`.
+        bucket: a placed one.
+        buffers: [lane of the placement] -> tokens of its buffers of (rows, columns), of `buffer_tokens_of`.
         max_tokens_per_rank: the limit for the tokens that a lane holds.
+        copies: how often KV heads are repeated, where that is known; each time but one as if they were fetched.
     """
-    for what, times, tokens in zip(("queries", "keys"), MOST_FETCHED, zip(*buffers, strict=True), strict=True):
+    inner = bucket.inner_cp_size
+    assert bucket.placement is not None
+    repeated = (copies - 1) * max(bucket.placement.home_tokens(bucket.num_inner_groups))
+    shared = [(-(-rows // inner), -(-(copies * columns + repeated) // inner)) for rows, columns in buffers]
+    for what, times, tokens in zip(("queries", "keys"), MOST_FETCHED, zip(*shared, strict=True), strict=True):
         if max(tokens) > times * max_tokens_per_rank:
             return (
                 f"lane {tokens.index(max(tokens))} of its placement fetches {max(tokens)} tokens' {what} at a time, "

@@ -1,4 +1,4 @@
-"""Which link the exchange of every aligned group of lanes uses."""
+"""Which link the exchange of every aligned group of lanes uses, and whether inner groups lie in one node each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.types import ACROSS_NODES, IN_NODE, Topology
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, Bucket, Topology
 
 
 class Links(NamedTuple):
@@ -51,3 +51,17 @@ def links_of(topology: Topology) -> Links:
         used.append(((IN_NODE,) if num_across < blocks else ()) + ((ACROSS_NODES,) if num_across else ()))
     links.flags.writeable = False
     return Links(links, tuple(used))
+
+
+def why_inner_groups_are_split(bucket: Bucket, topology: Topology) -> str | None:
+    """Return why the inner groups of a bucket do not lie in one node each, with the remedy; None where they do."""
+    inner, node = bucket.inner_cp_size, topology.lanes_per_node
+    if node % inner:
+        return f"inner_cp_size {inner} does not divide the {node} lanes of a node: use an inner size that does, or p2p"
+    for first in bucket.lanes[::inner]:
+        if topology.spans_nodes(first, inner):
+            return (
+                f"the inner group of lanes {first}-{first + inner - 1} lies on more than one node of {node} lanes: "
+                "use a smaller inner_cp_size, or p2p"
+            )
+    return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from dynamic_cp.arrays import Floats
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.convex import Convex
 from dynamic_cp.mechanisms.heads import kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
@@ -163,8 +163,8 @@ class Mechanism:
         cp_size, inner = bucket.cp_size, bucket.inner_cp_size
         one = self.sent_bytes(cp_size, inner, 2 * of.query, of.kv, copies)
         lanes = np.arange(cp_size)
-        others = (lanes[:, None] // inner * inner + (lanes[:, None] + np.arange(1, inner)) % inner).ravel()
-        sender = np.concatenate([lanes, np.repeat(lanes, inner - 1)])
+        among, others = pairs_of_inner_groups(cp_size, inner)
+        sender = np.concatenate([lanes, among])
         receiver = np.concatenate([(lanes + inner) % cp_size, others])
         ring, heads = np.ones(cp_size), np.full(len(others), one.inner / max(inner - 1, 1))
         per_token = [
@@ -185,3 +185,10 @@ class Mechanism:
     def num_more_groups(self, cp_size: int, sharing: Sharing) -> int:
         """Return how many communicators a rank needs for groups of `cp_size` besides the one of each CP size."""
         return 0
+
+
+def pairs_of_inner_groups(cp_size: int, inner: int) -> tuple[Ints, Ints]:
+    """Return the senders and receivers of all-to-alls in the inner groups of `cp_size` lanes."""
+    lanes = np.arange(cp_size)
+    others = (lanes[:, None] // inner * inner + (lanes[:, None] + np.arange(1, inner)) % inner).ravel()
+    return np.repeat(lanes, inner - 1), others

@@ -13,9 +13,11 @@ bytes backward (keys and values, and their gradients); all-to-alls carry as many
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 from dynamic_cp.convex import Convex, Kink, Linear, merged
+from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.types import ACROSS_NODES, CAUSAL, FULL, IN_NODE, Causal, Full, Hardware, Lambda, Problem, Stage
 
@@ -59,6 +61,11 @@ class Side(NamedTuple):
         """Return step 0 and any later one of `outer`: 1 / inner of the heads on 1 / outer of each sequence."""
         return self.first.on_parts(outer, 1 / inner), self.later.on_parts(outer, 1 / inner)
 
+    def of_heads(self, share: float) -> Side:
+        """Return it for a share of the heads."""
+        first, later = (one._replace(per_token2=share * one.per_token2) for one in (self.first, self.later))
+        return self._replace(first=first, later=later)
+
     def tiles(self, outer: int, inner: int = 1) -> Linear:
         """Return all steps."""
         first, later = self.steps(outer, inner)
@@ -76,6 +83,7 @@ class StageAttention:
         sides: forward and backward.
         mask: of the layers; kernels are priced by the squared tokens of samples that have it.
         layers: their number; hardware: what they run on.
+        heads: (query heads, KV heads) of a TP rank; None where they are not whole numbers.
         query_bytes: of queries and outputs of a token, all layers; kv_bytes: of its keys and values; lse_bytes: of its
             log-sum-exp.
         node_lanes: largest group whose lanes surely share a node.
@@ -89,6 +97,7 @@ class StageAttention:
         element_bytes = problem.options.element_bytes.exchanged
         self.layers = stage.num_layers
         self.hardware = hardware
+        self.heads = heads_of_rank(problem.model, tp_size)
         forward, backward = _kernels_of_stage(stage, tp_size, hardware)
         self.sides = Side(*forward, 1.0, 1.0), Side(*backward, hardware.exchange_backward_over_forward, 2.0)
         # With fewer KV heads than TP ranks every rank keeps a whole head.
@@ -100,6 +109,27 @@ class StageAttention:
         self.node_lanes = node_lanes
         self.latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
         self.bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
+
+    def of_inner_group(self, inner: int) -> StageAttention:
+        """Return it for lanes that are inner groups: what each lane of one computes and sends with its heads.
+
+        Raises:
+            UnsupportedFeatureError: they cannot share out the heads evenly.
+        """
+        if inner == 1:
+            return self
+        copies = kv_heads_of(*(self.heads or (1, 1)), inner).copies
+        one = copy(self)
+        one.sides = self.sides[0].of_heads(1 / inner), self.sides[1].of_heads(1 / inner)
+        one.query_bytes, one.lse_bytes = self.query_bytes / inner, self.lse_bytes / inner
+        one.kv_bytes = copies * self.kv_bytes / inner
+        one.node_lanes = self.node_lanes // inner
+        return one
+
+    def heads_of_group(self, inner: int) -> Linear:
+        """Return what the all-to-alls of a whole inner group in a node take, in one direction, for its tokens."""
+        copies = kv_heads_of(*(self.heads or (1, 1)), inner).copies
+        return self.exchanged_heads(inner, inner, copies, IN_NODE)
 
     def alone(self) -> tuple[Convex, Convex]:
         """Return (forward, backward) of a lane by itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamic_cp.convex import Convex
+from dynamic_cp.mechanisms.links import why_inner_groups_are_split
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import IN_NODE, Bucket, Topology
@@ -33,18 +34,7 @@ class TwoLevels(Mechanism):
         )
 
     def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
-        inner, node = bucket.inner_cp_size, topology.lanes_per_node
-        if node % inner:
-            return (
-                f"inner_cp_size {inner} does not divide the {node} lanes of a node: use an inner size that does, or p2p"
-            )
-        for first in bucket.lanes[::inner]:
-            if topology.spans_nodes(first, inner):
-                return (
-                    f"the inner group of lanes {first}-{first + inner - 1} lies on more than one node of {node} lanes: "
-                    "use a smaller inner_cp_size, or p2p"
-                )
-        return None
+        return why_inner_groups_are_split(bucket, topology)
 
     def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
         shard = stage.kv_shard(cp_size, copies, link)

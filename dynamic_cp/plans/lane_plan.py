@@ -112,7 +112,8 @@ def _of_lane(bucket: Bucket, lane: int) -> Bucket:
     """Return what one of its lanes knows of a bucket."""
     if bucket.placement is None:
         return bucket
-    samples = tuple(bucket.samples[number] for number in bucket.placement.samples_of(lane - bucket.first_lane))
+    group = (lane - bucket.first_lane) // bucket.inner_cp_size
+    samples = tuple(bucket.samples[number] for number in bucket.placement.samples_of(group))
     return replace(bucket, samples=samples, placement=None)
 
 

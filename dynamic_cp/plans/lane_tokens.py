@@ -13,7 +13,7 @@ from dynamic_cp.types import Bucket, Plan
 def lane_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
     """Return the padded tokens of each lane of `bucket`: those of every rank of the lane."""
     if bucket.placement is not None:
-        return placed_tokens(bucket.placement, bucket.cp_size, rank_token_multiple)
+        return placed_tokens(bucket, rank_token_multiple)
     even = rank_tokens(bucket, rank_token_multiple)
     return (even,) if bucket.cp_size == 1 else MECHANISMS[bucket.cp_comm_type].lane_tokens(bucket, even)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from dynamic_cp.types import Bucket, MicroBatch, Placement, Plan
+from dynamic_cp.types import Bucket, MicroBatch, Plan
 
 if TYPE_CHECKING:
     from dynamic_cp.arrays import Ints
@@ -81,9 +81,20 @@ def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
     return round_up(units * multiple // bucket.cp_size, rank_multiple(bucket.cp_size, rank_token_multiple))
 
 
-def placed_tokens(placement: Placement, cp_size: int, rank_token_multiple: int = 1) -> tuple[int, ...]:
-    """Return the padded tokens of each lane of a placed bucket: at least one, and a multiple."""
-    return tuple(round_up(max(tokens, 1), rank_token_multiple) for tokens in placement.home_tokens(cp_size))
+def placed_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
+    """Return the padded tokens of each lane of a placed bucket."""
+    assert bucket.placement is not None
+    inner = bucket.inner_cp_size
+    return tuple(
+        tokens
+        for of_group in bucket.placement.home_tokens(bucket.num_inner_groups)
+        for tokens in (placed_share(of_group, inner, rank_token_multiple),) * inner
+    )
+
+
+def placed_share(group_tokens: int, inner_cp_size: int, rank_token_multiple: int = 1) -> int:
+    """Return the padded tokens of each lane of an inner group that holds `group_tokens`: at least one, a multiple."""
+    return round_up(max(-(-group_tokens // inner_cp_size), 1), rank_token_multiple)
 
 
 def micro_batch_padded_tokens(micro_batch: MicroBatch, rank_token_multiple: int = 1) -> int:
@@ -91,7 +102,7 @@ def micro_batch_padded_tokens(micro_batch: MicroBatch, rank_token_multiple: int 
     return sum(
         rank_tokens(bucket, rank_token_multiple) * bucket.cp_size
         if bucket.placement is None
-        else sum(placed_tokens(bucket.placement, bucket.cp_size, rank_token_multiple))
+        else sum(placed_tokens(bucket, rank_token_multiple))
         for bucket in micro_batch.buckets
     )
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.types import (
-    CHOOSES_INNER_SIZE,
+    INNER_SIZES,
     PLACED,
     Attention,
     Bucket,
@@ -164,11 +164,14 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
     return data
 
 
+_NAMES_INNER_SIZE = [name for name, inner in INNER_SIZES.items() if inner == "chosen"]
+
+
 def _bucket_from_dict(data: object, where: str) -> Bucket:
     names: tuple[str, ...] = ("first_lane", "cp_size", "cp_comm_type", "samples")
     given = data if isinstance(data, dict) else {}
     # The others imply it, but may say it, too.
-    has_inner = given.get("cp_comm_type") in CHOOSES_INNER_SIZE or "inner_cp_size" in given
+    has_inner = given.get("cp_comm_type") in _NAMES_INNER_SIZE or "inner_cp_size" in given
     is_placed = given.get("cp_comm_type") in PLACED
     names += ("inner_cp_size",) * has_inner + ("placement",) * is_placed
     bucket = _Fields(data, where, names)

@@ -138,11 +138,14 @@ def placed_shares(
 
 def lane_shares(bucket: Bucket, mask: Causal | Full, sent: Sent, nodes: Ints) -> dict[str, Floats]:
     """Return what -> [lane] how much of it: tokens, pairs that kernels compute, bytes."""
-    placement = bucket.placement
+    placement, inner, num_groups = bucket.placement, bucket.inner_cp_size, bucket.num_inner_groups
     assert placement is not None
     pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
+    held = np.array(placement.home_tokens(num_groups), np.float64)
+    computed = np.bincount(placement.tiles[:, 2], pairs, num_groups).astype(np.float64)
+    # The lanes of an inner group have equal shares: of its tokens, and of the heads of its pairs.
     return {
-        "tokens held": np.array(placement.home_tokens(bucket.cp_size), np.float64),
-        "pairs computed": np.bincount(placement.tiles[:, 2], pairs, bucket.cp_size).astype(np.float64),
+        "tokens held": np.repeat(held / inner, inner),
+        "pairs computed": np.repeat(computed / inner, inner),
         "bytes sent": sent.of_lanes(nodes).sum(axis=(0, 1)),
     }

@@ -56,7 +56,8 @@ def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
 def _counts(bucket: Bucket) -> str:
     placement = bucket.placement
     assert placement is not None
-    return f"{counted(len(bucket.samples), 'sample')} on {bucket.cp_size} lanes, {placement.describe()}"
+    shared = f" that share out heads by {bucket.inner_cp_size}" if bucket.inner_cp_size > 1 else ""
+    return f"{counted(len(bucket.samples), 'sample')} on {bucket.cp_size} lanes{shared}, {placement.describe()}"
 
 
 def _of_tiles(bucket: Bucket) -> str:

@@ -57,7 +57,7 @@ def placed_tiles(bucket: Bucket, mask: Causal | Full, theme: Theme, *, width_in:
     num_shown = MAX_SAMPLES if width_in > WIDE_IN - 1 else 1
     samples = [number for number, _ in samples_by_work(bucket)[:num_shown]]
     num_rows, tiles = (1 if placement.num_divisions == 1 else 2), placement.tiles.astype(np.int64)
-    lanes_per_color = lanes_of_color(bucket.cp_size, len(theme.cp_sizes))
+    lanes_per_color = lanes_of_color(bucket.num_inner_groups, len(theme.cp_sizes))
     side_in = min(3.4, (width_in - 0.5) / len(samples) - 0.2)
     figure = new_figure(width_in, num_rows * (side_in + 0.55) + 0.75)
     panels = figure.subplots(num_rows, len(samples), squeeze=False)
@@ -74,7 +74,9 @@ def placed_tiles(bucket: Bucket, mask: Causal | Full, theme: Theme, *, width_in:
             _draw(panel, bucket, number, of_tile, colors, mask, theme)
             _draw_homes(panel, placement, number, bucket.samples[number].seqlen, lanes_per_color, theme)
             _describe(panel, bucket, number, row, column == 0, num_rows, placement.num_divisions)
-    add_legend(figure, _lane_legend(bucket, lanes_per_color, theme), width_in=width_in, title="lane")
+    add_legend(
+        figure, _lane_legend(bucket, lanes_per_color * bucket.inner_cp_size, theme), width_in=width_in, title="lane"
+    )
     return figure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from math import ceil
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ import numpy as np
 from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Placed, PlacementProblem, candidates
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.placement.transport import divide
-from dynamic_cp.plans.padding import round_up
+from dynamic_cp.plans.padding import placed_tokens, round_up
 from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
 from dynamic_cp.types import PLACED, Bucket, CpCommType, MicroBatch, Placement, Plan, PlanOptions, Sample, Topology
@@ -33,6 +34,8 @@ _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
 _NUM_CANDIDATES = {"fast": 200, "thorough": 1024}
 """Placements that are compared for a plan, as far as each row has one."""
+_INNER_SIZES = (1, 4, 2)
+"""Sparse masks mostly do best without an exchange of heads, others with one, so that fewer bytes cross nodes."""
 _HOPELESS = 1.1
 """A plan is not placed where its longest row would take this many times as long."""
 
@@ -134,9 +137,9 @@ def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_mode
 
 
 def _is_hopeless(rows: Sequence[MicroBatch], of_rows: Sequence[Sequence[Sample]], cost_model: CostModel) -> bool:
-    """Return whether the longest row, placed in the way that is mostly best, takes far longer than it does."""
+    """Return whether the longest row, placed in the ways that are mostly best, takes far longer than it does."""
     slowest_s, longest = max((_slowest_s(row, cost_model), index) for index, row in enumerate(rows))
-    placed = place_row(of_rows[longest], cost_model, most_candidates=1)
+    placed = place_row(of_rows[longest], cost_model, most_candidates=2)
     return placed is None or _slowest_s(placed, cost_model) > _HOPELESS * slowest_s
 
 
@@ -181,39 +184,73 @@ def place_row(
         cost_model: topology, limits and prices.
         most_candidates: placements to compare; None: all there are.
     """
-    num_lanes = cost_model.topology.num_lanes
-    query_bytes, kv_bytes = cost_model.bytes_per_token()
-    problem = PlacementProblem(
-        num_lanes=num_lanes,
-        node_lanes=lanes_in_one_node(cost_model.topology),
-        row_bytes=max(1, round(query_bytes)),
-        column_bytes=max(1, round(kv_bytes)),
-    )
+    ways = [_Way.of(inner, cost_model) for inner in _inner_sizes(cost_model)]
+    found = zip_longest(*(candidates(with_masks(samples, cost_model.mask), way.problem) for way in ways))
+    tried = ((way, placed) for row in found for way, placed in zip(ways, row, strict=True) if placed is not None)
     best: list[tuple[float, int, MicroBatch]] = []
-    fitting: list[tuple[float, int, Placed]] = []
-    for placed in islice(candidates(with_masks(samples, cost_model.mask), problem), most_candidates):
-        found = _priced(samples, placed, _DIVISIONS[0], problem, cost_model)
-        if found is not None:
-            fitting.append((found[0], len(fitting), placed))
-            best.append((found[0], len(best), found[1]))
-    for _, _, placed in sorted(fitting)[:_NUM_DIVIDED]:
+    fitting: list[tuple[float, int, _Way, Placed]] = []
+    for way, placed in islice(tried, most_candidates):
+        priced = _priced(samples, placed, _DIVISIONS[0], way, cost_model)
+        if priced is not None:
+            fitting.append((priced[0], len(fitting), way, placed))
+            best.append((priced[0], len(best), priced[1]))
+    for _, _, way, placed in sorted(fitting, key=lambda one: one[:2])[:_NUM_DIVIDED]:
         for num_divisions in _DIVISIONS[1:]:
-            found = _priced(samples, placed, num_divisions, problem, cost_model)
-            assert found is not None
-            best.append((found[0], len(best), found[1]))
+            priced = _priced(samples, placed, num_divisions, way, cost_model)
+            assert priced is not None
+            best.append((priced[0], len(best), priced[1]))
     for _, _, row in sorted(best, key=lambda one: one[:2]):
-        placement = row.buckets[0].placement
-        assert placement is not None
-        buffers = buffer_tokens_of(placement, num_lanes, 0, problem.node_lanes)
-        if why_too_much_fetched(buffers, cost_model.options.max_tokens_per_rank) is None:
+        if _has_room(row.buckets[0], cost_model):
             return row
     return None
 
 
+class _Way(NamedTuple):
+    """Lanes of a placement.
+
+    Attributes:
+        inner_cp_size: lanes of the job that each of them is.
+        problem: what is placed on them.
+    """
+
+    inner_cp_size: int
+    problem: PlacementProblem
+
+    @classmethod
+    def of(cls, inner_cp_size: int, cost_model: CostModel) -> _Way:
+        topology = cost_model.topology
+        query_bytes, kv_bytes = cost_model.bytes_per_token()
+        # Only their ratio counts, and KV heads may be repeated.
+        copies = cost_model.sharing.copies(inner_cp_size)
+        problem = PlacementProblem(
+            num_lanes=topology.num_lanes // inner_cp_size,
+            node_lanes=lanes_in_one_node(topology) // inner_cp_size,
+            row_bytes=max(1, round(query_bytes)),
+            column_bytes=max(1, round(copies * kv_bytes)),
+        )
+        return cls(inner_cp_size, problem)
+
+
+def _inner_sizes(cost_model: CostModel) -> list[int]:
+    """Return the inner sizes to try, in the order of `_INNER_SIZES`, larger ones behind them."""
+    sizes = MECHANISMS[PLACED[0]].inner_sizes(cost_model.topology.num_lanes, cost_model.sharing)
+    return sorted(sizes, key=lambda size: (_INNER_SIZES.index(size) if size in _INNER_SIZES else size, size))
+
+
+def _has_room(bucket: Bucket, cost_model: CostModel) -> bool:
+    """Return whether what its lanes fetch keeps the limit."""
+    assert bucket.placement is not None
+    inner, node_lanes = bucket.inner_cp_size, lanes_in_one_node(cost_model.topology)
+    buffers = buffer_tokens_of(bucket.placement, bucket.num_inner_groups, 0, node_lanes // inner)
+    copies, most_tokens = cost_model.sharing.copies(inner), cost_model.options.max_tokens_per_rank
+    return why_too_much_fetched(bucket, buffers, most_tokens, copies) is None
+
+
 def _priced(
-    samples: Sequence[Sample], placed: Placed, num_divisions: int, problem: PlacementProblem, cost_model: CostModel
+    samples: Sequence[Sample], placed: Placed, num_divisions: int, way: _Way, cost_model: CostModel
 ) -> tuple[float, MicroBatch] | None:
     """Return (seconds of the slowest lane, the micro-batch); None where a lane holds more than the limit."""
+    problem, topology = way.problem, cost_model.topology
     tokens = (placed.homes[:, 2] - placed.homes[:, 1]).astype(np.int64)
     bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
     tiles = placed.tiles.astype(np.int64)
@@ -221,12 +258,15 @@ def _priced(
         placed.homes[:, 3].astype(np.int64), tokens, tiles, bytes_per_token, num_divisions, problem.num_lanes,
         problem.node_lanes,
     )  # fmt: skip
-    placement = Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32))
     bucket = Bucket(
-        first_lane=0, cp_size=problem.num_lanes, cp_comm_type=PLACED[0], samples=tuple(samples), placement=placement
+        first_lane=0,
+        cp_size=topology.num_lanes,
+        cp_comm_type=PLACED[0],
+        inner_cp_size=way.inner_cp_size,
+        samples=tuple(samples),
+        placement=Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32)),
     )
-    held = placement.home_tokens(problem.num_lanes)
-    if round_up(max(held), cost_model.topology.rank_token_multiple) > cost_model.options.max_tokens_per_rank:
+    if max(placed_tokens(bucket, topology.rank_token_multiple)) > cost_model.options.max_tokens_per_rank:
         return None
     row = MicroBatch(buckets=(bucket,))
     return _slowest_s(row, cost_model), row

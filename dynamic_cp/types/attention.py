@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, cast, get_args
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks"]
-INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen"]] = {
+INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen", "any"]] = {
     "p2p": "one",
     "a2a": "all",
     "all_gather": "one",
     "a2a+p2p": "chosen",
-    "blocks": "one",
+    "blocks": "any",
 }
-"""Mechanism -> how many lanes of a group exchange heads: none with another, all, or as many as the planner chooses."""
-CHOOSES_INNER_SIZE = tuple(name for name, inner in INNER_SIZES.items() if inner == "chosen")
+"""Mechanism -> how many lanes of a group exchange heads: none with another, all, as many as the planner chooses (more
+than one, fewer than all), or any number of them that it chooses, none among them."""
+CHOOSES_INNER_SIZE = tuple(name for name, inner in INNER_SIZES.items() if inner in ("chosen", "any"))
 """Mechanisms that do not imply `Bucket.inner_cp_size`."""
 
 PLACED: tuple[CpCommType, ...] = ("blocks",)
@@ -57,8 +58,9 @@ class Attention(NamedTuple):
 
     @property
     def chooses_inner_size(self) -> bool:
-        """Whether the mechanism and the CP size leave the inner size open."""
-        return self.cp_comm_type in CHOOSES_INNER_SIZE
+        """Whether the mechanism and the CP size leave the inner size open; where any is possible, 1 goes unsaid."""
+        kind = INNER_SIZES.get(self.cp_comm_type)
+        return kind == "chosen" or (kind == "any" and self.inner_cp_size > 1)
 
     def __str__(self) -> str:
         """Return what plans and reports call it: `a2a`, or with the inner size that it chooses `a2a+p2p/8`."""

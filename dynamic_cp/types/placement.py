@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
 class Placement:
     """Homes and tiles of one bucket; lanes and samples are counted from the first one of the bucket.
 
+    Where its lanes exchange heads (`Bucket.inner_cp_size`), what is called a lane here is an inner group of them. Each
+    lane of it computes all its tiles for some of the heads, and holds an equal run of its tokens (`placed_share`).
+
     Attributes:
         homes: int32 [home, 4]: sample, first token, token after the last one, lane; in the order of samples and tokens.
         tiles: int32 [tile, 4]: home of the queries, home of the keys, lane, division.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.attention import INNER_SIZES, PLACED, Attention, CpCommType
+from dynamic_cp.types.attention import CHOOSES_INNER_SIZE, INNER_SIZES, PLACED, Attention, CpCommType
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
 from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.placement import Placement
@@ -77,7 +77,8 @@ class Bucket:
         inner_cp_size: neighbouring lanes that exchange heads by all-to-all: lanes first_lane + k * inner_cp_size and
             the following are inner group k; lanes with equal index in their inner groups form the outer ring of
             cp_size / inner_cp_size members. Implied by p2p and all_gather (1) and by a2a (cp_size: leave it at 1);
-            a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size.
+            a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size; blocks any one below cp_size that divides it,
+            and the lanes of its placement then are the inner groups.
         placement: which lane holds and computes what, where the mechanism places it (`PLACED`); such a bucket may have
             any cp_size above 1. A lane that got only its own part of a plan knows none.
     """
@@ -118,14 +119,16 @@ class Bucket:
     def _set_inner_cp_size(self) -> None:
         """Refuse an inner size that the exchange does not have; fill in the one that a2a implies."""
         inner, where = self.inner_cp_size, f"the bucket at lane {self.first_lane}"
-        if self.attention.chooses_inner_size:
-            if not isinstance(inner, Integral) or not is_power_of_two(inner) or not 1 < inner < self.cp_size:
+        if self.cp_comm_type in CHOOSES_INNER_SIZE:
+            is_chosen = INNER_SIZES[self.cp_comm_type] == "chosen"
+            is_size = isinstance(inner, Integral) and is_power_of_two(inner) and inner >= 1 + is_chosen
+            if not is_size or inner >= self.cp_size or self.cp_size % inner:
+                rule = f"between 1 and {self.cp_size}" if is_chosen else f"below {self.cp_size} that divides it"
+                sizes = "2, 4, ... below cp_size" if is_chosen else "1, 2, 4, ..."
                 raise InvalidInputError(
                     f"inner_cp_size {inner} of {where} ({self.cp_comm_type}, cp_size {self.cp_size}) is not a power "
-                    f"of two between 1 and {self.cp_size}: "
-                    + (
-                        "use 2, 4, ... below cp_size" if self.cp_size > 2 else "use p2p or a2a, they need no inner size"
-                    ),
+                    f"of two {rule}: "
+                    + (f"use {sizes}" if self.cp_size > 2 else "use p2p or a2a, they need no inner size"),
                     inner_cp_size=inner,
                     cp_size=self.cp_size,
                     first_lane=self.first_lane,
@@ -146,6 +149,11 @@ class Bucket:
     def attention(self) -> Attention:
         """How its lanes compute attention."""
         return Attention(self.cp_comm_type, self.inner_cp_size)
+
+    @property
+    def num_inner_groups(self) -> int:
+        """Groups of lanes that exchange heads; as many as lanes where none do."""
+        return self.cp_size // self.inner_cp_size
 
     @property
     def lanes(self) -> range:

@@ -102,7 +102,6 @@ class Messages:
         sends: Sequence[tuple[int, Sequence[Tensor]]],
         receives: Sequence[tuple[int, Sequence[Expected]]],
         params: DynamicPackedSeqParams,
-        first_in_group: int = 0,
     ) -> None:
         group: Any = params.cp_group
         self._board, own, post = group.board, group.rank(), group.post
@@ -280,6 +279,7 @@ class Placed(NamedTuple):
 
     Attributes:
         tensors: output, log-sum-exp as [T, heads], gradients of queries, keys and values; padding behind its tokens.
+            Where heads are exchanged, log-sum-exp is of the inner group's tokens and of this lane's heads.
         params: of its micro-batch, with what it computed as packs.
         sent_bytes: forward and backward.
     """
@@ -299,16 +299,20 @@ def attend_placed(
         lanes: what they do.
         mask: of samples that bring none.
     """
-    board = Board(len(lanes))
+    board, inner = Board(len(lanes)), lanes[0].inner_cp_size
+    inner_boards = [Board(inner) for _ in range(len(lanes) // inner)]
 
     def lane(rank: int) -> Placed:
         q, k, v, grad = inputs_THD[rank]
         stats = ExchangeStats()
+        group = EmulatedGroup(rank, board)
+        members = EmulatedGroup(rank % inner, inner_boards[rank // inner]) if inner > 1 else None
         params = DynamicPackedSeqParams.build(
             (len(q),),
             torch.zeros(len(q), dtype=torch.int64, device=q.device),
-            EmulatedGroup(rank, board),  # type: ignore[arg-type]
+            group,  # type: ignore[arg-type]
             cp_comm_type="blocks",
+            levels=(members, group),  # type: ignore[arg-type]
             label="emulated",
             stats=stats,
             mask=mask,
@@ -322,6 +326,6 @@ def attend_placed(
         tensors = (out, context.saved_tensors[3].t(), *(x for x in grads[:3] if x is not None))
         return Placed(tensors, params, (forward_bytes, stats.bytes_sent - forward_bytes))
 
-    found = _run(len(lanes), lane, [board])
+    found = _run(len(lanes), lane, [board, *inner_boards])
     assert not board.letters, "a message was sent that nobody takes"
     return found

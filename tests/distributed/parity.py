@@ -176,22 +176,27 @@ def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_r
 
 
 def placed_plan(samples: tuple[Sample, ...], layout: Layout) -> Plan:
-    """Return `mixed_plan` with two micro-batches placed at random: on all lanes, and on all but the first of three."""
+    """Return `mixed_plan` with two micro-batches placed at random: on all lanes, and on all but the first of three.
+
+    Four lanes exchange heads by twos in the first, where nodes have two.
+    """
     plan, random = mixed_plan(samples, layout), np.random.default_rng(layout.lanes)
 
-    def placed(first_lane: int, buckets: Iterable[Bucket]) -> Bucket:
+    def placed(first_lane: int, buckets: Iterable[Bucket], inner: int = 1) -> Bucket:
         held = tuple(sample for bucket in buckets for sample in bucket.samples)
         num_lanes = layout.lanes - first_lane
         return Bucket(
             first_lane=first_lane,
             cp_size=num_lanes,
             cp_comm_type="blocks",
+            inner_cp_size=inner,
             samples=held,
-            placement=random_placement(random, held, num_lanes, 4),
+            placement=random_placement(random, held, num_lanes // inner, 4),
         )
 
     first, second, third, *others = plan.micro_batches
-    whole = MicroBatch(buckets=(placed(0, first.buckets),))
+    shares_heads = layout.lanes == 4 and layout.topology.lanes_per_node % 2 == 0
+    whole = MicroBatch(buckets=(placed(0, first.buckets, 2 if shares_heads else 1),))
     alone = [bucket for bucket in third.buckets if bucket.lanes == range(1)] if layout.lanes > 2 else []
     behind = placed(len(alone), [bucket for bucket in third.buckets if bucket not in alone])
     return replace(plan, micro_batches=(whole, second, MicroBatch(buckets=(*alone, behind)), *others))

@@ -96,6 +96,7 @@ class Case(NamedTuple):
         node_lanes: lanes of a node.
         idle: so many lanes, the last ones, hold nothing, and as many, the first ones, compute nothing.
         mask: of samples that bring none.
+        inner: lanes that exchange heads, for each of the placement.
     """
 
     num_lanes: int
@@ -105,6 +106,7 @@ class Case(NamedTuple):
     idle: int = 0
     samples: tuple[Sample, ...] = SAMPLES
     mask: Causal | Full = CAUSAL
+    inner: int = 1
 
     @property
     def placement(self) -> Placement:
@@ -146,15 +148,20 @@ def _expected(kv_heads: int, samples: tuple[Sample, ...], mask: Causal | Full) -
 
 
 def lanes_of(case: Case) -> list[PlacedLane]:
-    """Return what each lane does, with 0, 1 or 2 tokens of padding, and one at least where it holds nothing."""
+    """Return what each lane does, with 0, 1 or 2 tokens more than it needs, and one at least where it holds nothing."""
     placement = case.placement
     lanes = []
     for lane, programme in enumerate(programmes_of(placement, case.num_lanes, 0, case.node_lanes)):
         samples = tuple(case.samples[number] for number in placement.samples_of(lane))
-        lanes.append(
-            PlacedLane(programme=programme, samples=samples, num_tokens=max(1, programme.num_tokens + lane % 3))
-        )
+        num_tokens = max(1, -(-programme.num_tokens // case.inner) + lane % 3)
+        one = PlacedLane(programme=programme, samples=samples, num_tokens=num_tokens, inner_cp_size=case.inner)
+        lanes += [replace(one, inner_rank=rank) for rank in range(case.inner)]
     return lanes
+
+
+def num_held(lane: PlacedLane) -> int:
+    """Return the tokens that a lane holds, without padding."""
+    return sum(home.stop - home.start for home in lane.homes)
 
 
 def tokens_of(lane: PlacedLane, samples: Sequence[Sample]) -> Tensor:
@@ -198,7 +205,7 @@ def whole_of(lanes: Sequence[PlacedLane], samples: Sequence[Sample], found: Sequ
 def assert_padding_gets_nothing(lanes: Sequence[PlacedLane], found: Sequence[Sequence[Tensor]]) -> None:
     """Its output and its gradients are 0."""
     for lane, tensors in zip(lanes, found, strict=True):
-        assert not any(x[lane.programme.num_tokens :].any() for x in (tensors[0], *tensors[-3:]))
+        assert not any(x[num_held(lane) :].any() for x in (tensors[0], *tensors[-3:]))
 
 
 def assert_equal_to_dense(whole: Sequence[Tensor], expected: Sequence[Tensor], names: Sequence[str] = NAMES) -> None:
@@ -282,6 +289,25 @@ def test_lanes_of_one_process_equal_a_dense_softmax(num_lanes: int) -> None:
     for what in (*rounds, "ranged", "reused", "idle", "holds nothing", "tokens"):
         assert seen[what] > 0, what
     assert (seen["relayed"] > 0) == (num_lanes > 2), "two lanes have nobody to hand on to"
+
+
+def test_lanes_that_exchange_heads_equal_a_dense_softmax() -> None:
+    """Placements of inner groups of 2 and 4 lanes, with KV heads that are repeated, as many, and more."""
+    seen: Counter[str] = Counter()
+    for turn, (num_groups, node_groups, inner) in enumerate(((2, 1, 2), (3, 3, 2), (4, 2, 2), (2, 2, 4), (3, 2, 4))):
+        kv_heads = (KV_HEADS, HEADS, 1)[turn % 3]
+        case = Case(num_groups, node_groups, (1, 2, 4, 8)[turn % 4], kv_heads, turn % 2, inner=inner)
+        lanes = lanes_of(case)
+        found = [one.tensors for one in attend(case, lanes)]
+        parts = [(out, *grads) for out, _, *grads in found]
+        out, _, *grads = case.expected
+        assert_equal_to_dense(whole_of(lanes, case.samples, parts), [out, *grads], (NAMES[0], *NAMES[2:]))
+        assert_padding_gets_nothing(lanes, parts)
+        held = [num_held(lane) for lane in lanes]
+        seen["a lane has nothing"] += not all(held)
+        seen["a home is cut"] += len([home for lane in lanes for home in lane.homes]) > len(case.placement.homes)
+        seen["KV heads are repeated"] += kv_heads < inner
+    assert all(seen[what] for what in ("a lane has nothing", "a home is cut", "KV heads are repeated"))
 
 
 def test_portable_blocks_compute_it_too() -> None:
@@ -466,6 +492,8 @@ def test_faults_are_noticed(fault: str) -> None:
 NUM_RANKS = 4
 STEP = (((0, 4),), ((0, 2), (2, 2)), ((0, 1), (1, 3)), ((0, 3), (3, 1)))
 """Buckets of each micro-batch: first lane and lanes. Two of three lanes lie in a group of four, at both its ends."""
+SHARED_HEADS = (((0, 4),),)
+"""A micro-batch more where nodes have more than one lane: two and two of its lanes exchange heads."""
 
 
 def bucket_of(first_lane: int, cp_size: int, index: int, node_lanes: int) -> Bucket:
@@ -474,15 +502,23 @@ def bucket_of(first_lane: int, cp_size: int, index: int, node_lanes: int) -> Buc
     samples = tuple(replace(sample, sample_id=first_id + sample.sample_id) for sample in SAMPLES)
     if cp_size == 1:
         return Bucket(first_lane=first_lane, samples=samples if first_lane < 3 else ())
-    placement = Case(cp_size, node_lanes, index + 1, idle=index % 2).placement
-    return Bucket(first_lane=first_lane, cp_size=cp_size, cp_comm_type="blocks", samples=samples, placement=placement)
+    inner = 1 if index < len(STEP) else 2
+    placement = Case(cp_size // inner, node_lanes, index + 1, idle=index % 2).placement
+    return Bucket(
+        first_lane=first_lane,
+        cp_size=cp_size,
+        cp_comm_type="blocks",
+        inner_cp_size=inner,
+        samples=samples,
+        placement=placement,
+    )
 
 
 @lru_cache
 def plan_of(node_lanes: int) -> Plan:
     micro_batches = tuple(
         MicroBatch(buckets=tuple(bucket_of(*place, index, node_lanes) for place in places))
-        for index, places in enumerate(STEP)
+        for index, places in enumerate(STEP + (SHARED_HEADS if node_lanes > 1 else ()))
     )
     topology = Topology(num_lanes=NUM_RANKS, ranks_per_node=node_lanes)
     plan = Plan(topology=topology, max_tokens_per_rank=300, micro_batches=micro_batches)
@@ -519,7 +555,9 @@ def attend_on_rank() -> dict[int, list[OnRank | None]]:
     """Return for nodes of 1, 2 and 4 lanes what this rank finds of each micro-batch; None where it is not placed."""
     initialize_model_parallel()
     device = torch.device("cpu")
-    groups = DynamicCPGroups.build(Topology(num_lanes=NUM_RANKS), timeout_s=30, exchanges=("blocks",))
+    groups = DynamicCPGroups.build(
+        Topology(num_lanes=NUM_RANKS), timeout_s=30, exchanges=("blocks",), inner_sizes=(2,), query_heads=HEADS
+    )
     found = {}
     for node_lanes in (1, 2, 4):
         plan = lane_plans(plan_of(node_lanes))[groups.lane]
@@ -566,7 +604,7 @@ def placed_buckets() -> Iterator[tuple[Bucket, list[PlacedLane], list[OnRank]]]:
 
 def test_ranks_equal_a_dense_softmax_and_send_what_is_priced() -> None:
     """Buckets of 2, 3 and 4 ranks."""
-    seen: Counter[int] = Counter()
+    seen: Counter[tuple[int, int]] = Counter()
     out, _, *grads = Case(1, 1, 1).expected
     for bucket, lanes, found in placed_buckets():
         tensors = [one.tensors for one in found]
@@ -576,8 +614,8 @@ def test_ranks_equal_a_dense_softmax_and_send_what_is_priced() -> None:
         node_lanes = bucket.samples[0].sample_id // MOST_SAMPLES // 100
         sent = placed_bytes(bucket, MODEL, Topology(num_lanes=NUM_RANKS, ranks_per_node=node_lanes), 4)
         assert [one.sent_bytes for one in found] == sent.sum(axis=0).tolist()
-        seen[bucket.cp_size] += 1
-    assert seen == {2: 6, 3: 6, 4: 3}
+        seen[bucket.cp_size, bucket.inner_cp_size] += 1
+    assert seen == {(2, 1): 6, (3, 1): 6, (4, 1): 3, (4, 2): 2}
 
 
 def assert_columns_of(bucket: Bucket, lanes: Sequence[PlacedLane], columns: Sequence[dict[str, Tensor]]) -> None:
@@ -592,7 +630,7 @@ def assert_columns_of(bucket: Bucket, lanes: Sequence[PlacedLane], columns: Sequ
     for name, parts in expected.items():
         found = [[one[name]] for one in columns]
         assert np.array_equal(whole_of(lanes, SAMPLES, found)[0].numpy(), np.concatenate(parts)), name
-        assert not any(one[name][lane.programme.num_tokens :].any() for lane, one in zip(lanes, columns, strict=True))
+        assert not any(one[name][num_held(lane) :].any() for lane, one in zip(lanes, columns, strict=True))
 
 
 def test_lanes_get_the_tokens_of_their_homes() -> None:
@@ -600,7 +638,7 @@ def test_lanes_get_the_tokens_of_their_homes() -> None:
     for bucket, lanes, found in placed_buckets():
         assert_columns_of(bucket, lanes, [one.columns for one in found])
         num_restarting += sum(isinstance(sample.mask, SharedQuestion) for sample in bucket.samples)
-    assert num_restarting == 15
+    assert num_restarting == 17
 
 
 def test_positions_that_do_not_restart_are_noticed() -> None:

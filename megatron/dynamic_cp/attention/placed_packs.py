@@ -40,35 +40,68 @@ class Round(NamedTuple):
     receives: tuple[Message, ...]
 
 
+class Home(NamedTuple):
+    """Tokens of a sample that a lane holds; the sample by its number among those of the lane."""
+
+    sample: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedLane:
     """A lane's part of a placed bucket.
 
+    The lanes of an inner group have one programme. Its tokens, and padding at their end, are theirs in equal runs.
+
     Attributes:
-        programme: what it does.
+        programme: what it does, or its inner group.
         samples: of the bucket.
         num_tokens: that it holds, with padding at their end.
+        inner_cp_size: lanes of the inner group.
+        inner_rank: place of this lane among them.
         first_in_group: place of the bucket's first lane in the process group of the micro-batch.
     """
 
     programme: Programme
     samples: tuple[Sample, ...]
     num_tokens: int
+    inner_cp_size: int = 1
+    inner_rank: int = 0
     first_in_group: int = 0
+
+    @property
+    def homes(self) -> list[Home]:
+        """What this lane holds of each sample, in the order of its tokens."""
+        first = self.inner_rank * self.num_tokens
+        parts = (
+            Home(
+                one.sample,
+                one.start + max(0, first - one.place),
+                min(one.stop, one.start + first + self.num_tokens - one.place),
+            )
+            for one in self.programme.own
+        )
+        return [part for part in parts if part.start < part.stop]
 
     def shards(self) -> list[NDArray[np.int64]]:
         """Return which of its tokens this lane holds for each sample, none of most, and its padding behind them."""
         held = [[np.zeros(0, np.int64)] for _ in self.samples]
-        for home in self.programme.own:
+        num_held = 0
+        for home in self.homes:
             held[home.sample].append(np.arange(home.start, home.stop, dtype=np.int64))
-        padding = np.arange(self.num_tokens - self.programme.num_tokens, dtype=np.int64)
-        return [*map(np.concatenate, held), padding]
+            num_held += home.stop - home.start
+        return [*map(np.concatenate, held), np.arange(self.num_tokens - num_held, dtype=np.int64)]
 
     def packs(self, device: torch.device, mask: Causal | Full = CAUSAL) -> PlacedPacks:
-        """Return it with its tensors on `device`; `mask`: of samples that bring none."""
+        """Return the programme with its tensors on `device`; `mask`: of samples that bring none."""
         masks = [sample.mask or mask for sample in self.samples]
         seqlens = [sample.seqlen for sample in self.samples]
-        return build_placed_packs(self.programme, masks, seqlens, self.num_tokens, device)
+        return build_placed_packs(self.programme, masks, seqlens, self.inner_cp_size * self.num_tokens, device)
+
+    def member_of(self, lane: int) -> int:
+        """Return the place in the process group of whom this lane exchanges with for a lane of the placement."""
+        return self.first_in_group + lane * self.inner_cp_size + self.inner_rank
 
 
 class PlacedPacks(NamedTuple):

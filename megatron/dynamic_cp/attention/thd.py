@@ -14,7 +14,7 @@ from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
 from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
-from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundRing
+from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundBlocks, HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -63,7 +63,7 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
             share out.
     """
     assert params.cp_group is not None
-    make: type[Executor] | None = Ring if params.cp_group.size() == 1 else EXECUTORS.get(params.cp_comm_type)
+    make = Ring if params.cp_group.size() == 1 else executor_class(params)
     if make is None:
         raise UnsupportedFeatureError(
             f"the plan asks for {params.cp_comm_type} at {params.label}, the torch attention "
@@ -77,6 +77,12 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
             cp_comm_type=params.cp_comm_type,
         )
     return make(params, query_heads, kv_heads, device)
+
+
+def executor_class(params: DynamicPackedSeqParams) -> type[Executor] | None:
+    """Return what computes the exchange of a micro-batch; None: nothing here does."""
+    make = EXECUTORS.get(params.cp_comm_type)
+    return HeadsAroundBlocks if make is Blocks and params.heads_group is not None else make
 
 
 class Attention(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from dynamic_cp.errors import DataError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.plans.padding import padded_of, round_up
+from dynamic_cp.plans.padding import padded_of, placed_share
 from dynamic_cp.types import CAUSAL, PLACED, Bucket, Causal, CpCommType, Full, Sample
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
@@ -156,8 +156,14 @@ def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
     multiple = plan.facts.rank_token_multiple
     if part is not None:
         programme = Programme.read(part)
-        num_tokens = round_up(max(programme.num_tokens, 1), multiple)
-        placed = PlacedLane(programme=programme, samples=bucket.samples, num_tokens=num_tokens)
+        num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size, multiple)
+        placed = PlacedLane(
+            programme=programme,
+            samples=bucket.samples,
+            num_tokens=num_tokens,
+            inner_cp_size=bucket.inner_cp_size,
+            inner_rank=(plan.lane - bucket.first_lane) % bucket.inner_cp_size,
+        )
         return replace(shape, padded_seqlens=(num_tokens,), placed=placed)
     return replace(
         shape,
@@ -291,7 +297,7 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
     place = bucket.first_lane, bucket.cp_size
     if bucket.cp_comm_type in PLACED:
         group = groups.around(*place)[1]
-        return group, (None, group)
+        return group, groups.placed_levels(group, bucket.inner_cp_size)
     return groups.group(*place), groups.levels(*place, bucket.inner_cp_size)
 
 

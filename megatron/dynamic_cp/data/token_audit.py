@@ -51,7 +51,7 @@ def _as_read(plan: LanePlan, packed: PackedStep, read_sample: ReadSample) -> int
     for bucket, shape in zip(plan.buckets, packed.buckets, strict=True):
         samples = bucket.samples if bucket.first_lane == plan.lane else ()
         if shape.placed is not None:
-            samples = tuple(bucket.samples[home.sample] for home in shape.placed.programme.own if home.start == 0)
+            samples = tuple(bucket.samples[home.sample] for home in shape.placed.homes if home.start == 0)
         for sample in samples:
             values = read_sample(sample.sample_id)
             positions = np.arange(sample.seqlen)

@@ -18,7 +18,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
     all_gather_tokens,
     all_to_all_heads,
 )
-from megatron.dynamic_cp.attention.thd import EXECUTORS
+from megatron.dynamic_cp.attention.thd import executor_class
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels
 
 
@@ -61,7 +61,9 @@ def warm_up(
         label="start-up (warm-up of the group)",
         stats=stats,
     )
-    for transfer, over in EXECUTORS[way.cp_comm_type].transfers(params):
+    make = executor_class(params)
+    assert make is not None, "plans may use it"
+    for transfer, over in make.transfers(params):
         if over is None or (transfer, over) in done:
             continue
         done.add((transfer, over))

@@ -63,7 +63,8 @@ class DynamicCPGroups:
     Attributes:
         lane: this rank's position on the data-parallel axis; num_lanes: how many there are.
         groups: (first lane, cp size) -> process group, for every block that holds `lane`.
-        inner_groups: inner size -> this lane's inner group of a2a+p2p; one of `groups` where that size is there.
+        inner_groups: inner size -> this lane's inner group of a2a+p2p or blocks; one of `groups` where that size is
+            there.
         outer_groups: (first lane, cp size, inner size) -> outer group of a2a+p2p.
         build_s, warm_up_s, warm_up_bytes: what building and the first exchanges of each group took.
     """
@@ -121,21 +122,24 @@ class DynamicCPGroups:
                 group_desc=f"dynamic_cp_lanes_{lanes[0]}_to_{lanes[-1]}{step}",
             )
 
-        chooses = not set(CHOOSES_INNER_SIZE).isdisjoint(exchanges)
+        may_place = not set(PLACED).isdisjoint(exchanges)
+        has_rings = not set(CHOOSES_INNER_SIZE).difference(PLACED).isdisjoint(exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
-        two_levels = two_level_blocks(lane, blocks, inner_sizes if chooses else ())
+        two_levels = two_level_blocks(lane, blocks, inner_sizes if has_rings else ())
+        inner = {size for _, _, size in two_levels} | (set(inner_sizes) if may_place else set())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
             groups = {}
             # Placed buckets span any lanes. torch names a group by how many a rank has: that of all lanes comes first.
-            if not set(PLACED).isdisjoint(exchanges) and (0, topology.num_lanes) not in blocks:
+            if may_place and (0, topology.num_lanes) not in blocks:
                 groups[0, topology.num_lanes] = new_group(range(topology.num_lanes))
             groups |= {(first, size): new_group(range(first, first + size)) for first, size in blocks}
             groups = dict(sorted(groups.items(), key=lambda built: built[0][1]))
             inner_groups = {}
-            for size in sorted({inner for _, _, inner in two_levels}):
+            for size in sorted(inner):
                 first = lane - lane % size
-                inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
+                if first + size <= topology.num_lanes:
+                    inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
             outer_groups = {place: new_group(lanes) for place, lanes in two_levels.items()}
         built = time.perf_counter()
         cold = cls(
@@ -151,7 +155,9 @@ class DynamicCPGroups:
         for (first, size), group in groups.items():
             used = exchanges if (first, size) in blocks else [one for one in exchanges if one in PLACED]
             for way in ways_of(used, size, query_heads, tuple(inner_groups)) if size > 1 else ():
-                levels = cold.levels(first, size, way.inner_cp_size)
+                is_placed = way.cp_comm_type in PLACED
+                inner_size = way.inner_cp_size
+                levels = cold.placed_levels(group, inner_size) if is_placed else cold.levels(first, size, inner_size)
                 warm_up(way, group, levels, done, stats, device or collective_device())
         return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)
 
@@ -188,6 +194,23 @@ class DynamicCPGroups:
             )
         size, first = min(holding)
         return first, self.groups[first, size]
+
+    def placed_levels(self, group: dist.ProcessGroup, inner_cp_size: int) -> Levels:
+        """Return this lane's groups of a placed bucket: those who exchange heads, and `group`, which holds all lanes.
+
+        Raises:
+            InvalidInputError: no group of that inner size was built on this rank.
+        """
+        if inner_cp_size == 1:
+            return None, group
+        try:
+            return self.inner_groups[inner_cp_size], group
+        except KeyError:
+            raise InvalidInputError(
+                f"lane {self.lane} has no group of {inner_cp_size} lanes that exchange heads around blocks; built: "
+                f"{sorted(self.inner_groups)}; widen --dynamic-cp-inner-sizes",
+                inner_cp_size=inner_cp_size,
+            ) from None
 
     def levels(self, first_lane: int, cp_size: int, inner_cp_size: int) -> Levels:
         """Return this lane's groups of a bucket: those who exchange heads, and those who pass keys and values round.

@@ -121,7 +121,9 @@ def test_a_placement_on_lanes_that_are_not_there_is_refused() -> None:
         plan = Plan(
             topology=Topology(num_lanes=4), max_tokens_per_rank=128, micro_batches=(MicroBatch(buckets=(wrong,)),)
         )
-        with pytest.raises(IllegalPlanError, match=f"{what} 0 of its placement is on lane 9 of 4"):
+        with pytest.raises(
+            IllegalPlanError, match=f"{what} 0 of its placement is on lane 9 of {bucket.num_inner_groups}"
+        ):
             check_plan(plan, samples)
 
 

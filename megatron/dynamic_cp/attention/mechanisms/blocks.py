@@ -201,13 +201,13 @@ class _Rounds:
         if found is None:
             return
         back = which in (COLLECT, DELIVER)
-        sends = [(one.lane, self._pass.given_back(one) if back else self._fetched(one)) for one in found.sends]
+        member = self._params.placed.member_of
+        sends = [(member(one.lane), self._pass.given_back(one) if back else self._fetched(one)) for one in found.sends]
         receives = [
-            (one.lane, self._pass.to_come_back(one) if back else self._to_be_fetched(one)) for one in found.receives
+            (member(one.lane), self._pass.to_come_back(one) if back else self._to_be_fetched(one))
+            for one in found.receives
         ]
-        assert self._params.placed is not None
-        first = self._params.placed.first_in_group
-        self._pending[division, which] = LaneMessages(sends, receives, self._params, first)
+        self._pending[division, which] = LaneMessages(sends, receives, self._params)
 
     def finish(self, which: int, division: int) -> None:
         """Wait for a round, and put what came where it belongs."""

@@ -1,10 +1,11 @@
-"""Attention with heads exchanged for sequence (Ulysses, a2a), alone or around a ring (a2a+p2p).
+"""Attention with heads exchanged for sequence (Ulysses, a2a), alone, around a ring (a2a+p2p) or around blocks.
 
 The lanes of an inner group hand each other rows of q, k and v by one all-to-all: afterwards each has all rows of the
 group, in the order of the sequences, for its own share of the heads. With a2a the inner group is the whole CP group
 and the rows are whole sequences; with a2a+p2p the rows are a proper zigzag shard over the outer lanes (`row_order`),
-and the ring of lanes with equal index does the rest with the longer shard and fewer heads. The output goes back by
-another all-to-all; backward does the same in reverse, two collectives again.
+and the ring of lanes with equal index does the rest with the longer shard and fewer heads. Around blocks, the lanes of
+an inner group hold what it has in equal runs, and lanes with equal index do the rest. The output goes back by another
+all-to-all; backward does the same in reverse, two collectives again.
 
 Every lane gets the same number of query heads, and the KV heads that they use (`dynamic_cp.mechanisms.heads` has the
 rule). With fewer KV heads than lanes a KV head goes to several lanes, and the owner of a token adds up their gradients.
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.mechanisms.heads import kv_heads_of
+from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer, all_to_all_heads
@@ -35,17 +37,19 @@ class HeadExchange:
         # Raises before anything is sent, on all lanes.
         self._copies, self._kv_share = kv_heads_of(query_heads, kv_heads, self._num_lanes)
         self._query_share = query_heads // self._num_lanes
-        self._order = row_order(params, device)
+        # Around blocks, what lanes have one after the other is in order.
+        self._order = row_order(params, device) if params.placed is None else None
 
     def scatter_heads(self, *shards_THD: Tensor) -> Tensor:
         """Return this lane's heads of all rows, [R, heads, dim] in sequence order, of tensors with heads to share."""
         parts = [x.unflatten(1, (self._num_lanes, -1)) for x in shards_THD]
         received_PTHD = all_to_all_heads(torch.cat(parts, dim=2).transpose(0, 1), self._group, self._params)
-        return received_PTHD.flatten(0, 1).index_select(0, self._order)
+        received_RHD = received_PTHD.flatten(0, 1)
+        return received_RHD if self._order is None else received_RHD.index_select(0, self._order)
 
     def gather_heads(self, x_RHD: Tensor) -> Tensor:
         """Return all lanes' heads of this lane's rows, [T, P, heads, dim]: undoes `scatter_heads`."""
-        sent_RHD = from_sequence_order(x_RHD, self._order)
+        sent_RHD = x_RHD if self._order is None else from_sequence_order(x_RHD, self._order)
         return all_to_all_heads(sent_RHD.unflatten(0, (self._num_lanes, -1)), self._group, self._params).transpose(0, 1)
 
     def sent_kv(self, x_THD: Tensor) -> Tensor:
@@ -71,20 +75,10 @@ class HeadExchange:
         return query.flatten(1, 2), self._returned_kv(key), self._returned_kv(value)
 
 
-class HeadsAroundRing(Ring):
-    """Exchanged heads as an `executor.Executor`: between entering and leaving, a lane has its heads of longer shards.
+class _HeadsAround:
+    """What comes before and after an executor that works with the rows of an inner group: exchanges of heads."""
 
-    Where the inner group is the whole CP group, the ring is of this lane alone.
-    """
-
-    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
-        super().__init__(params, query_heads, kv_heads, device)
-        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
-
-    @staticmethod
-    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return the all-to-all of the inner group, and the shift round the ring of outer lanes."""
-        return (("all-to-all", params.heads_group), *Ring.transfers(params))
+    _exchange: HeadExchange
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return q_RHD and kv_2RHD, views of what came."""
@@ -103,3 +97,32 @@ class HeadsAroundRing(Ring):
         """Return those of the shards, of all heads, by one exchange."""
         grad_RHD = torch.cat((grad_q_RHD, grad_2RHD[0], grad_2RHD[1]), dim=1)
         return self._exchange.split_gradient(self._exchange.gather_heads(grad_RHD))
+
+
+class HeadsAroundRing(_HeadsAround, Ring):
+    """Exchanged heads as an `executor.Executor`: between entering and leaving, a lane has its heads of longer shards.
+
+    Where the inner group is the whole CP group, the ring is of this lane alone.
+    """
+
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        super().__init__(params, query_heads, kv_heads, device)
+        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return the all-to-all of the inner group, and the shift round the ring of outer lanes."""
+        return (("all-to-all", params.heads_group), *Ring.transfers(params))
+
+
+class HeadsAroundBlocks(_HeadsAround, Blocks):
+    """The programme of this lane's inner group as an `executor.Executor`, for its share of the heads."""
+
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        super().__init__(params, query_heads, kv_heads, device)
+        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return the all-to-all of the inner group, and one that makes the group of all lanes."""
+        return (("all-to-all", params.heads_group), *Blocks.transfers(params))

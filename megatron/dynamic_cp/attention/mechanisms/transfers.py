@@ -79,14 +79,13 @@ class Expected(NamedTuple):
 
 
 class LaneMessages:
-    """One message to each of some lanes and one from each of some; `wait()` returns what came.
+    """One message to each of some members of a group and one from each of some; `wait()` returns what came.
 
     A message is bytes, so that tensors of several dtypes travel at once. Runs beside what is computed, as `RingShift`.
 
     Args:
-        sends: (lane of the bucket, tensors for it).
-        receives: (lane of the bucket, what it sends).
-        first_in_group: place of the bucket's first lane in the group.
+        sends: (member of the CP group, tensors for it).
+        receives: (member of the CP group, what it sends).
     """
 
     def __init__(
@@ -94,10 +93,9 @@ class LaneMessages:
         sends: Sequence[tuple[int, Sequence[Tensor]]],
         receives: Sequence[tuple[int, Sequence[Expected]]],
         params: DynamicPackedSeqParams,
-        first_in_group: int = 0,
     ) -> None:
         group, self._params, device = params.cp_group, params, params.positions.device
-        ranks = dist.get_process_group_ranks(group)[first_in_group:]
+        ranks = dist.get_process_group_ranks(group)
         self._receives = [expected for _, expected in receives]
         # Those sent stay referenced until the transfer is done.
         self._sent = [torch.cat([_as_bytes(tensor) for tensor in tensors]) for _, tensors in sends]
@@ -106,9 +104,9 @@ class LaneMessages:
             for expected in self._receives
         ]
         operations = [
-            dist.P2POp(operation, message, ranks[lane], group)
+            dist.P2POp(operation, message, ranks[member], group)
             for operation, side, messages in ((dist.isend, sends, self._sent), (dist.irecv, receives, self._received))
-            for (lane, _), message in zip(side, messages, strict=True)
+            for (member, _), message in zip(side, messages, strict=True)
             if len(message)
         ]
         try:
@@ -118,7 +116,7 @@ class LaneMessages:
         params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)
 
     def wait(self) -> list[list[Tensor]]:
-        """Return the tensors of each lane of `receives`."""
+        """Return the tensors of each member of `receives`."""
         try:
             for work in self._pending:
                 work.wait()
