@@ -154,6 +154,8 @@ def test_placed_attention_equals_single_process(reference_of) -> None:
         placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
         assert len(placements) >= (2 if name in PLACED_LAYOUTS else 1)
         assert max(len(placement.tiles) for placement in placements) > 10
+        shares_heads = {bucket.inner_cp_size for bucket in plan.buckets if bucket.placement is not None} != {1}
+        assert shares_heads or name != "dp4_placed"
         cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
     assert_all_equal_to_reference(cases, bytes_too=True)
 

@@ -10,8 +10,9 @@ import pytest
 
 from dynamic_cp.bounds.lower import lower_bound
 from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
 from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of
@@ -228,6 +229,68 @@ def test_a_plan_whose_lanes_fetch_too_much_is_refused() -> None:
         IllegalPlanError, match=r"lane 9 of its placement fetches 90 tokens' keys at a time, .* 8 times 11"
     ):
         check_plan(replace(plan, max_tokens_per_rank=11))
+
+
+def test_heads_are_exchanged_where_that_is_faster_and_allowed() -> None:
+    """Long causal samples on two nodes of 8 H100; inner groups have a size that divides 16 lanes."""
+    samples = samples_of([30000, 8000, 3000, 900])
+    given = job(16, 4096, cp_comm_types=("blocks",))
+    given |= {
+        "model": replace(catalog.load_model("llama-3-8b"), num_layers=1),
+        "hardware": catalog.load_hardware("h100"),
+    }
+
+    def planned(sizes: tuple[int, ...] | None) -> tuple[set[int], float]:
+        options = replace(given["options"], inner_cp_sizes=sizes)
+        batch = plan_global_batch(samples, **given | {"options": options})
+        check_plan(batch.plan, samples)
+        buckets = [bucket for bucket in batch.plan.buckets if bucket.placement is not None]
+        for bucket in buckets:
+            assert sum(lane_tokens(bucket)) >= bucket.num_tokens
+            assert len(set(lane_tokens(bucket))) <= bucket.num_inner_groups
+        return {bucket.inner_cp_size for bucket in buckets}, batch.predicted_s
+
+    (any_sizes, any_s), (none, none_s), (two, two_s) = (planned(sizes) for sizes in (None, (), (2,)))
+    assert none == {1}
+    assert two == {2}
+    assert max(any_sizes) > 2
+    assert any_s < two_s < none_s
+
+
+def shared_by(inner: int, first_lane: int = 0, num_lanes: int = 4) -> Plan:
+    """Return a plan whose first lanes are by themselves, and the next four one bucket of two or four homes."""
+    num_groups = 4 // inner
+    homes = [(0, 10 * group, 10 * group + 10, group) for group in range(num_groups)]
+    tiles = [(row, column, row, 0) for row in range(num_groups) for column in range(row + 1)]
+    (sample,) = samples_of([10 * num_groups])
+    bucket = Bucket(
+        first_lane=first_lane, cp_size=4, cp_comm_type="blocks", inner_cp_size=inner, samples=(sample,),
+        placement=Placement(np.array(homes, np.int32), np.array(tiles, np.int32)),
+    )  # fmt: skip
+    alone = tuple(Bucket(first_lane=lane) for lane in range(num_lanes) if lane not in bucket.lanes)
+    row = MicroBatch(buckets=tuple(sorted((bucket, *alone), key=lambda one: one.first_lane)))
+    return Plan(topology=Topology(num_lanes=num_lanes), max_tokens_per_rank=12, micro_batches=(row,))
+
+
+def test_inner_groups_lie_in_one_node_and_where_groups_are_made() -> None:
+    check_plan(shared_by(2))
+    check_plan(shared_by(2, first_lane=2, num_lanes=6))
+    check_plan(shared_by(1, first_lane=1, num_lanes=6))
+    with pytest.raises(IllegalPlanError, match="first_lane 1 is not a multiple of inner_cp_size 2"):
+        check_plan(shared_by(2, first_lane=1, num_lanes=6))
+    with pytest.raises(IllegalPlanError, match="inner_cp_size 2 does not divide the 3 lanes of a node"):
+        check_plan(replace(shared_by(2, num_lanes=6), topology=Topology(num_lanes=6, ranks_per_node=3)))
+
+
+def test_keys_that_are_repeated_for_an_exchange_of_heads_need_room() -> None:
+    (bucket,) = shared_by(2).micro_batches[0].buckets
+    buffers = [(0, 0), (0, 10)]  # the second group fetches the first one's keys
+    assert why_too_much_fetched(bucket, buffers, 1) is None
+    # Its own 10 tokens' keys once more, and 10 fetched ones twice, on two lanes.
+    assert why_too_much_fetched(bucket, buffers, 2, copies=2) is None
+    reason = why_too_much_fetched(bucket, buffers, 1, copies=2)
+    assert reason is not None
+    assert "lane 1 of its placement fetches 15 tokens' keys at a time, the limit is 8 times 1" in reason
 
 
 @pytest.mark.parametrize("how", [{"policy": "balanced", "static_cp_size": 4}, {"max_cp_size": 2}], ids=str)

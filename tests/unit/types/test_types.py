@@ -71,7 +71,8 @@ def test_weights_by_hand():
 @pytest.mark.parametrize(
     ("exchange", "cp_size", "inner", "found"),
     [("p2p", 8, 1, 1), ("all_gather", 8, 1, 1), ("a2a", 8, 1, 8), ("a2a", 8, 8, 8), ("a2a", 1, 1, 1)]
-    + [("a2a+p2p", 8, inner, inner) for inner in (2, 4)],
+    + [("a2a+p2p", 8, inner, inner) for inner in (2, 4)]
+    + [("blocks", 12, inner, inner) for inner in (1, 2, 4)],
 )
 def test_an_exchange_implies_its_inner_size(exchange, cp_size, inner, found):
     bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
@@ -90,6 +91,9 @@ def test_an_exchange_implies_its_inner_size(exchange, cp_size, inner, found):
         ("a2a+p2p", 8, 2.0, "inner_cp_size 2.0 .* power of two"),
         ("a2a+p2p", 2, 2, "use p2p or a2a"),
         ("a2a+p2p", 1, 1, "use p2p or a2a"),
+        ("blocks", 12, 8, "inner_cp_size 8 .* power of two below 12 that divides it: use 1, 2, 4"),
+        ("blocks", 8, 8, "inner_cp_size 8 .* power of two below 8"),
+        ("blocks", 9, 3, "inner_cp_size 3 .* power of two below 9"),
     ],
 )
 def test_an_inner_size_that_the_exchange_does_not_have_is_refused(exchange, cp_size, inner, says):
