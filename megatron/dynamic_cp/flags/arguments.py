@@ -135,7 +135,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         type=int,
         nargs="+",
         metavar="N",
-        help="lanes inside a node that exchange heads in a2a+p2p: groups are built for these sizes only; default: all "
+        help="lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; default: all "
         "powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
     )
     group.add_argument(
