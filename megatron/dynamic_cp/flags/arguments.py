@@ -135,8 +135,8 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         type=int,
         nargs="+",
         metavar="N",
-        help="lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; default: all "
-        "powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
+        help="lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; "
+        "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
     )
     group.add_argument(
         "--distributed-backend",
