@@ -121,9 +121,19 @@ FAULTS = {
         "tests/distributed/test_placed_attention.py -k tokens_of_their_homes",
     ),
     "placed lanes do not hold multiples": Fault(
-        "num_tokens = round_up(max(programme.num_tokens, 1), multiple)",
-        "num_tokens = max(programme.num_tokens, 1)",
+        "num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size, multiple)",
+        "num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size)",
         "tests/distributed/test_parity.py -k test_placed",
+    ),
+    "a lane exchanges blocks with others than those with its heads": Fault(
+        "return self.first_in_group + lane * self.inner_cp_size + self.inner_rank",
+        "return self.first_in_group + lane * self.inner_cp_size",
+        "tests/distributed/test_placed_attention.py -k heads",
+    ),
+    "heads exchanged around blocks cost nothing": Fault(
+        "seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(num_groups))",
+        "seconds = seconds + 0.0 * heads.constant",
+        "tests/unit/mechanisms/test_blocks.py -k a2a",
     ),
     "what is given back is not sent": Fault(
         "back = (query, kv) if backward else (query + lse, 0.0)",
@@ -146,8 +156,8 @@ FAULTS = {
         "tests/unit/report/test_pictures.py -k test_tiles_are_drawn",
     ),
     "full attention is placed as causal": Fault(
-        "candidates(with_masks(samples, cost_model.mask), problem)",
-        "candidates(samples, problem)",
+        "candidates(with_masks(samples, cost_model.mask), way.problem)",
+        "candidates(samples, way.problem)",
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
     "no static packing is tried": Fault(

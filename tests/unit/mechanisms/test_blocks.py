@@ -21,7 +21,7 @@ from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.cost_model import CostModel, lane_costs
 from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
@@ -280,6 +280,27 @@ def test_inner_groups_lie_in_one_node_and_where_groups_are_made() -> None:
         check_plan(shared_by(2, first_lane=1, num_lanes=6))
     with pytest.raises(IllegalPlanError, match="inner_cp_size 2 does not divide the 3 lanes of a node"):
         check_plan(replace(shared_by(2, num_lanes=6), topology=Topology(num_lanes=6, ranks_per_node=3)))
+
+
+def test_whole_samples_in_inner_groups_cost_as_much_as_a_bucket_of_a2a() -> None:
+    """Two samples of 400 and 80 tokens on two lanes each: nothing but heads is exchanged."""
+    samples = tuple(samples_of([400, 80]))
+    homes, tiles = [(0, 0, 400, 0), (1, 0, 80, 1)], [(0, 0, 0, 0), (1, 1, 1, 0)]
+    placed = Bucket(
+        first_lane=0, cp_size=4, cp_comm_type="blocks", inner_cp_size=2, samples=samples,
+        placement=Placement(np.array(homes, np.int32), np.array(tiles, np.int32)),
+    )  # fmt: skip
+    apart = tuple(
+        Bucket(first_lane=2 * index, cp_size=2, cp_comm_type="a2a", samples=(sample,))
+        for index, sample in enumerate(samples)
+    )
+    prices = CostModel(**job(4, 512, cp_comm_types=CHOICES[1]))
+    found = [cost for _, cost in lane_costs(MicroBatch(buckets=(placed,)), prices)]
+    expected = [prices.bucket_cost(bucket) for bucket in apart for _ in range(2)]
+    for one, other in zip(found, expected, strict=True):
+        # Placed squares count the diagonal, a token's pair with itself, as a whole one.
+        assert (one.forward_s, one.backward_s) == pytest.approx((other.forward_s, other.backward_s), rel=5e-3)
+    assert found[0].forward_s > found[2].forward_s
 
 
 def test_keys_that_are_repeated_for_an_exchange_of_heads_need_room() -> None:
