@@ -9,7 +9,10 @@ TORCH  ?= torch==2.13.0
 # Tests on four processes, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check quick costs newest parity lint kernels bench bench-planner bench-blocks docs clean
+.PHONY: train test check quick nightly costs newest parity lint kernels bench bench-planner bench-blocks docs clean
+
+# Modules are compiled by who imports them: most of what is installed nobody does.
+export PIP_NO_COMPILE = 1
 
 # Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
 $(READY): setup.py
@@ -46,6 +49,10 @@ check:
 
 quick: kernels
 	$(BIN)/python -m pytest -m "not slow" -q $(PARALLEL)
+
+# What `make test` leaves out because it takes long and seldom finds anything that other tests do not.
+nightly: kernels
+	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 
 # The quick tests and parity of all layouts on Python 3.12 and what megatron-core is newest there; in an environment of
 # its own. Exchanges and shapes of batches, which no release changes, are left to `python -m tools.releases`.

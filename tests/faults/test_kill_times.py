@@ -3,9 +3,12 @@
 import json
 import re
 
+import pytest
+
 from tools import kill_times
 
 
+@pytest.mark.nightly
 def test_real_jobs_end_soon_after_a_kill_and_say_so_in_one_line(capfd, no_compile):
     code = kill_times.main(["--kills", "2", "--start-s", "0.5", "--seed", "2"])
     said = capfd.readouterr().out

@@ -107,6 +107,7 @@ def plan_and_pack(num_steps: int, num_workers: int) -> dict[str, Any]:
     return {"rss": rss, "counts": counts, "num_tokens": num_tokens}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_planning_and_packing_keep_nothing(num_workers: int) -> None:
     (found,) = run_ranks(1, plan_and_pack, 200, num_workers, timeout_s=120)

@@ -231,6 +231,7 @@ def test_every_process_makes_the_same_plans():
     assert len(set(first)) > 100
 
 
+@pytest.mark.nightly
 def test_plans_are_the_same_without_numba():
     """Without it an index beyond an array is an error, too, which compiled code would not notice."""
     rng = random.Random(1)

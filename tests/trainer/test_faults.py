@@ -132,6 +132,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_exit_code_0(tmp_path):
     assert max(map(int, _losses("".join(before) + output))) == last
 
 
+@pytest.mark.nightly
 def test_a_signal_to_launcher_and_ranks_saves(tmp_path):
     """A scheduler signals every process of a job, and torchrun passes its own SIGTERM on: ranks get two.
 

@@ -221,6 +221,7 @@ def test_the_video_model_trains_as_one_rank_does(examples_ran: Path) -> None:
     assert "{1: 4, 2: 2, 4: 1}" in out, "CP sizes are mixed in a batch"
 
 
+@pytest.mark.nightly
 def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks_of(UNDER_TORCHRUN))]
     command = [sys.executable, *words, str(UNDER_TORCHRUN)]
