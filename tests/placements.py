@@ -28,16 +28,17 @@ def random_samples(random: np.random.Generator, most_tokens: int = 60) -> tuple[
 
 
 def random_placement(
-    random: np.random.Generator, samples: Sequence[Sample], num_lanes: int, num_divisions: int, mask: Mask = CAUSAL
+    random: np.random.Generator, samples: Sequence[Sample], num_lanes: int, num_divisions: int, *masks: Mask
 ) -> Placement:
-    """Return a legal one with up to 6 homes of each sample; `mask`: of samples that bring none."""
+    """Return a legal one with up to 6 homes of each sample; `masks`: those of layers, of samples that bring none."""
     homes = []
     for number, sample in enumerate(samples):
         inner = random.integers(1, sample.seqlen + 1, random.integers(6))
         cuts = np.unique([0, *inner.tolist(), sample.seqlen]).tolist()
         homes += [(number, start, stop, random.integers(num_lanes)) for start, stop in pairwise(cuts)]
     without_tiles = Placement(np.array(homes, np.int32), np.zeros((0, 4), np.int32))
-    wanted = tiles_between(without_tiles, samples, mask)
+    wanted = tiles_between(without_tiles, samples, masks[0] if masks else CAUSAL)
     lanes, divisions = (random.integers(number, size=len(wanted.rows)) for number in (num_lanes, num_divisions))
     tiles = np.column_stack([wanted.rows, wanted.columns, lanes, divisions])
-    return Placement(without_tiles.homes, random.permutation(tiles).astype(np.int32))
+    layer_masks = masks if any(isinstance(mask, Lambda) for mask in masks) else ()
+    return Placement(without_tiles.homes, random.permutation(tiles).astype(np.int32), layer_masks)

@@ -35,5 +35,9 @@ def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_
     stage = StageAttention(model.stages(topology.pp_size)[0], problem, lanes_in_one_node(topology))
     tokens, copies = lane_tokens(bucket, topology.rank_token_multiple), kv_heads_of(*heads, bucket.inner_cp_size).copies
     mechanism = MECHANISMS[bucket.cp_comm_type]
-    sent = mechanism.sent_by_lanes(bucket, tokens, stage.node_lanes, token_bytes(stage), copies)
-    return sent.of_lanes(np.arange(bucket.cp_size)).sum(axis=1)
+    total = np.zeros((2, bucket.cp_size))
+    for kind in stage.kinds:
+        of_token = token_bytes(kind)
+        sent = mechanism.sent_by_lanes(bucket, tokens, stage.node_lanes, of_token, copies, kind.mask)
+        total += sent.of_lanes(np.arange(bucket.cp_size)).sum(axis=1)
+    return total

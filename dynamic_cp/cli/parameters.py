@@ -576,10 +576,11 @@ class JobInput:
             )
         if size is not None and not is_power_of_two(size):
             raise InvalidInputError(f"--static-cp-size {size} is not a power of two: use 1, 2, 4, ...")
+        is_sparse = self.mask != CAUSAL.name or self.model_shape.window is not None
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
-            cp_comm_types=exchanges_of(self.cp_comm_type or CP_COMM_TYPE, has_masks=self.mask != CAUSAL.name),
+            cp_comm_types=exchanges_of(self.cp_comm_type or CP_COMM_TYPE, is_sparse=is_sparse),
             recompute=cast(Recompute, self.recompute or "none"),
             search=self.effort,
         )

@@ -122,7 +122,7 @@ def _plan(
         **({"layout": why} if why else {}),
         "predicted_s": planned.predicted_s,
         **(
-            _bound_figures(planned.plan, CostModel(model, hardware, topology, options_of_prices(options)))
+            _bound_figures(planned.plan, CostModel(model, hardware, topology, options_of_prices(options, model)))
             if bound
             else {}
         ),

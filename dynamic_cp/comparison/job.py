@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
         """Return `options` with the exchanges that plans of `policy` have."""
-        exchanges = exchanges_of_policy(policy, options.cp_comm_types, chain.from_iterable(self.batches))
+        exchanges = exchanges_of_policy(policy, options.cp_comm_types, chain.from_iterable(self.batches), self.model)
         return replace(options, cp_comm_types=exchanges)
 
     def memory(self, options: PlanOptions, static_cp_size: int | None) -> MemoryModel:
@@ -76,11 +76,11 @@ class Job(NamedTuple):
 
     def cost_model(self, options: PlanOptions) -> CostModel:
         """Return the prices of all plans that `options` allow, static ones among them."""
-        return CostModel(self.model, self.hardware, self.topology, options_of_prices(options))
+        return CostModel(self.model, self.hardware, self.topology, options_of_prices(options, self.model))
 
     def prices(self, options: PlanOptions) -> PricesByPart:
         """Return the cost models that tell the parts of an iteration apart."""
-        return prices_by_part(self.model, self.hardware, self.topology, options_of_prices(options))
+        return prices_by_part(self.model, self.hardware, self.topology, options_of_prices(options, self.model))
 
 
 def batch_outcome(

@@ -7,7 +7,7 @@ lane of one computes the tiles of the group for its share of the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node, why_inner_groups_are_
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing, pairs_of_inner_groups
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import FULL, Bucket, MicroBatch, Topology
+from dynamic_cp.types import CAUSAL, FULL, Bucket, Causal, Lambda, Mask, MicroBatch, Placement, Topology
 
 if TYPE_CHECKING:
     from dynamic_cp.placement.sent import Sent, TokenBytes
@@ -35,6 +35,7 @@ class Blocks(Mechanism):
     name = "blocks"
     has_closed_form = False
     serves_masks = True
+    serves_windows = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         sizes = (1 << k for k in range((cp_size // 2).bit_length() - 1, -1, -1))
@@ -51,10 +52,9 @@ class Blocks(Mechanism):
         )
 
     def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
-        from dynamic_cp.placement.legal import why_misplaced
         from dynamic_cp.placement.programme import buffer_tokens_of
 
-        placement, num_groups = bucket.placement, bucket.num_inner_groups
+        placement = bucket.placement
         if placement is None:
             return (
                 f"its attention is placed on {bucket.cp_size} lanes, but it has no placement: plan these samples again"
@@ -68,27 +68,24 @@ class Blocks(Mechanism):
             reason = why_inner_groups_are_split(bucket, topology)
             if reason is not None:
                 return reason
-        reason = why_misplaced(placement, bucket.samples, num_groups)
-        # A plan does not say which mask its layers have; where they have a full one, samples bring none.
-        if reason is not None and not any(sample.mask for sample in bucket.samples):
-            full = why_misplaced(placement, bucket.samples, num_groups, FULL)
-            reason = reason if full is not None else None
+        groups = _groups_of(bucket, lanes_in_one_node(topology))
+        reason = _why_misplaced(placement, bucket, groups.num_lanes, groups.node_lanes)
         if reason is not None:
             return reason
-        buffers = buffer_tokens_of(placement, *_groups_of(bucket, lanes_in_one_node(topology)))
-        return why_too_much_fetched(bucket, buffers, max_tokens_per_rank)
+        return why_too_much_fetched(bucket, buffer_tokens_of(placement, *groups), max_tokens_per_rank)
 
     def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
         from dynamic_cp.mechanisms.placed_seconds import placed_seconds
 
         assert bucket.placement is not None
         inner = bucket.inner_cp_size
-        num_groups, first_group, _ = _groups_of(bucket, stage.node_lanes)
-        seconds = placed_seconds(stage.of_inner_group(inner), bucket.placement, bucket.samples, num_groups, first_group)
+        groups = _groups_of(bucket, stage.node_lanes)
+        one = stage.of_inner_group(inner)
+        seconds = placed_seconds(one, bucket.placement, bucket.samples, groups.num_lanes, groups.first_lane)
         if inner == 1:
             return seconds
         heads = stage.heads_of_group(inner)
-        seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(num_groups))
+        seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(groups.num_lanes))
         return np.repeat(seconds, inner, axis=1)
 
     def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
@@ -96,7 +93,7 @@ class Blocks(Mechanism):
 
         assert bucket.placement is not None
         one = stage.of_inner_group(bucket.inner_cp_size)
-        seconds = kernel_seconds(one, bucket.placement, bucket.samples, bucket.num_inner_groups).sum(axis=1)
+        seconds = kernel_seconds(one, bucket.placement, bucket.samples, bucket.num_inner_groups)
         return np.repeat(seconds, bucket.inner_cp_size, axis=1)
 
     def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
@@ -118,19 +115,26 @@ class Blocks(Mechanism):
         return exchanged + (1 + rows) * 2.5 * query_bytes + (1 + columns) * 3.0 * kv_bytes
 
     def sent_by_lanes(
-        self, bucket: Bucket, tokens: Sequence[int], node_lanes: int, of: TokenBytes, copies: int
+        self,
+        bucket: Bucket,
+        tokens: Sequence[int],
+        node_lanes: int,
+        of: TokenBytes,
+        copies: int,
+        mask: Mask = CAUSAL,
     ) -> Sent:
+        from dynamic_cp.placement.narrow import placement_under
         from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 
         assert bucket.placement is not None
-        inner = bucket.inner_cp_size
-        _, first_group, group_node_lanes = _groups_of(bucket, node_lanes)
+        inner, groups = bucket.inner_cp_size, _groups_of(bucket, node_lanes)
+        placement = placement_under(bucket.placement, mask, groups.num_lanes, groups.node_lanes)
         of_lane = TokenBytes(of.query / inner, copies * of.kv / inner, of.lse / inner)
-        sent = sent_by_lanes(bucket.placement, first_group, group_node_lanes, of_lane)
+        sent = sent_by_lanes(placement, groups.first_lane, groups.node_lanes, of_lane)
         if inner == 1:
             return sent
         members = np.arange(inner)
-        across = ((groups[:, None] * inner + members).ravel() for groups in (sent.sender, sent.receiver))
+        across = ((lanes[:, None] * inner + members).ravel() for lanes in (sent.sender, sent.receiver))
         among = pairs_of_inner_groups(bucket.cp_size, inner)
         per_token = sent_bytes(inner, inner, 2 * of.query, of.kv, copies).inner / (inner - 1)
         heads = np.broadcast_to(per_token * np.asarray(tokens, np.float64)[among[0]], (2, len(among[0])))
@@ -145,10 +149,46 @@ class Blocks(Mechanism):
         return [part for one in programmes for part in [one.as_json()] * bucket.inner_cp_size]
 
 
-def _groups_of(bucket: Bucket, node_lanes: int) -> tuple[int, int, int]:
-    """Return how many lanes its placement has, the place of the first of them, and how many of them a node has."""
+class _Groups(NamedTuple):
+    """The lanes of a bucket's placement: how many, the place of the first one, and how many of them a node has."""
+
+    num_lanes: int
+    first_lane: int
+    node_lanes: int
+
+
+def _groups_of(bucket: Bucket, node_lanes: int) -> _Groups:
+    """Return the inner groups of a bucket; lanes where none exchange heads."""
     inner = bucket.inner_cp_size
-    return bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner
+    return _Groups(bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner)
+
+
+def _why_misplaced(placement: Placement, bucket: Bucket, num_lanes: int, node_lanes: int) -> str | None:
+    """Return why a placement does not compute what the masks of its layers and samples allow; None where it does."""
+    from dynamic_cp.placement.legal import why_misplaced
+    from dynamic_cp.placement.narrow import placement_under
+
+    samples = bucket.samples
+    masked = next((sample for sample in samples if sample.mask is not None), None)
+    if not placement.layer_masks:
+        reason = why_misplaced(placement, samples, num_lanes)
+        # Where layers have a full mask, samples bring none.
+        if reason is None or masked is not None:
+            return reason
+        return None if why_misplaced(placement, samples, num_lanes, FULL) is None else reason
+    first, *others = placement.layer_masks
+    shown = ", ".join(map(str, placement.layer_masks))
+    if [type(mask) for mask in placement.layer_masks] not in ([Lambda], [Causal, Lambda]):
+        return (
+            f"its placement is for layers with the masks {shown}, one window is possible, with or without causal "
+            "layers before it: plan these samples again"
+        )
+    if masked is not None:
+        return f"{masked.mask_in_words}, and its placement is for layers with windows ({shown}): plan it without either"
+    reason = why_misplaced(placement, samples, num_lanes, first)
+    if reason is not None or not others:
+        return reason
+    return why_misplaced(placement_under(placement, others[0], num_lanes, node_lanes), samples, num_lanes, others[0])
 
 
 def why_too_much_fetched(

@@ -17,7 +17,7 @@ from dynamic_cp.convex import Convex
 from dynamic_cp.mechanisms.heads import kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import Bucket, CpCommType, MicroBatch, Topology
+from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Mask, MicroBatch, Topology
 
 if TYPE_CHECKING:
     from dynamic_cp.placement.sent import Sent, TokenBytes
@@ -54,7 +54,7 @@ class Sharing(NamedTuple):
     def describe(self) -> str:
         """Return the rule in words, with its numbers."""
         query_heads, kv_heads = self.heads or ("no whole number", "none")
-        windows = "layers have windows, which only a2a and all_gather serve; " if self.has_windows else ""
+        windows = "layers have windows, which only all_gather, a2a and blocks serve; " if self.has_windows else ""
         return windows + (
             "a2a needs the query heads of a TP rank to be a multiple of the lanes that share them out (of the CP size, "
             "or with a2a+p2p of an inner size above 1 and below the CP size whose blocks each lie in one node); here "
@@ -80,7 +80,7 @@ class Mechanism:
         name: its name in plans, flags and reports.
         has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
         serves_masks: whether samples may bring masks of their own (`Sample.mask`).
-        serves_windows: whether layers may have windows: their price then is that of causal layers by density.
+        serves_windows: whether layers may have windows. A closed form is then that of causal layers by density.
     """
 
     name: ClassVar[CpCommType]
@@ -148,7 +148,13 @@ class Mechanism:
         return sent_bytes(cp_size, inner, query_bytes, kv_bytes, copies)
 
     def sent_by_lanes(
-        self, bucket: Bucket, tokens: Sequence[int], node_lanes: int, of: TokenBytes, copies: int
+        self,
+        bucket: Bucket,
+        tokens: Sequence[int],
+        node_lanes: int,
+        of: TokenBytes,
+        copies: int,
+        mask: Mask = CAUSAL,
     ) -> Sent:
         """Return what the lanes of `bucket` send each other forward and backward.
 
@@ -157,6 +163,7 @@ class Mechanism:
             node_lanes: the largest group whose lanes surely share a node.
             of: what a token takes.
             copies: how often KV heads are repeated (`Sharing.copies`).
+            mask: of the layers; most mechanisms send the same under any.
         """
         from dynamic_cp.placement.sent import Sent
 

@@ -10,19 +10,33 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.mechanisms.stage_attention import Side, StageAttention
 from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import fetches_of
-from dynamic_cp.types import CAUSAL, Causal, Full, Placement, Sample
+from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample
 
 
 def placed_seconds(
     stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int, first_lane: int
 ) -> Floats:
-    """Return [forward or backward, lane] seconds of attention, transfers that nothing hides among them."""
+    """Return [forward or backward, lane] seconds of attention, transfers that nothing hides among them.
+
+    Layers with and without a window run different programmes, whose times add up lane by lane.
+    """
+    total = np.zeros((2, num_lanes))
+    for kind in stage.kinds:
+        own = placement_under(placement, kind.mask, num_lanes, kind.node_lanes)
+        total += _placed_seconds(kind, own, samples, num_lanes, first_lane)
+    return total
+
+
+def _placed_seconds(
+    stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int, first_lane: int
+) -> Floats:
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     fetches = fetches_of(placement, first_lane, stage.node_lanes)
-    attention_s, of_token = kernel_seconds(stage, placement, samples, num_lanes), token_bytes(stage)
+    attention_s, of_token = _kernel_seconds(stage, placement, samples, num_lanes), token_bytes(stage)
     ends_s = [
         lane_ends_s(
             of_token.messages(fetches, tokens, backward=bool(direction)), attention_s[direction], stage.latency_s,
@@ -34,6 +48,15 @@ def placed_seconds(
 
 
 def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int) -> Floats:
+    """Return [forward or backward, lane] seconds of kernels."""
+    total = np.zeros((2, num_lanes))
+    for kind in stage.kinds:
+        own = placement_under(placement, kind.mask, num_lanes, kind.node_lanes)
+        total += _kernel_seconds(kind, own, samples, num_lanes).sum(axis=1)
+    return total
+
+
+def _kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int) -> Floats:
     """Return [forward or backward, division, lane] seconds of kernels."""
     homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
     tokens = homes[:, 2] - homes[:, 1]
@@ -52,20 +75,21 @@ class TileWork(NamedTuple):
 
     Attributes:
         squared_tokens: as squared tokens of a sample with the mask of the layers.
-        is_square: 1 where queries and keys are the same tokens, under a causal mask: another kernel does it.
+        is_square: 1 where queries and keys are the same tokens, under a causal mask: another kernel does it. A window
+            that is no shorter than the sample is one.
     """
 
     squared_tokens: Floats
     is_square: Ints
 
 
-def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal | Full) -> TileWork:
+def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal | Full | Lambda) -> TileWork:
     """Return the work of all tiles of a placement; `mask` is that of samples that bring none."""
     tiles = placement.tiles.astype(np.int64)
     wanted = tiles_between(placement, samples, mask)
     keys = wanted.rows * len(placement.homes) + wanted.columns
     place = np.searchsorted(keys, tiles[:, 0] * len(placement.homes) + tiles[:, 1])
-    is_causal = np.array([(sample.mask or mask) == CAUSAL for sample in samples])
+    is_causal = np.array([(sample.mask or mask.within(sample.seqlen)) == CAUSAL for sample in samples])
     squares = (tiles[:, 0] == tiles[:, 1]) & is_causal[placement.homes[tiles[:, 0], 0]]
     # The rates of kernels on causal squares count what is allowed, all else is computed in whole kernel tiles.
     pairs = np.where(squares, wanted.pairs[place], wanted.touched[place])

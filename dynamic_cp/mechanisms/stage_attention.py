@@ -19,7 +19,7 @@ from typing import NamedTuple
 from dynamic_cp.convex import Convex, Kink, Linear, merged
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
-from dynamic_cp.types import ACROSS_NODES, CAUSAL, FULL, IN_NODE, Causal, Full, Hardware, Lambda, Problem, Stage
+from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Causal, Full, Hardware, Lambda, Problem, Stage
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
@@ -81,7 +81,9 @@ class StageAttention:
 
     Attributes:
         sides: forward and backward.
-        mask: of the layers; kernels are priced by the squared tokens of samples that have it.
+        mask: of the layers, of those without a window where only some have one; kernels are priced by the squared
+            tokens of samples that have it.
+        kinds: the same of the layers of each mask alone, `mask` first.
         layers: their number; hardware: what they run on.
         heads: (query heads, KV heads) of a TP rank; None where they are not whole numbers.
         query_bytes: of queries and outputs of a token, all layers; kv_bytes: of its keys and values; lse_bytes: of its
@@ -104,8 +106,10 @@ class StageAttention:
         self.kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
         self.query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
         self.lse_bytes = 4 * stage.sum(lambda layer: layer.query_size / layer.kv_channels) / tp_size
-        mask = stage.layers[0][1].mask
-        self.mask = CAUSAL if isinstance(mask, Lambda) else mask  # windows are in the densities of samples
+        self.mask = stage.layers[0][1].mask
+        self.kinds: tuple[StageAttention, ...] = (self,)
+        if len(stage.layers) > 1:
+            self.kinds = tuple(StageAttention(Stage((layers,)), problem, node_lanes) for layers in stage.layers)
         self.node_lanes = node_lanes
         self.latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
         self.bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
@@ -124,6 +128,7 @@ class StageAttention:
         one.query_bytes, one.lse_bytes = self.query_bytes / inner, self.lse_bytes / inner
         one.kv_bytes = copies * self.kv_bytes / inner
         one.node_lanes = self.node_lanes // inner
+        one.kinds = tuple(kind.of_inner_group(inner) for kind in self.kinds) if len(self.kinds) > 1 else (one,)
         return one
 
     def heads_of_group(self, inner: int) -> Linear:

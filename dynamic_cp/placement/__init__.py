@@ -8,6 +8,7 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
 - `legal`: whether a placement computes what masks allow, once, and nothing else
 - `transport`: what lanes fetch and give back, over which link, and in which division
+- `narrow`: layers with a window between homes of layers without, and homes cut to what windows show
 - `sent`: bytes that lanes send each other
 - `programme`: what each lane does, as plain data that travels to it
 - `times`: how long the programmes take

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Ints
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
-from dynamic_cp.types import Placement
+from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement
 
 
 class Held(NamedTuple):
@@ -65,12 +67,34 @@ class Programme(NamedTuple):
         tiles: [division] -> (number of the rows, number of the columns) in `held`, ascending.
         exchanges: its rounds, in their order.
         buffer_tokens: of the buffers of fetched (rows, columns).
+        mask: text of the mask of the layers that it is for; "": a causal or full one, as all layers or most have.
+        narrower: what the lane does in layers with a window, where it is for those without.
     """
 
     held: tuple[Held, ...]
     tiles: tuple[tuple[tuple[int, int], ...], ...]
     exchanges: tuple[Exchange, ...]
     buffer_tokens: tuple[int, int]
+    mask: str = ""
+    narrower: Programme | None = None
+
+    def of_layers(self, mask: Mask) -> Programme:
+        """Return what the lane does in layers with `mask`.
+
+        Raises:
+            UnsupportedFeatureError: it was planned for layers with other masks.
+        """
+        wanted = str(mask) if isinstance(mask, Lambda) else ""
+        if self.mask == wanted:
+            return self
+        if self.narrower is not None and self.narrower.mask == wanted:
+            return self.narrower
+        planned = ", ".join(one.mask or "causal or full" for one in (self, self.narrower) if one is not None)
+        raise UnsupportedFeatureError(
+            f"attention is placed for layers with the masks {planned}, this layer has {mask}: plan with the windows of "
+            "this model (--window-size)",
+            mask=str(mask),
+        )
 
     @property
     def own(self) -> tuple[Held, ...]:
@@ -89,12 +113,16 @@ class Programme(NamedTuple):
             for one in self.exchanges
         ]
         tiles = [[list(tile) for tile in division] for division in self.tiles]
-        return [[list(one) for one in self.held], tiles, exchanges, list(self.buffer_tokens)]
+        data = [[list(one) for one in self.held], tiles, exchanges, list(self.buffer_tokens)]
+        if self.mask or self.narrower is not None:
+            data += [self.mask, self.narrower and self.narrower.as_json()]
+        return data
 
     @classmethod
     def read(cls, data: Any) -> Programme:
         """Return what `as_json` wrote."""
-        held, tiles, exchanges, buffer_tokens = data
+        held, tiles, exchanges, buffer_tokens, *of_windows = data
+        mask, narrower = of_windows or ("", None)
         return cls(
             held=tuple(Held(*one) for one in held),
             tiles=tuple(tuple((row, column) for row, column in division) for division in tiles),
@@ -103,6 +131,8 @@ class Programme(NamedTuple):
                 for division, when, sends, receives in exchanges
             ),
             buffer_tokens=(buffer_tokens[0], buffer_tokens[1]),
+            mask=mask,
+            narrower=None if narrower is None else cls.read(narrower),
         )
 
 
@@ -111,12 +141,29 @@ def _entries(sides: Any) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
 
 
 def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[Programme]:
-    """Return what each lane does.
+    """Return what each lane does, in layers of all masks.
 
     Args:
         num_lanes, first_lane: of the bucket.
         node_lanes: lanes of a node.
     """
+    samples_of = [placement.samples_of(lane) for lane in range(num_lanes)]
+    of_masks = [
+        _programmes(placement_under(placement, mask, num_lanes, node_lanes), samples_of, first_lane, node_lanes)
+        for mask in placement.layer_masks or (CAUSAL,)
+    ]
+    masks = [str(mask) if isinstance(mask, Lambda) else "" for mask in placement.layer_masks or (CAUSAL,)]
+    named = [[one._replace(mask=mask) for one in lanes] for mask, lanes in zip(masks, of_masks, strict=True)]
+    if len(named) == 1:
+        return named[0]
+    return [one._replace(narrower=narrower) for one, narrower in zip(*named, strict=True)]
+
+
+def _programmes(
+    placement: Placement, samples_of: Sequence[Sequence[int]], first_lane: int, node_lanes: int
+) -> list[Programme]:
+    """Return what each lane does in layers of one mask; `samples_of`: [lane] -> the samples that it knows."""
+    num_lanes = len(samples_of)
     fetches = fetches_of(placement, first_lane, node_lanes)
     homes = placement.homes.tolist()
     num_divisions = placement.num_divisions
@@ -131,7 +178,7 @@ def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_la
         entries: list[Held] = []
         numbers: dict[tuple[int, int], int] = {}
         place = 0
-        sample_numbers = {sample: number for number, sample in enumerate(placement.samples_of(lane))}
+        sample_numbers = {sample: number for number, sample in enumerate(samples_of[lane])}
         for home in own[lane]:
             sample, start, stop, _ = homes[home]
             numbers[home, ROW] = numbers[home, COLUMN] = len(entries)
@@ -162,9 +209,14 @@ def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_la
 
 
 def buffer_tokens_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[tuple[int, int]]:
-    """Return `Programme.buffer_tokens` of each lane; arguments as those of `programmes_of`."""
-    fetches = fetches_of(placement, first_lane, node_lanes)
-    return _places(fetches, placement, _by_lane(fetches, num_lanes))[1]
+    """Return the largest `Programme.buffer_tokens` of each lane; arguments as those of `programmes_of`."""
+    of_masks = []
+    for mask in placement.layer_masks or (CAUSAL,):
+        own = placement_under(placement, mask, num_lanes, node_lanes)
+        fetches = fetches_of(own, first_lane, node_lanes)
+        of_masks.append(_places(fetches, own, _by_lane(fetches, num_lanes))[1])
+    largest = np.max(of_masks, axis=0).tolist()
+    return [(rows, columns) for rows, columns in largest]
 
 
 def _by_lane(fetches: Fetches, num_lanes: int) -> list[Ints]:

@@ -7,6 +7,7 @@ gradients back. What crosses to a node once and is handed on there counts on bot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,11 +90,17 @@ def sent_by_lanes(placement: Placement, first_lane: int, node_lanes: int, of_tok
     fetches = fetches_of(placement, first_lane, node_lanes)
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     forward, backward = (of_token.messages(fetches, tokens, backward=backward) for backward in (False, True))
-    num_lanes = int(max(fetches.lane.max(initial=0), fetches.source.max(initial=0))) + 1
-    keys = np.concatenate([one.sender * num_lanes + one.receiver for one in (forward, backward)])
-    pairs, place = np.unique(keys, return_inverse=True)
-    num_bytes = [
-        np.bincount(places, one.num_bytes, len(pairs))
-        for one, places in zip((forward, backward), np.split(place, [len(forward.sender)]), strict=True)
-    ]
-    return Sent(pairs // num_lanes, pairs % num_lanes, np.array(num_bytes, np.float64))
+    directions = zip((forward, backward), np.eye(2), strict=True)
+    return added([Sent(one.sender, one.receiver, np.outer(which, one.num_bytes)) for one, which in directions])
+
+
+def added(parts: Sequence[Sent]) -> Sent:
+    """Return all that is sent in `parts`, in which the same two lanes may be several times."""
+    if len(parts) == 1:
+        return parts[0]
+    sender, receiver = (np.concatenate([getattr(one, name) for one in parts]) for name in ("sender", "receiver"))
+    num_bytes = np.concatenate([one.num_bytes for one in parts], axis=1)
+    num_lanes = int(max(sender.max(initial=0), receiver.max(initial=0))) + 1
+    pairs, place = np.unique(sender * num_lanes + receiver, return_inverse=True)
+    sums = [np.bincount(place, of_direction, len(pairs)) for of_direction in num_bytes]
+    return Sent(pairs // num_lanes, pairs % num_lanes, np.array(sums, np.float64))

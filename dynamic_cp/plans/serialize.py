@@ -222,7 +222,7 @@ def _format_sample(sample: Sample) -> str:
 
 
 _SAMPLE = r"-?\d+:\d+(?:@[^\s|]+)?"
-_EXCHANGE = r"(?: ([^\s:/]+)(?:/(\d+))?)?(?: ([\d.,/]+))?"
+_EXCHANGE = r"(?: ([^\s:/]+)(?:/(\d+))?)?(?: (\d+\.[^\s|]+))?"
 _BUCKET = re.compile(rf"lanes? (\d+)(?:-(\d+))?{_EXCHANGE}: (-|{_SAMPLE}(?: {_SAMPLE})*)")
 
 

@@ -35,6 +35,7 @@ from dynamic_cp.types import (
     CpCommType,
     Full,
     Hardware,
+    Lambda,
     MicroBatch,
     ModelShape,
     PlanOptions,
@@ -161,8 +162,8 @@ class CostModel:
         return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
 
     @property
-    def mask(self) -> Causal | Full:
-        """Mask of the layers."""
+    def mask(self) -> Causal | Full | Lambda:
+        """Mask of the layers, of those without a window where only some have one."""
         return self._stage.mask
 
     def bytes_per_token(self) -> tuple[float, float]:

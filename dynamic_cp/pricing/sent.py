@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,11 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.placement.sent import Sent, TokenBytes
+from dynamic_cp.placement.sent import Sent, TokenBytes, added
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.cost_model import is_priced_lane_by_lane
-from dynamic_cp.types import Bucket, Plan, Problem, Topology
+from dynamic_cp.types import Bucket, Mask, Plan, Problem, Topology
 
 
 class SentBytes(NamedTuple):
@@ -30,6 +30,10 @@ class SentBytes(NamedTuple):
 
     in_node: float
     across_nodes: float
+
+
+_OfMasks = Mapping[Mask, TokenBytes]
+"""Mask -> what a token takes in all layers with it."""
 
 
 def sent_by_plan(plan: Plan, problem: Problem) -> SentBytes:
@@ -55,15 +59,18 @@ def nodes_of(topology: Topology, stage: int = 0) -> Ints:
     return ranks // topology.ranks_per_node
 
 
-def _of_stages(problem: Problem, stages: range) -> TokenBytes:
-    """Return what a token takes in all layers of some stages."""
+def _of_stages(problem: Problem, stages: range) -> _OfMasks:
+    """Return what a token takes in all layers of some stages, for those of each mask."""
     node_lanes = lanes_in_one_node(problem.topology)
     layers = problem.model.stages(problem.topology.pp_size)[stages.start : stages.stop]
-    each = [token_bytes(StageAttention(of_stage, problem, node_lanes)) for of_stage in layers]
-    return TokenBytes(*(sum(values) for values in zip(*each, strict=True)))
+    by_mask: dict[Mask, list[TokenBytes]] = {}
+    for of_stage in layers:
+        for kind in StageAttention(of_stage, problem, node_lanes).kinds:
+            by_mask.setdefault(kind.mask, []).append(token_bytes(kind))
+    return {mask: TokenBytes(*(sum(values) for values in zip(*each, strict=True))) for mask, each in by_mask.items()}
 
 
-def _sent_on_stage(plan: Plan, problem: Problem, of_token: TokenBytes, nodes: Ints) -> Floats:
+def _sent_on_stage(plan: Plan, problem: Problem, of_token: _OfMasks, nodes: Ints) -> Floats:
     """Return [link] -> bytes of one TP rank of each lane."""
     multiple, total = problem.topology.rank_token_multiple, np.zeros(2)
     times = np.array([1.0 if problem.options.recompute == "none" else 2.0, 1.0])
@@ -90,8 +97,11 @@ def _sent_on_stage(plan: Plan, problem: Problem, of_token: TokenBytes, nodes: In
     return total
 
 
-def _sent(bucket: Bucket, tokens: Sequence[int], problem: Problem, of_token: TokenBytes) -> Sent:
+def _sent(bucket: Bucket, tokens: Sequence[int], problem: Problem, of_token: _OfMasks) -> Sent:
     node_lanes = lanes_in_one_node(problem.topology)
     sharing = Sharing(heads_of_rank(problem.model, problem.topology.tp_size), node_lanes)
     copies = sharing.copies(bucket.inner_cp_size)
-    return MECHANISMS[bucket.cp_comm_type].sent_by_lanes(bucket, tokens, node_lanes, of_token, copies)
+    mechanism = MECHANISMS[bucket.cp_comm_type]
+    return added(
+        [mechanism.sent_by_lanes(bucket, tokens, node_lanes, of, copies, mask) for mask, of in of_token.items()]
+    )

@@ -33,6 +33,7 @@ from dynamic_cp.types import (
     Bucket,
     Causal,
     Full,
+    Lambda,
     MicroBatch,
     Problem,
 )
@@ -84,8 +85,8 @@ class StagePrices:
         return terms_of(forward), terms_of(backward)
 
     @property
-    def mask(self) -> Causal | Full:
-        """Mask of the layers."""
+    def mask(self) -> Causal | Full | Lambda:
+        """Mask of the layers, of those without a window where only some have one."""
         return self._attention.mask
 
     def bytes_per_token(self) -> tuple[float, float]:

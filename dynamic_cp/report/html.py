@@ -238,9 +238,8 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
     samples = comparison.batches[number]
-    cost_model = CostModel(
-        comparison.model, comparison.hardware, comparison.topology, options_of_prices(comparison.options)
-    )
+    options = options_of_prices(comparison.options, comparison.model)
+    cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, options)
     points = knee_points(comparison.model, comparison.hardware, cost_model)
     end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
     pictures: list[Picture] = [
@@ -313,7 +312,7 @@ def _tail(samples: Sequence[Sample], model: ModelShape) -> str:
     if any(sample.mask is not None for sample in samples):
         return f"The costliest {share} Each has a mask of its own."
     if model.window is not None:
-        return f"The longest {share} Some layers have a window of {model.window_tokens} tokens."
+        return f"The longest {share} Of the model, {model.windows_in_words}."
     return f"The longest {share} Attention work grows with the square of the length."
 
 

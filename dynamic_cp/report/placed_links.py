@@ -9,6 +9,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
+from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.sent import Sent
 from dynamic_cp.report.drawing import (
     MEDIUM_IN,
@@ -21,7 +22,7 @@ from dynamic_cp.report.drawing import (
     new_figure,
 )
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import Bucket, Causal, Full
+from dynamic_cp.types import Bucket, Causal, Full, Lambda, Placement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,15 +102,23 @@ def _describe(panel: Axes, what: str, grid: Floats, per_cell: int, first: int) -
 
 
 def placed_shares(
-    bucket: Bucket, mask: Causal | Full, sent: Sent, nodes: Ints, theme: Theme, *, width_in: float = MEDIUM_IN
+    bucket: Bucket,
+    mask: Causal | Full | Lambda,
+    sent: Sent,
+    nodes: Ints,
+    theme: Theme,
+    *,
+    windowed: tuple[float, Causal | Full | Lambda] | None = None,
+    width_in: float = MEDIUM_IN,
 ) -> Figure:
     """Return the picture of what each lane holds, computes and sends, with max / mean; of many lanes, largest ones.
 
     Args:
         mask: of samples that bring none.
         sent, nodes: as in `placed_links`.
+        windowed: as in `lane_shares`.
     """
-    shares = lane_shares(bucket, mask, sent, nodes)
+    shares = lane_shares(bucket, mask, sent, nodes, windowed)
     per_bar = -(-bucket.cp_size // _MAX_BARS)
     begins = np.arange(0, bucket.cp_size, per_bar)
     figure = new_figure(width_in, 3.6)
@@ -136,16 +145,34 @@ def placed_shares(
     return figure
 
 
-def lane_shares(bucket: Bucket, mask: Causal | Full, sent: Sent, nodes: Ints) -> dict[str, Floats]:
-    """Return what -> [lane] how much of it: tokens, pairs that kernels compute, bytes."""
+def lane_shares(
+    bucket: Bucket,
+    mask: Causal | Full | Lambda,
+    sent: Sent,
+    nodes: Ints,
+    windowed: tuple[float, Causal | Full | Lambda] | None = None,
+) -> dict[str, Floats]:
+    """Return what -> [lane] how much of it: tokens, pairs that kernels compute in the mean of layers, bytes.
+
+    Args:
+        windowed: the share of layers that have a window, and their mask, where `mask` is that of the others.
+    """
     placement, inner, num_groups = bucket.placement, bucket.inner_cp_size, bucket.num_inner_groups
     assert placement is not None
-    pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
-    held = np.array(placement.home_tokens(num_groups), np.float64)
-    computed = np.bincount(placement.tiles[:, 2], pairs, num_groups).astype(np.float64)
+    share = 0.0 if windowed is None else windowed[0]
+    pairs = (1.0 - share) * _lane_pairs(placement, bucket, mask)
+    if windowed is not None:
+        own = placement_under(placement, windowed[1], num_groups, num_groups)
+        pairs += share * _lane_pairs(own, bucket, windowed[1])
     # The lanes of an inner group have equal shares: of its tokens, and of the heads of its pairs.
     return {
-        "tokens held": np.repeat(held / inner, inner),
-        "pairs computed": np.repeat(computed / inner, inner),
+        "tokens held": np.repeat(np.array(placement.home_tokens(num_groups), np.float64) / inner, inner),
+        "pairs computed": np.repeat(pairs / inner, inner),
         "bytes sent": sent.of_lanes(nodes).sum(axis=(0, 1)),
     }
+
+
+def _lane_pairs(placement: Placement, bucket: Bucket, mask: Causal | Full | Lambda) -> Floats:
+    """Return [inner group] pairs that kernels of a layer compute."""
+    pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
+    return np.bincount(placement.tiles[:, 2], pairs, bucket.num_inner_groups).astype(np.float64)

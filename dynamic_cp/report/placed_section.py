@@ -12,7 +12,7 @@ from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes
 from dynamic_cp.report.page import picture
 from dynamic_cp.report.placed_links import MAX_CELLS, placed_links, placed_shares
 from dynamic_cp.report.placed_tiles import MAX_SAMPLES, placed_tiles, samples_by_work
-from dynamic_cp.types import CAUSAL, FULL, Bucket, Plan, Problem, counted
+from dynamic_cp.types import Bucket, Mask, Plan, Problem, counted
 
 
 def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
@@ -33,19 +33,21 @@ def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
     _, index, bucket = max(rows, key=lambda row: row[:2])
     sent, nodes = sent_by_bucket(bucket, problem), nodes_of(plan.topology)[bucket.first_lane : bucket.lanes.stop]
     nodes -= nodes[0]
-    mask = CAUSAL if problem.model.causal_attention else FULL
+    model = problem.model
+    mask, *windows = model.layer_masks
+    windowed = (model.num_windowed_layers / model.num_layers, windows[0]) if windows else None
     pictures = [
         picture(
             partial(placed_tiles, bucket, mask), name="tiles", title="Who computes which tile", width_in=WIDE_IN,
-            caption=_of_tiles(bucket),
+            caption=_of_tiles(bucket, mask, windowed),
         ),
         picture(
             partial(placed_links, sent, nodes, first_lane=bucket.first_lane), name="links",
             title="Bytes from lane to lane", width_in=MEDIUM_IN, caption=_of_links(sent, nodes, problem),
         ),
         picture(
-            partial(placed_shares, bucket, mask, sent, nodes), name="shares", title="What each lane has of it",
-            width_in=MEDIUM_IN,
+            partial(placed_shares, bucket, mask, sent, nodes, windowed=windowed), name="shares",
+            title="What each lane has of it", width_in=MEDIUM_IN,
             caption="Even tokens make linear layers even, even pairs attention. Dashed: the mean of the lanes.",
         ),
     ]  # fmt: skip
@@ -60,13 +62,15 @@ def _counts(bucket: Bucket) -> str:
     return f"{counted(len(bucket.samples), 'sample')} on {bucket.cp_size} lanes{shared}, {placement.describe()}"
 
 
-def _of_tiles(bucket: Bucket) -> str:
+def _of_tiles(bucket: Bucket, mask: Mask, windowed: tuple[float, Mask] | None) -> str:
     shares = samples_by_work(bucket)
     shown = sum(share for _, share in shares[:MAX_SAMPLES])
     text = (
         "A square is a sample, its rows are queries and its columns keys, as far as the mask allows. The strips are "
         "its homes: who holds these tokens."
     )
+    if windowed is not None:
+        text += f" Shown is the mask of the layers without a window ({mask}); the others compute where queries are."
     if len(shares) > MAX_SAMPLES:
         text += f" The {MAX_SAMPLES} samples with most work, of {len(shares)}, are {shown:.0%} of it"
         text += ", narrow pages show the first."

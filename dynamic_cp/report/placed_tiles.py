@@ -24,7 +24,7 @@ from dynamic_cp.report.drawing import (
     new_figure,
 )
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import CAUSAL, Bucket, Causal, Full, Mask, Placement
+from dynamic_cp.types import CAUSAL, Bucket, Mask, Placement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def samples_by_work(bucket: Bucket) -> list[tuple[int, float]]:
     return [(number, work[number] / sum(work)) for number in order]
 
 
-def placed_tiles(bucket: Bucket, mask: Causal | Full, theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
+def placed_tiles(bucket: Bucket, mask: Mask, theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
     """Return the picture of the samples with most work: as many as the width holds.
 
     Args:
@@ -95,7 +95,7 @@ def _lane_legend(bucket: Bucket, lanes_per_color: int, theme: Theme) -> list[tup
 
 def _draw(
     panel: Axes, bucket: Bucket, number: int, of_tile: Ints, colors: dict[int, tuple[str, float]],
-    mask: Causal | Full, theme: Theme,
+    mask: Mask, theme: Theme,
 ) -> None:  # fmt: skip
     """Draw the tiles of a sample in the colors of `of_tile`."""
     placement, sample = bucket.placement, bucket.samples[number]

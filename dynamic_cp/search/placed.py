@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dynamic_cp.mechanisms.all_gather import AllGather
 from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
@@ -18,12 +19,25 @@ from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Placed, PlacementProblem, candidates
 from dynamic_cp.placement.legal import with_masks
+from dynamic_cp.placement.narrow import trimmed
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_tokens, round_up
 from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.types import PLACED, Bucket, CpCommType, MicroBatch, Placement, Plan, PlanOptions, Sample, Topology
+from dynamic_cp.types import (
+    PLACED,
+    Bucket,
+    CpCommType,
+    Lambda,
+    MicroBatch,
+    ModelShape,
+    Placement,
+    Plan,
+    PlanOptions,
+    Sample,
+    Topology,
+)
 
 _DIVISIONS = (4, 1, 2, 8)
 _NUM_DIVIDED = 2
@@ -46,17 +60,18 @@ def may_place(topology: Topology, options: PlanOptions) -> bool:
 
 
 def exchanges_of_policy(
-    policy: str, allowed: tuple[CpCommType, ...], samples: Iterable[Sample]
+    policy: str, allowed: tuple[CpCommType, ...], samples: Iterable[Sample], model: ModelShape
 ) -> tuple[CpCommType, ...]:
     """Return what plans of a policy take of the allowed mechanisms, for comparisons: only dynamic ones are placed.
 
-    Where only placed attention is allowed, others take the ring, or a2a where samples bring masks of their own: neither
-    needs communicators besides those of the CP sizes.
+    Where only placed attention is allowed, others take the ring, a2a where samples bring masks of their own, or also an
+    all-gather where layers have windows: none needs communicators besides those of the CP sizes.
     """
     if policy == "dynamic" or not set(allowed) <= set(PLACED):
         return allowed
-    has_masks = any(sample.mask is not None for sample in samples)
-    return (AllToAll.name if has_masks else Ring.name,)
+    if any(sample.mask is not None for sample in samples):
+        return (AllToAll.name,)
+    return (Ring.name,) if model.window is None else (AllToAll.name, AllGather.name)
 
 
 def without_placed(options: PlanOptions) -> PlanOptions:
@@ -65,15 +80,23 @@ def without_placed(options: PlanOptions) -> PlanOptions:
     return replace(options, cp_comm_types=others) if others else options
 
 
-def options_of_packing(options: PlanOptions) -> PlanOptions:
-    """Return what packers choose from, who know closed forms only; where none is allowed they guess by the ring."""
+def guess_of(model: ModelShape) -> CpCommType:
+    """Return the mechanism by which packers guess where they know none that is allowed; it serves groups of any size.
+
+    The ring, or an all-gather where layers have windows.
+    """
+    return Ring.name if model.window is None else AllGather.name
+
+
+def options_of_packing(options: PlanOptions, model: ModelShape) -> PlanOptions:
+    """Return what packers choose from, who know closed forms only; where none is allowed they guess."""
     is_placed = set(options.cp_comm_types) <= set(PLACED)
-    return replace(options, cp_comm_types=(Ring.name,)) if is_placed else without_placed(options)
+    return replace(options, cp_comm_types=(guess_of(model),)) if is_placed else without_placed(options)
 
 
-def options_of_prices(options: PlanOptions) -> PlanOptions:
+def options_of_prices(options: PlanOptions, model: ModelShape) -> PlanOptions:
     """Return what a cost model needs that prices all plans: packers guess, and static ones stay, by what they know."""
-    packed = options_of_packing(options).cp_comm_types
+    packed = options_of_packing(options, model).cp_comm_types
     return replace(options, cp_comm_types=tuple(dict.fromkeys((*packed, *options.cp_comm_types))))
 
 
@@ -102,8 +125,8 @@ def placed_plans(
     rows = [row for row in plan.micro_batches if any(bucket.samples for bucket in row.buckets)]
     of_rows = [[sample for bucket in row.buckets for sample in bucket.samples] for row in rows]
     fixed = [not is_guess or all(bucket.cp_size == 1 for bucket in row.buckets) for row in rows]
-    has_masks = any(sample.mask is not None for sample in samples)
-    if all(fixed) and not has_masks and _is_hopeless(rows, of_rows, cost_model):
+    is_sparse = cost_model.model.window is not None or any(sample.mask is not None for sample in samples)
+    if all(fixed) and not is_sparse and _is_hopeless(rows, of_rows, cost_model):
         return
     fewest = ceil(plan.num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
     # More rows than needed fill a pipeline better.
@@ -159,7 +182,10 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     """Return samples on rows of about equal work, the most first, each on the row with least; None: they do not fit."""
     topology, options = cost_model.topology, cost_model.options
     most_tokens = _ROW_FILL * options.max_tokens_per_rank * topology.num_lanes
-    work = [cost_model.duration_ns(1, 0, sample.seqlen, sample.squared_tokens) for sample in samples]
+    squares = map(cost_model.model.squared_tokens, samples)
+    work = [
+        cost_model.duration_ns(1, 0, sample.seqlen, squared) for sample, squared in zip(samples, squares, strict=True)
+    ]
     rows: list[list[Sample]] = [[] for _ in range(num_rows)]
     held, load = np.zeros(num_rows), np.zeros(num_rows)
     for index in np.argsort(-np.array(work), kind="stable").tolist():
@@ -251,20 +277,24 @@ def _priced(
 ) -> tuple[float, MicroBatch] | None:
     """Return (seconds of the slowest lane, the micro-batch); None where a lane holds more than the limit."""
     problem, topology = way.problem, cost_model.topology
-    tokens = (placed.homes[:, 2] - placed.homes[:, 1]).astype(np.int64)
+    undivided = Placement(placed.homes, np.insert(placed.tiles, 3, 0, axis=1))
+    if isinstance(cost_model.mask, Lambda):
+        undivided = trimmed(undivided, cost_model.mask)
+    homes, tiles = undivided.homes.astype(np.int64), undivided.tiles.astype(np.int64)
     bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
-    tiles = placed.tiles.astype(np.int64)
     division = divide(
-        placed.homes[:, 3].astype(np.int64), tokens, tiles, bytes_per_token, num_divisions, problem.num_lanes,
+        homes[:, 3], homes[:, 2] - homes[:, 1], tiles, bytes_per_token, num_divisions, problem.num_lanes,
         problem.node_lanes,
     )  # fmt: skip
+    layer_masks = cost_model.model.layer_masks if cost_model.model.window is not None else ()
+    tiles[:, 3] = division
     bucket = Bucket(
         first_lane=0,
         cp_size=topology.num_lanes,
         cp_comm_type=PLACED[0],
         inner_cp_size=way.inner_cp_size,
         samples=tuple(samples),
-        placement=Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32)),
+        placement=Placement(undivided.homes, tiles.astype(np.int32), layer_masks),
     )
     if max(placed_tokens(bucket, topology.rank_token_multiple)) > cost_model.options.max_tokens_per_rank:
         return None

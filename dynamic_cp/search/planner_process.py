@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
+from dynamic_cp.mechanisms.all_gather import AllGather
 from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.static import check_static_cp_size
@@ -67,7 +68,8 @@ def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
             break
     exchanges = without_placed(options).cp_comm_types
     if not set(PLACED).isdisjoint(exchanges):
-        exchanges = Ring.name, AllToAll.name  # of which samples with masks take the second
+        # Of which samples with masks take the second, layers with windows the last two.
+        exchanges = (Ring.name, AllToAll.name) + (AllGather.name,) * (problem.model.window is not None)
     return replace(problem, policy="static", options=replace(options, static_cp_size=cp_size, cp_comm_types=exchanges))
 
 

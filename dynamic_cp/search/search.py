@@ -38,7 +38,7 @@ from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
-from dynamic_cp.search.placed import may_place, options_of_packing, placed_plans, without_placed
+from dynamic_cp.search.placed import guess_of, may_place, options_of_packing, placed_plans, without_placed
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
@@ -96,21 +96,21 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples), problem.model)
-    # Placed attention serves no windows.
-    places = policy == "dynamic" and problem.model.window is None and may_place(topology, problem.options)
+    places = policy == "dynamic" and may_place(topology, problem.options)
     usable = problem.options if places else without_placed(problem.options)
     options = options_serving(batch.samples, problem.model, usable)
     longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
     if not is_fixed:
         _check_capacity(longest, topology, options)
-    packing = options_of_packing(options)
+    packing = options_of_packing(options, problem.model)
     is_guess = set(options.cp_comm_types).isdisjoint(packing.cp_comm_types)
     if is_guess and options.min_cp_size == 1 and longest.seqlen <= capacity_tokens(1, topology, options):
         packing, is_guess = replace(packing, max_cp_size=1), False
     cost_model = CostModel(problem.model, problem.hardware, topology, packing)
     if places and longest.seqlen > cost_model.table.capacities.max():
         # What packers know cannot serve this sample, so they guess.
-        cost_model = CostModel(problem.model, problem.hardware, topology, replace(options, cp_comm_types=(Ring.name,)))
+        guessed = replace(options, cp_comm_types=(guess_of(problem.model),))
+        cost_model = CostModel(problem.model, problem.hardware, topology, guessed)
         is_guess = True
     elif not is_fixed:
         _check_exchanges(batch.samples, cost_model)

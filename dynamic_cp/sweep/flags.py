@@ -122,6 +122,8 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
         if skip:
             text = str(list(skip)).replace(" ", "") if isinstance(skip, tuple) else str(skip)
             flags.append(f"--window-attn-skip-freq {shlex.quote(text)}")
+        if model.window_sink_tokens:
+            flags.append(f"--window-sink-tokens {model.window_sink_tokens}")
     if not model.share_embeddings_and_output_weights:
         flags.append("--untie-embeddings-and-output-weights")
     flags.append(f"--vocab-size {model.vocab_size}")

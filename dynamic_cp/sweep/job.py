@@ -39,5 +39,5 @@ class SweepJob:
 
     def prices(self, setting: Setting) -> CostModel:
         """Return the prices of `setting`; UnsupportedFeatureError: no allowed exchange serves any of its CP sizes."""
-        options = options_of_prices(setting.options(self.search))
+        options = options_of_prices(setting.options(self.search), self.model)
         return CostModel(self.model, self.hardware, setting.topology, options)

@@ -28,17 +28,18 @@ AUTO = "auto"
 """Instead of a mechanism: the planner chooses."""
 
 
-def exchanges_of(name: str, *, has_masks: bool = False) -> tuple[CpCommType, ...]:
+def exchanges_of(name: str, *, is_sparse: bool = False) -> tuple[CpCommType, ...]:
     """Return the mechanisms that a value of --cp-comm-type allows.
 
     Args:
         name: the value, AUTO or a mechanism.
-        has_masks: whether samples bring masks of their own. If none does, `auto` leaves out placed attention: on causal
-            data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be taken from tokens.
+        is_sparse: whether samples bring masks of their own, or layers have windows. Otherwise `auto` leaves out placed
+            attention: on causal data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be
+            taken from tokens.
     """
     if name != AUTO:
         return (cast(CpCommType, name),)
-    return (*CP_COMM_TYPES, *PLACED) if has_masks else CP_COMM_TYPES
+    return (*CP_COMM_TYPES, *PLACED) if is_sparse else CP_COMM_TYPES
 
 
 IN_NODE, ACROSS_NODES = 0, 1

@@ -90,6 +90,10 @@ class Mask:
         """Return the position of each token for rotary embedding, int64 [seqlen]; None: as the tokens lie."""
         return None
 
+    def within(self, seqlen: int) -> Mask:
+        """Return what a sequence of `seqlen` tokens has of it: the causal mask where that hides nothing more."""
+        return self
+
     def density(self, seqlen: int) -> float:
         """Return its work over that of the causal mask: 1.0 for the causal mask itself, exactly.
 
@@ -176,9 +180,12 @@ class Lambda(Mask):
     def key_ranges(self, seqlen: int) -> Ranges:
         return _sink_and_window(seqlen, self.sink, self.window)
 
-    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...] | None:
+    def within(self, seqlen: int) -> Mask:
         """Where nothing lies beyond the window, it is the causal mask."""
-        return CAUSAL.rectangles(seqlen) if seqlen <= self.sink + self.window else None
+        return CAUSAL if seqlen <= self.sink + self.window else self
+
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...] | None:
+        return CAUSAL.rectangles(seqlen) if self.within(seqlen) == CAUSAL else None
 
 
 @dataclass(frozen=True, slots=True)

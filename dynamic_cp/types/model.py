@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.layers import Layer, Stage
-from dynamic_cp.types.masks import CAUSAL, FULL, Lambda
+from dynamic_cp.types.masks import CAUSAL, FULL, Causal, Full, Lambda
 
 if TYPE_CHECKING:
     from dynamic_cp.types.plan import Sample
@@ -31,6 +31,7 @@ class ModelShape:
             layer has one. Megatron's --window-size says one less, without the token itself.
         window_attn_skip_freq: which layers have the window, as Megatron says it: with N all but every N-th, or 1 (has
             one) and 0 for each layer; 0 = all.
+        window_sink_tokens: first keys of its sequence that a token attends to besides those of the window.
     """
 
     num_layers: int
@@ -46,6 +47,7 @@ class ModelShape:
     other_weights_per_layer: int = 0
     window_tokens: int = 0
     window_attn_skip_freq: int | tuple[int, ...] = 0
+    window_sink_tokens: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class ModelShape:
         self._check_windows()
 
     def _check_windows(self) -> None:
+        require_at_least(0, window_sink_tokens=self.window_sink_tokens)
         if isinstance(self.window_attn_skip_freq, int):
             require_at_least(0, window_attn_skip_freq=self.window_attn_skip_freq)
         else:
@@ -88,6 +91,12 @@ class ModelShape:
                 "layers skip, or neither",
                 window_attn_skip_freq=self.window_attn_skip_freq,
             )
+        if self.window_sink_tokens and not self.window_tokens:
+            raise InvalidInputError(
+                f"window_sink_tokens is {self.window_sink_tokens} and window_tokens 0: give the window besides which "
+                "tokens see the first ones, or neither",
+                window_sink_tokens=self.window_sink_tokens,
+            )
         if self.window_tokens and not self.causal_attention:
             raise InvalidInputError(
                 f"window_tokens is {self.window_tokens} and causal_attention false: only layers with causal attention "
@@ -98,14 +107,21 @@ class ModelShape:
     @property
     def window(self) -> Lambda | None:
         """The mask of layers with a window; None: no layer has one."""
-        return Lambda(0, self.window_tokens) if self.num_windowed_layers else None
+        return Lambda(self.window_sink_tokens, self.window_tokens) if self.num_windowed_layers else None
+
+    @property
+    def layer_masks(self) -> tuple[Causal | Full | Lambda, ...]:
+        """The different masks of its layers, that of layers without a window first."""
+        (layers,) = self.stages(1)
+        return tuple(layer.mask for _, layer in layers.layers)
 
     @property
     def windows_in_words(self) -> str:
         """How many layers have which window, for messages."""
+        sink = f" and a sink of {counted(self.window_sink_tokens, 'token')}" if self.window_sink_tokens else ""
         return (
             f"{self.num_windowed_layers} of the {self.num_layers} layers have a window of "
-            f"{counted(self.window_tokens, 'token')}"
+            f"{counted(self.window_tokens, 'token')}{sink}"
         )
 
     @property
@@ -123,16 +139,17 @@ class ModelShape:
 
         Layers with and without a window count as the mean of all.
         """
-        windowed = self.num_windowed_layers
-        if sample.mask is not None or not windowed:
+        windowed, window = self.num_windowed_layers, self.window
+        if sample.mask is not None or window is None:
             return sample.squared_tokens
-        in_window = Lambda(0, self.window_tokens).squared_tokens(sample.seqlen)
+        in_window = window.squared_tokens(sample.seqlen)
         total = windowed * in_window + (self.num_layers - windowed) * sample.squared_tokens
         return total / self.num_layers
 
     def density(self, sample: Sample) -> float:
         """Return the work of the attention to `sample` over that without a window; 1.0 exactly where none cuts it."""
-        if sample.mask is not None or sample.seqlen <= self.window_tokens or not self.num_windowed_layers:
+        most = self.window_sink_tokens + self.window_tokens
+        if sample.mask is not None or sample.seqlen <= most or not self.num_windowed_layers:
             return sample.density
         return self.squared_tokens(sample) / (sample.seqlen * sample.seqlen)
 

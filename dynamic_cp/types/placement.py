@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted
+from dynamic_cp.types.masks import Mask, parse_mask
 
 if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
     import numpy as np
@@ -34,10 +35,13 @@ class Placement:
     Attributes:
         homes: int32 [home, 4]: sample, first token, token after the last one, lane; in the order of samples and tokens.
         tiles: int32 [tile, 4]: home of the queries, home of the keys, lane, division.
+        layer_masks: different masks of layers, where some have a window. The tiles are those of the first; layers with
+            another one keep the homes (`dynamic_cp.placement.narrow`). (): one causal or full mask for all layers.
     """
 
     homes: Int32s
     tiles: Int32s
+    layer_masks: tuple[Mask, ...] = ()
     columns: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
@@ -51,10 +55,11 @@ class Placement:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
             return NotImplemented
-        return bool(self.homes.tolist() == other.homes.tolist() and self.tiles.tolist() == other.tiles.tolist())
+        tables = ((one.homes.tolist(), one.tiles.tolist(), one.layer_masks) for one in (self, other))
+        return next(tables) == next(tables)
 
     def __hash__(self) -> int:
-        return hash((self.homes.tobytes(), self.tiles.tobytes()))
+        return hash((self.homes.tobytes(), self.tiles.tobytes(), self.layer_masks))
 
     def __repr__(self) -> str:
         return f"<Placement: {self.describe()}>"
@@ -83,12 +88,17 @@ class Placement:
         return sorted({*held, *computed})
 
     def __str__(self) -> str:
-        """Return its text, which `parse_placement` reads: homes, then tiles, as in `0.0.512.1,0.512.700.0/0.0.1.0`."""
-        return "/".join(",".join(".".join(map(str, row)) for row in rows.tolist()) for rows in (self.homes, self.tiles))
+        """Return its text, which `parse_placement` reads: homes, tiles, and masks of layers.
+
+        As in `0.0.512.1,0.512.700.0/0.0.1.0,1.0.1.0,1.1.0.0`, and `.../causal/lambda:0,128` where some layers have a
+        window.
+        """
+        tables = (",".join(".".join(map(str, row)) for row in rows.tolist()) for rows in (self.homes, self.tiles))
+        return "/".join((*tables, *map(str, self.layer_masks)))
 
 
 _ROWS = r"\d+\.\d+\.\d+\.\d+(?:,\d+\.\d+\.\d+\.\d+)*"
-_TEXT = re.compile(rf"({_ROWS})/({_ROWS})")
+_TEXT = re.compile(rf"({_ROWS})/({_ROWS})((?:/[a-z]+(?::[\d,]+)?)*)")
 
 
 def parse_placement(text: str) -> Placement:
@@ -103,10 +113,11 @@ def parse_placement(text: str) -> Placement:
     if match is None:
         raise InvalidInputError(
             f"placement {text[:40]!r} is none: write homes as sample.start.stop.lane,... and after a / tiles as "
-            "query home.key home.lane.division,..."
+            "query home.key home.lane.division,..., and after more of them masks of layers"
         )
-    homes, tiles = (np.array([row.split(".") for row in rows.split(",")]).astype(np.int64) for rows in match.groups())
+    *tables, masks = match.groups()
+    homes, tiles = (np.array([row.split(".") for row in rows.split(",")]).astype(np.int64) for rows in tables)
     largest = int(max(homes.max(), tiles.max()))
     if largest > np.iinfo(np.int32).max:
         raise InvalidInputError(f"placement {text[:40]!r} has the number {largest}, at most {2**31 - 1} is possible")
-    return Placement(homes.astype(np.int32), tiles.astype(np.int32))
+    return Placement(homes.astype(np.int32), tiles.astype(np.int32), tuple(map(parse_mask, masks.split("/")[1:])))

@@ -247,6 +247,7 @@ class _Adaptor:
             DynamicCPGPTModel.enabled = True
             self._session = Session(self._get_args(), self._planned)
             DynamicCPGPTModel.transformer_impl = self._session.runtime.layers.impl
+            DynamicCPGPTModel.window_sink_tokens = self._get_args().window_sink_tokens
         return result
 
     def _set_jit_fusion_options(self, original: Any, **kwargs: Any) -> None:

@@ -225,7 +225,8 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
             raise InvalidInputError(f"{flag} needs --use-varlen-dataset: add it, or leave {flag} out", flag=flag)
     if args.dynamic_cp:
         return
-    for flag in ("--dynamic-cp-dump", "--dynamic-cp-replay", "--dynamic-cp-refine", "--use-varlen-dataset"):
+    needing = "--dynamic-cp-dump --dynamic-cp-replay --dynamic-cp-refine --use-varlen-dataset --window-sink-tokens"
+    for flag in needing.split():
         if getattr(args, destination(flag)):
             raise InvalidInputError(f"{flag} needs --dynamic-cp in a checkout: add it, or leave {flag} out", flag=flag)
     if args.max_seqlen_per_dp_cp_rank == "auto":
@@ -345,7 +346,7 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
     if args.recompute_granularity == "full":
         check_auto_knows_recomputation(ours)
-    settings = planning_settings(ours)
+    settings = planning_settings(ours, auto_places=False)
     return Planned(settings=settings, arguments=MappingProxyType({**vars(ours), **settings.completed_flags()}))
 
 

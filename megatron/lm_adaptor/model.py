@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 
@@ -49,15 +50,18 @@ class DynamicCPGPTModel(GPTModel):
     Attributes:
         enabled: set by --dynamic-cp; without it this is GPTModel.
         transformer_impl: TransformerEngine's layers or local ones; chosen when the session begins.
+        window_sink_tokens: of layers with a window.
     """
 
     enabled = False
     transformer_impl: TransformerImpl = "local"
+    window_sink_tokens = 0
 
     def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
         if not self.enabled:
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
+        set_sinks(config, self.window_sink_tokens)
         check_supported(config, also_allowed=NO_EFFECT | NUM_WEIGHT_SHARDS)
         spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
         super().__init__(config, spec, *args, **kwargs)

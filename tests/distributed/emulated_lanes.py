@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dynamic_cp.types import CAUSAL, Causal, Full
+from dynamic_cp.types import CAUSAL, Mask
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.mechanisms import all_gather, blocks, heads, ring
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
@@ -290,7 +290,7 @@ class Placed(NamedTuple):
 
 
 def attend_placed(
-    inputs_THD: Sequence[Sequence[Tensor]], lanes: Sequence[PlacedLane], kernel: Kernel, mask: Causal | Full = CAUSAL
+    inputs_THD: Sequence[Sequence[Tensor]], lanes: Sequence[PlacedLane], kernel: Kernel, mask: Mask = CAUSAL
 ) -> list[Placed]:
     """Return what each lane of a placed bucket computes.
 

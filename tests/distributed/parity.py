@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from dynamic_cp.types import (
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
@@ -101,6 +103,7 @@ class Layout:
     @property
     def model(self) -> ModelShape:
         config = reference.transformer_config(reference.VARIANTS[self.variant])
+        windows = windows_of(SimpleNamespace(**{"num_layers": self.num_layers, **self.config}))
         return ModelShape(
             num_layers=self.num_layers,
             hidden_size=config.hidden_size,
@@ -109,6 +112,9 @@ class Layout:
             num_query_groups=config.num_query_groups,
             kv_channels=config.kv_channels,
             vocab_size=reference.VOCAB_SIZE,
+            window_tokens=windows.tokens,
+            window_attn_skip_freq=windows.skip_freq,
+            window_sink_tokens=windows.sink_tokens,
         )
 
 
@@ -191,7 +197,7 @@ def placed_plan(samples: tuple[Sample, ...], layout: Layout) -> Plan:
             cp_comm_type="blocks",
             inner_cp_size=inner,
             samples=held,
-            placement=random_placement(random, held, num_lanes // inner, 4),
+            placement=random_placement(random, held, num_lanes // inner, 4, *layout.model.layer_masks),
         )
 
     first, second, third, *others = plan.micro_batches
@@ -274,6 +280,8 @@ def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Pl
 
 def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: Any) -> tuple[Any, list[Any]]:
     """Return (config, model chunks of this rank); `overrides` are the config's."""
+    given = {"num_layers": layout.num_layers, **layout.config, **overrides}
+    sink_tokens = given.pop("window_sink_tokens", 0)
     config = reference.transformer_config(
         variant,
         tensor_model_parallel_size=layout.tp,
@@ -285,8 +293,9 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        **{"num_layers": layout.num_layers, **layout.config, **overrides},
+        **given,
     )
+    set_sinks(config, sink_tokens)
     chunks = []
     for index in range(layout.vpp):
         vp_stage = index if layout.vpp > 1 else None

@@ -99,11 +99,16 @@ def read_sample(sample: Sample) -> SampleTokens:
     return SampleTokens(stream[:-1].numpy(), stream[1:].numpy(), torch.ones(sample.seqlen).numpy())
 
 
-def window_mask(seqlen: int, window_size: tuple[int, int]) -> torch.Tensor:
-    """Return which keys megatron-core hides from each token of a layer with a window, [S, S]; it makes it on CUDA."""
+def window_mask(seqlen: int, window_size: tuple[int, int], sink_tokens: int = 0) -> torch.Tensor:
+    """Return which keys megatron-core hides from each token of a layer with a window, [S, S]; it makes it on CUDA.
+
+    Args:
+        sink_tokens: first keys that it is kept from hiding, but from the tokens before them.
+    """
     ones = torch.ones
     with mock.patch.object(torch, "ones", lambda *shape, device, **kwargs: ones(*shape, **kwargs)):
         hidden: torch.Tensor = utils.get_sliding_window_causal_mask(seqlen, seqlen, window_size)
+    hidden[:, :sink_tokens] = torch.ones(seqlen, seqlen, dtype=torch.bool).triu(1)[:, :sink_tokens]
     return hidden
 
 
@@ -113,12 +118,17 @@ def reference_step(
     """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
 
     Args:
-        windows: `window_size` and `window_attn_skip_freq` of the config.
+        windows: `window_size` and `window_attn_skip_freq` of the config, and `window_sink_tokens`, first keys that are
+            not hidden.
     """
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
-    fused_softmax.get_sliding_window_causal_mask = lambda rows, _, window_size: window_mask(rows, window_size)
-    config = transformer_config(variant, num_layers=num_layers, **windows)
+    of_config = dict(windows)
+    sink_tokens = of_config.pop("window_sink_tokens", 0)
+    fused_softmax.get_sliding_window_causal_mask = lambda rows, _, window_size: window_mask(
+        rows, window_size, sink_tokens
+    )
+    config = transformer_config(variant, num_layers=num_layers, **of_config)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     model = gpt_model(config, variant, spec)
     with torch.no_grad():

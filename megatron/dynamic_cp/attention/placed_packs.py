@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynamic_cp.placement.programme import Held, Programme
 from dynamic_cp.placement.transport import COLUMN, ROW
-from dynamic_cp.types import CAUSAL, FULL, Causal, Full, Mask, Sample
+from dynamic_cp.types import CAUSAL, FULL, Mask, Sample
 from megatron.dynamic_cp.attention.packs import Pack, to_device
 
 
@@ -55,7 +55,7 @@ class PlacedLane:
     The lanes of an inner group have one programme. Its tokens, and padding at their end, are theirs in equal runs.
 
     Attributes:
-        programme: what it does, or its inner group.
+        programme: what it does, or its inner group; in layers without a window if there are such.
         samples: of the bucket.
         num_tokens: that it holds, with padding at their end.
         inner_cp_size: lanes of the inner group.
@@ -93,11 +93,16 @@ class PlacedLane:
             num_held += home.stop - home.start
         return [*map(np.concatenate, held), np.arange(self.num_tokens - num_held, dtype=np.int64)]
 
-    def packs(self, device: torch.device, mask: Causal | Full = CAUSAL) -> PlacedPacks:
-        """Return the programme with its tensors on `device`; `mask`: of samples that bring none."""
-        masks = [sample.mask or mask for sample in self.samples]
+    def packs(self, device: torch.device, mask: Mask = CAUSAL) -> PlacedPacks:
+        """Return the programme for layers with `mask`, with its tensors on `device`; samples may bring other masks.
+
+        Raises:
+            UnsupportedFeatureError: the plan was made for layers with other windows.
+        """
+        masks = [sample.mask or mask.within(sample.seqlen) for sample in self.samples]
         seqlens = [sample.seqlen for sample in self.samples]
-        return build_placed_packs(self.programme, masks, seqlens, self.inner_cp_size * self.num_tokens, device)
+        programme = self.programme.of_layers(mask)
+        return build_placed_packs(programme, masks, seqlens, self.inner_cp_size * self.num_tokens, device)
 
     def member_of(self, lane: int) -> int:
         """Return the place in the process group of whom this lane exchanges with for a lane of the placement."""

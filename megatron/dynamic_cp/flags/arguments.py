@@ -128,7 +128,15 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
         "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; blocks: each tile of attention on a "
         "lane of its own choice; auto: the planner chooses for every bucket, among those that the attention of this "
-        "run has, blocks only where samples bring masks; p2p alone needs the fewest communicators",
+        "run has, blocks only where samples bring masks or layers have windows; p2p alone needs the fewest "
+        "communicators",
+    )
+    group.add_argument(
+        "--window-sink-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first tokens of each sequence that layers with a window (--window-size) see besides it",
     )
     group.add_argument(
         "--dynamic-cp-inner-sizes",

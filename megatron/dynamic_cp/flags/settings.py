@@ -36,6 +36,8 @@ class PlanningSettings:
         dump, replay: folders that plans are written to and taken from.
         exchange_timeout_s: of every exchange between ranks.
         has_windows: some layers have a window, which not all exchanges serve.
+        auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
+            samples, which go to groups of lanes.
     """
 
     topology: Topology
@@ -61,13 +63,18 @@ class PlanningSettings:
     replay: str | None
     exchange_timeout_s: float
     has_windows: bool = False
+    auto_places: bool = True
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
         """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers; `auto` those that
         serve layers with windows, where there are any.
         """
-        return self._serving_layers(exchanges_of(self.cp_comm_type))
+        return self._serving_layers(exchanges_of(self.cp_comm_type, is_sparse=self._are_windows_placed))
+
+    @property
+    def _are_windows_placed(self) -> bool:
+        return self.has_windows and self.auto_places
 
     def _serving_layers(self, exchanges: tuple[CpCommType, ...]) -> tuple[CpCommType, ...]:
         return serving_windows(exchanges) if self.has_windows and self.cp_comm_type == "auto" else exchanges
@@ -84,13 +91,14 @@ class PlanningSettings:
         Args:
             max_tokens_per_rank: the limit where the settings leave it to memory.
             left_out: exchanges that `auto` does not choose from, see `LayerChoice`.
-            has_masks: whether samples bring masks of their own, see `exchanges_of`.
+            has_masks: whether samples bring masks of their own.
         """
         limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         assert limit is not None, "found once memory is known"
         if self.cp_comm_type != "auto":
             left_out = ()
-        allowed = self._serving_layers(exchanges_of(self.cp_comm_type, has_masks=has_masks))
+        is_sparse = has_masks or self._are_windows_placed
+        allowed = self._serving_layers(exchanges_of(self.cp_comm_type, is_sparse=is_sparse))
         return PlanOptions(
             max_tokens_per_rank=limit,
             min_cp_size=self.min_cp_size,

@@ -24,7 +24,7 @@ from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import digest, plan_from_dict
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.planner_process import Answer, Request
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import CAUSAL, Lambda, Mask, Plan, PlanOptions, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +108,18 @@ class RecordedPlans:
 
     Args:
         folder: of `RunDump`.
-        topology, options, has_windows: of this run.
+        topology, options: of this run.
+        layer_masks: of its model (`ModelShape.layer_masks`).
 
     Raises:
         DataError: no dump there.
     """
 
-    def __init__(self, folder: str, topology: Topology, options: PlanOptions, *, has_windows: bool = False) -> None:
+    def __init__(
+        self, folder: str, topology: Topology, options: PlanOptions, layer_masks: tuple[Mask, ...] = (CAUSAL,)
+    ) -> None:
         self._path = os.path.join(folder, PLANS)
-        self._topology, self._options, self._has_windows = topology, options, has_windows
+        self._topology, self._options, self._layer_masks = topology, options, layer_masks
         self._offsets: dict[str, int] = {}
         try:
             with open(self._path, "rb") as file:
@@ -161,12 +164,7 @@ class RecordedPlans:
                 f"{self._path} allows {plan.max_tokens_per_rank} tokens per rank, this run "
                 f"{self._options.max_tokens_per_rank}: raise --max-seqlen-per-dp-cp-rank"
             )
-        recorded = {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
-        if self._has_windows and (others := recorded - set(serving_windows(recorded))):
-            raise DataError(
-                f"{self._path} has plans with {' '.join(sorted(others))}, which serves no layers with a window: replay "
-                "with the same --window-size"
-            )
+        self._check_windows(plan)
         check_plan(plan, request.samples)
         try:
             facts = PlanFacts(**{**record["facts"], "digest": digest(plan), "cp_histogram": plan.cp_histogram})
@@ -178,6 +176,22 @@ class RecordedPlans:
         return Answer(
             key=request.key, lanes=tuple(encode_lanes(plan, facts)), whole=json.dumps(record["plan"]), facts=facts
         )
+
+    def _check_windows(self, plan: Plan) -> None:
+        used = {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
+        has_windows = any(isinstance(mask, Lambda) for mask in self._layer_masks)
+        if has_windows and (others := used - set(serving_windows(used))):
+            raise DataError(
+                f"{self._path} has plans with {' '.join(sorted(others))}, which serves no layers with a window: replay "
+                "with the same --window-size"
+            )
+        placed = {bucket.placement.layer_masks or (CAUSAL,) for bucket in plan.buckets if bucket.placement is not None}
+        for masks in placed - {self._layer_masks}:
+            recorded, ours = (", ".join(map(str, each)) for each in (masks, self._layer_masks))
+            raise DataError(
+                f"{self._path} has attention placed for layers with the masks {recorded}, those of this run have "
+                f"{ours}: replay with the same --window-size, --window-attn-skip-freq and --window-sink-tokens"
+            )
 
 
 def _cut_half_a_line(path: str) -> None:

@@ -39,6 +39,7 @@ def model_shape(model: Any, vocab_rows: int) -> ModelShape:
         gated_linear_unit=model.swiglu,
         window_tokens=windows.tokens,
         window_attn_skip_freq=windows.skip_freq,
+        window_sink_tokens=windows.sink_tokens,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         source="command line",
     )

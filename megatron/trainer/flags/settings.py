@@ -34,6 +34,7 @@ class ModelSettings:
     kv_channels: int
     window_size: tuple[int, ...] | None
     window_attn_skip_freq: int | tuple[int, ...] | None
+    window_sink_tokens: int
     max_position_embeddings: int
     position_embedding_type: str
     rotary_base: int

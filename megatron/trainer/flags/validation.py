@@ -214,11 +214,12 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
     _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
 
 
-def planning_settings(args: argparse.Namespace) -> PlanningSettings:
+def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> PlanningSettings:
     """Return how a run is planned: the lanes, their token limit and CP sizes.
 
     Args:
         args: of this trainer, or of a checkout under this trainer's names; a limit of "auto" is found later.
+        auto_places: as in `PlanningSettings`.
 
     Raises:
         DynamicCPError: sizes that do not fit the lanes, or a --seq-length that no group can hold.
@@ -259,6 +260,7 @@ def planning_settings(args: argparse.Namespace) -> PlanningSettings:
         replay=args.dynamic_cp_replay,
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows.are_there,
+        auto_places=auto_places,
     )
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known

@@ -26,6 +26,7 @@ from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
@@ -129,6 +130,7 @@ def transformer_config(
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
     )
+    set_sinks(config, model.window_sink_tokens)
     check_supported(config, also_allowed=CONFIG_FIELDS)
     return config
 

@@ -118,7 +118,7 @@ class PlannedRuntime:
             "transformer_impl": layers.impl,
             "cp_comm_types_left_out": layers.left_out,
         }
-        dump, recorded = _dump_and_replay(settings, options, arguments)
+        dump, recorded = _dump_and_replay(settings, options, arguments, model_shape)
         groups = DynamicCPGroups.build(
             settings.topology,
             timeout_s=settings.exchange_timeout_s,
@@ -236,7 +236,7 @@ class PlannedRuntime:
 
 
 def _dump_and_replay(
-    settings: PlanningSettings, options: PlanOptions, arguments: Mapping[str, Any]
+    settings: PlanningSettings, options: PlanOptions, arguments: Mapping[str, Any], model_shape: ModelShape
 ) -> tuple[RunDump | None, RecordedPlans | None]:
     """Return what rank 0 writes plans to and takes them from; collective, because either may fail there.
 
@@ -253,7 +253,7 @@ def _dump_and_replay(
             except OSError as error:
                 raise InvalidInputError(f"--dynamic-cp-dump: cannot write {error}: give another folder") from error
         if settings.replay is not None:
-            opened[1] = RecordedPlans(settings.replay, settings.topology, options, has_windows=settings.has_windows)
+            opened[1] = RecordedPlans(settings.replay, settings.topology, options, model_shape.layer_masks)
 
     run_on_rank_zero(open_both)
     return opened[0], opened[1]

@@ -12,22 +12,28 @@ from dynamic_cp.bounds import lower_bound
 from dynamic_cp.comparison import compare_policies
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, serving_windows
+from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.lane_plan import PlanFacts
+from dynamic_cp.placement.narrow import narrowed
+from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
+from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, plan_flops
-from dynamic_cp.search.planner_process import Request, answer
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.pricing.sent import sent_by_bucket
+from dynamic_cp.search.planner_process import Request, answer, static_fallback
+from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
     CAUSAL,
     CP_COMM_TYPES,
     Bucket,
     Lambda,
+    MicroBatch,
     PlanOptions,
     Problem,
     Sample,
     Topology,
+    exchanges_of,
 )
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
@@ -66,6 +72,20 @@ def test_work_is_counted_in_pairs_of_each_layer(skip, windowed):
         more = batch_flops(model, tokens, squares).forward - batch_flops(model, tokens, 0).forward
         assert more == 4 * model.query_size * (pairs - 8 * seqlen / 2)
     assert model.density(Sample(sample_id=0, seqlen=WINDOW)) == 1.0
+
+
+def test_a_sink_is_seen_besides_the_window():
+    model = replace(EVERY_SECOND, window_sink_tokens=5)
+    assert model.window == Lambda(5, WINDOW)
+    assert model.layer_masks == (CAUSAL, Lambda(5, WINDOW))
+    assert model.windows_in_words == "4 of the 8 layers have a window of 48 tokens and a sink of 5 tokens"
+    for seqlen in (1, WINDOW + 4, WINDOW + 5, WINDOW + 6, 200):
+        rows, columns = np.indices((seqlen, seqlen))
+        seen = (columns <= rows) & ((rows - columns < WINDOW) | (columns < 5))
+        pairs = 4 * int(seen.sum()) + 4 * seqlen * (seqlen + 1) // 2
+        sample = Sample(sample_id=0, seqlen=seqlen)
+        assert model.squared_tokens(sample) == (2 * pairs - 8 * seqlen) / 8
+        assert (model.density(sample) < 1.0) == (seqlen > WINDOW + 5)
 
 
 def test_windows_of_all_layers_plan_as_samples_with_that_mask():
@@ -107,14 +127,19 @@ def test_plans_are_legal_exact_and_above_their_bound(layout):
     )
     rng = random.Random(f"windows {layout}")
     used = set()
-    for _ in range(8):
+    for _ in range(5):
         samples = drawn_samples(rng)
         options = PlanOptions(
             max_tokens_per_rank=rng.choice((300, 512, 1100) if tp_size == 1 else (512, 1100)),
-            cp_comm_types=rng.choice((CP_COMM_TYPES, ("p2p", "all_gather"))),
+            cp_comm_types=rng.choice(((*CP_COMM_TYPES, "blocks"), ("p2p", "all_gather"), ("blocks",))),
             recompute=rng.choice(("none", "selective", "full")),
         )
-        model = replace(WINDOWED, window_tokens=rng.choice((1, 30, 400)), window_attn_skip_freq=rng.choice((0, 2, 4)))
+        model = replace(
+            WINDOWED,
+            window_tokens=rng.choice((1, 30, 400)),
+            window_attn_skip_freq=rng.choice((0, 2, 4)),
+            window_sink_tokens=rng.choice((0, 0, 7)),
+        )
         job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
         planned = plan_global_batch(samples, **job)
         check_plan(planned.plan, samples)
@@ -126,8 +151,72 @@ def test_plans_are_legal_exact_and_above_their_bound(layout):
         facts = answer(Problem(**job), Request.of("a", samples)).facts
         assert facts is not None
         assert facts.seqlen_squared_sum == round(length_sums(samples, model)[1])
-    assert used
-    assert used <= {"a2a", "all_gather"}
+        assert loads(dumps(planned.plan)) == planned.plan == parse_plan(format_plan(planned.plan))
+        for lane, message in enumerate(encode_lanes(planned.plan, facts)):
+            assert decode_lane(message) == lane_plan(planned.plan, lane, facts)
+        for bucket in planned.plan.buckets:
+            assert bucket.placement is None or bucket.placement.layer_masks == model.layer_masks
+    assert "blocks" in used
+    assert used <= {"a2a", "all_gather", "blocks"}
+
+
+@pytest.mark.parametrize("sink", [0, 40])
+def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
+    """Attention of a placed bucket is that of its layers without a window and of its layers with one, added up."""
+    samples = samples_of(2000, 700, 300, 64, 8)
+    options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=("blocks",))
+    job = {"topology": Topology(num_lanes=4, ranks_per_node=2), "hardware": CURVED_HARDWARE, "options": options}
+    model = replace(EVERY_SECOND, window_sink_tokens=sink)
+    bucket = next(one for one in plan_global_batch(samples, model=model, **job).plan.buckets if one.placement)
+    placement, window = bucket.placement, model.window
+    assert placement is not None
+    assert window is not None
+    assert placement.layer_masks == (CAUSAL, window)
+    causal = replace(bucket, placement=replace(placement, layer_masks=()))
+    windowed = replace(bucket, placement=narrowed(placement, window, 4, 2))
+    halves = [
+        (bucket, model),
+        (causal, replace(DEEP, num_layers=4)),
+        (windowed, replace(model, num_layers=4, window_attn_skip_freq=0)),
+    ]
+    attention = []
+    for one, of_model in halves:
+        stage = StageAttention(of_model.stages(1)[0], Problem(model=of_model, **job), 2)
+        seconds = MECHANISMS["blocks"].lane_seconds(stage, one, MicroBatch(buckets=(one,)))
+        kernels = MECHANISMS["blocks"].kernel_seconds(stage, one)
+        assert (seconds >= kernels).all()
+        attention.append(np.stack((seconds, kernels)))
+    assert attention[0] == pytest.approx(attention[1] + attention[2], rel=1e-12)
+    assert attention[1].sum() > 1.5 * attention[2].sum()
+    sent = [sent_by_bucket(one, Problem(model=of_model, **job)).num_bytes.sum() for one, of_model in halves]
+    assert sent[0] == sent[1] + sent[2]
+    assert sent[1] > sent[2] > 0
+
+
+def test_blocks_are_chosen_where_they_pay_and_can_be_forced():
+    """A long sample among short ones, over two nodes: exchanged heads and gathered keys send more than the window."""
+    samples = samples_of(2000, 900, 700, 300, 100, 50, 50, 20)
+    topology = Topology(num_lanes=4, ranks_per_node=2)
+    for model in (EVERY_SECOND, replace(EVERY_SECOND, window_sink_tokens=4)):
+        seconds = {}
+        for names in (exchanges_of("auto", is_sparse=True), exchanges_of("auto"), exchanges_of("blocks")):
+            options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=names)
+            job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
+            planned = plan_global_batch(samples, **job)
+            seconds[names] = planned.predicted_s
+            assert ("blocks" in {bucket.cp_comm_type for bucket in planned.plan.buckets}) == ("blocks" in names)
+        auto, without, alone = seconds.values()
+        assert auto <= alone
+        assert without > 1.2 * auto
+
+
+def test_a_run_of_placed_windows_has_a_static_plan_to_fall_back_to():
+    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("blocks",))
+    given = Problem(topology=Topology(num_lanes=4), model=EVERY_SECOND, hardware=CURVED_HARDWARE, options=options)
+    samples = samples_of(1500, 40)
+    plan = plan_problem(static_fallback(given, 1500), samples).plan
+    check_plan(plan, samples)
+    assert {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1} <= {"a2a", "all_gather"}
 
 
 def test_windows_make_faster_plans_and_less_flops():
@@ -143,8 +232,8 @@ def test_windows_make_faster_plans_and_less_flops():
 
 
 def test_what_serves_no_windows_is_told():
-    assert serving_windows() == ("all_gather", "a2a")
-    assert {name for name, one in MECHANISMS.items() if one.serves_windows} == {"all_gather", "a2a"}
+    assert serving_windows() == ("all_gather", "a2a", "blocks")
+    assert {name for name, one in MECHANISMS.items() if one.serves_windows} == set(serving_windows())
     job = {"topology": Topology(num_lanes=4), "model": EVERY_SECOND, "hardware": CURVED_HARDWARE}
     ring = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", "a2a+p2p"))
     assert set(plan_global_batch(samples_of(64, 20), options=ring, **job).plan.cp_histogram) == {1}
@@ -152,11 +241,13 @@ def test_what_serves_no_windows_is_told():
         plan_global_batch(samples_of(65, 20), options=ring, **job)
     assert str(caught.value) == (
         "4 of the 8 layers have a window of 48 tokens, which p2p a2a+p2p cannot serve on several lanes, and the "
-        "longest of its batch has 65 tokens, a lane holds 64: allow all_gather or a2a (--cp-comm-type), or raise "
-        "--max-seqlen-per-dp-cp-rank"
+        "longest of its batch has 65 tokens, a lane holds 64: allow all_gather or a2a or blocks (--cp-comm-type), or "
+        "raise --max-seqlen-per-dp-cp-rank"
     )
     static = replace(ring, static_cp_size=2)
-    with pytest.raises(UnsupportedFeatureError, match="layers have windows, which only a2a and all_gather serve"):
+    with pytest.raises(
+        UnsupportedFeatureError, match="layers have windows, which only all_gather, a2a and blocks serve"
+    ):
         plan_global_batch(samples_of(64, 20), options=static, policy="static", **job)
     masked = [Sample(sample_id=3, seqlen=9, mask=CAUSAL)]
     with pytest.raises(
@@ -177,6 +268,8 @@ def test_what_serves_no_windows_is_told():
         ({"window_attn_skip_freq": [1, 0]}, r"\[1, 0\] has 2 entries, the model has 8 layers"),
         ({"window_attn_skip_freq": [2] * 8}, "give 1 .a window. or 0"),
         ({"causal_attention": False}, "window_tokens is 48 and causal_attention false"),
+        ({"window_sink_tokens": -1}, "window_sink_tokens is -1, the smallest allowed value is 0"),
+        ({"window_sink_tokens": 4, "window_tokens": 0}, "window_sink_tokens is 4 and window_tokens 0: give the window"),
     ],
 )
 def test_windows_that_contradict_the_model_are_refused(changes, says):

@@ -1,0 +1,203 @@
+"""Layers with a window between the homes of layers without: the same tokens, all pairs of the window once, few keys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.placement.legal import tiles_between, why_misplaced
+from dynamic_cp.placement.narrow import narrowed, placement_under, trimmed
+from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
+from dynamic_cp.placement.transport import COLUMN, ROW, fetches_of
+from dynamic_cp.types import CAUSAL, FULL, Bucket, Lambda, Mask, Placement, Sample, Topology, parse_placement
+from tests.placements import random_placement
+from tests.unit.placement.instances import dense
+
+SEEDS = range(30)
+
+
+def drawn(seed: int, *, is_mixed: bool = True) -> tuple[tuple[Sample, ...], Placement, Lambda, int, int]:
+    """Return samples, a placement of them for layers with a window, that window, lanes, and lanes of a node."""
+    random = np.random.default_rng(seed)
+    num_lanes, node_lanes = int(random.integers(2, 8)), int(random.choice([1, 2, 4]))
+    samples = tuple(Sample(sample_id=i, seqlen=int(n)) for i, n in enumerate(random.integers(1, 300, 4)))
+    window = Lambda(int(random.choice([0, 0, 1, 5, 40])), int(random.choice([1, 2, 9, 30, 100])))
+    masks: tuple[Mask, ...] = (CAUSAL, window) if is_mixed else (window,)
+    placement = random_placement(random, samples, num_lanes, int(random.integers(1, 5)), *masks)
+    return samples, placement, window, num_lanes, node_lanes
+
+
+def computed(placement: Placement, samples: tuple[Sample, ...], mask: Mask) -> list[np.ndarray]:
+    """Return [sample] how often each pair is computed, token by token."""
+    seen = [dense(replace(sample, mask=mask)) for sample in samples]
+    counts = [np.zeros(one.shape, int) for one in seen]
+    for row, column, _, _ in placement.tiles.tolist():
+        (sample, first, last, _), (of_keys, begin, end, _) = placement.homes[[row, column]].tolist()
+        assert sample == of_keys
+        counts[sample][first:last, begin:end] += seen[sample][first:last, begin:end]
+    return counts
+
+
+def lane_of_tokens(placement: Placement) -> list[tuple[int, int, int]]:
+    return [
+        (sample, token, lane) for sample, start, stop, lane in placement.homes.tolist() for token in range(start, stop)
+    ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_pairs_of_a_window_are_computed_once_where_their_queries_are(seed: int) -> None:
+    samples, placement, window, num_lanes, node_lanes = drawn(seed)
+    own = placement_under(placement, window, num_lanes, node_lanes)
+    assert placement_under(placement, CAUSAL, num_lanes, node_lanes) is placement
+    for mask, one in ((CAUSAL, placement), (window, own)):
+        for sample, counts in zip(samples, computed(one, samples, mask), strict=True):
+            assert np.array_equal(counts, dense(replace(sample, mask=mask)))
+        assert why_misplaced(one, samples, num_lanes, mask) is None
+        pairs = tiles_between(Placement(one.homes, one.tiles[:0]), samples, mask).pairs
+        assert pairs.sum() == sum(mask.num_pairs(sample.seqlen) for sample in samples)
+    assert lane_of_tokens(own) == lane_of_tokens(placement)
+    assert (own.homes[own.tiles[:, 0], 3] == own.tiles[:, 2]).all()
+    assert own.num_divisions <= placement.num_divisions
+
+
+def test_lanes_fetch_little_more_than_the_window_shows() -> None:
+    fetched, most, whole = 0, 0, 0
+    for seed in SEEDS:
+        samples, placement, window, num_lanes, node_lanes = drawn(seed)
+        own = narrowed(placement, window, num_lanes, node_lanes)
+        fetches = fetches_of(own, 0, node_lanes)
+        assert (fetches.kind == COLUMN).all()
+        seen = [dense(replace(sample, mask=window)) for sample in samples]
+        for lane, home in zip(fetches.lane.tolist(), fetches.home.tolist(), strict=True):
+            sample, begin, end, _ = own.homes[home].tolist()
+            rows = np.concatenate(
+                [np.arange(first, last) for of, first, last, on in own.homes.tolist() if (of, on) == (sample, lane)]
+            )
+            needed = np.flatnonzero(seen[sample][rows].any(axis=0)[begin:end])
+            assert len(needed), "fetched, and not needed"
+            fetched += end - begin
+            # Parts are whole 32nds of homes, which here have less than 32 tokens twice.
+            most += len(needed) + 300 // 32
+        without_tiles = Placement(placement.homes, placement.tiles[:0])
+        found = tiles_between(without_tiles, samples, window)
+        holder = placement.homes[:, 3]
+        pairs = {
+            (holder[row], column)
+            for row, column in zip(found.rows.tolist(), found.columns.tolist(), strict=True)
+            if holder[row] != holder[column]
+        }
+        whole += sum(int(placement.homes[column, 2] - placement.homes[column, 1]) for _, column in pairs)
+    assert 0 < fetched <= most
+    assert fetched < 0.7 * whole
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cut_homes_keep_tokens_lanes_and_work(seed: int) -> None:
+    samples, placement, window, num_lanes, node_lanes = drawn(seed, is_mixed=False)
+    cut = trimmed(placement, window)
+    assert why_misplaced(cut, samples, num_lanes, window) is None
+    assert lane_of_tokens(cut) == lane_of_tokens(placement)
+    assert cut.layer_masks == placement.layer_masks == (window,)
+    assert placement_under(cut, window, num_lanes, node_lanes) is cut
+    work = []
+    for one in (placement, cut):
+        found = tiles_between(Placement(one.homes, one.tiles[:0]), samples, window)
+        pairs = dict(
+            zip(zip(found.rows.tolist(), found.columns.tolist(), strict=True), found.pairs.tolist(), strict=True)
+        )
+        done = np.zeros((num_lanes, placement.num_divisions), int)
+        for row, column, lane, division in one.tiles.tolist():
+            done[lane, division] += pairs[row, column]
+        work.append(done.tolist())
+    assert work[0] == work[1]
+    bytes_of = [
+        sum((one.homes[:, 2] - one.homes[:, 1])[fetches_of(one, 0, node_lanes).home]) for one in (placement, cut)
+    ]
+    assert bytes_of[1] <= bytes_of[0]
+
+
+def test_cutting_homes_saves_where_a_window_is_short() -> None:
+    homes = [(0, 1000 * lane, 1000 * lane + 1000, lane) for lane in range(4)]
+    tiles = [(row, column, row, 0) for row in range(4) for column in (row - 1, row) if column >= 0]
+    window = Lambda(0, 100)
+    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32), (window,))
+    cut = trimmed(placement, window)
+    assert cut.homes.tolist() == [
+        [0, 0, 899, 0], [0, 899, 1000, 0], [0, 1000, 1899, 1], [0, 1899, 2000, 1],
+        [0, 2000, 2899, 2], [0, 2899, 3000, 2], [0, 3000, 4000, 3],
+    ]  # fmt: skip
+    # Queries that travel are cut, too: only the first 99 of a home see keys of the one before.
+    moved = Placement(placement.homes, placement.tiles.copy(), (window,))
+    moved.tiles[:, 2] = moved.homes[moved.tiles[:, 1], 3]
+    fetches = fetches_of(trimmed(moved, window), 0, 4)
+    assert fetches.kind.tolist() == [ROW] * 3
+    assert np.diff(trimmed(moved, window).homes[fetches.home, 1:3]).ravel().tolist() == [124, 124, 124]
+    sink = trimmed(Placement(placement.homes, np.array([*tiles, (2, 0, 2, 0), (3, 0, 3, 0)], np.int32)), Lambda(7, 100))
+    assert sink.homes[:2, 1:3].tolist() == [[0, 31], [31, 899]]
+    assert why_misplaced(sink, [Sample(sample_id=0, seqlen=4000)], 4, Lambda(7, 100)) is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_programmes_are_of_all_masks_and_travel(seed: int) -> None:
+    _samples, placement, window, num_lanes, node_lanes = drawn(seed)
+    programmes = programmes_of(placement, num_lanes, 0, node_lanes)
+    assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
+    own = placement_under(placement, window, num_lanes, node_lanes)
+    for lane, (one, alone) in enumerate(zip(programmes, programmes_of(own, num_lanes, 0, node_lanes), strict=True)):
+        narrower = one.of_layers(window)
+        assert one.of_layers(CAUSAL) is one
+        assert narrower.mask == str(window)
+        assert narrower.num_tokens == one.num_tokens == placement.home_tokens(num_lanes)[lane]
+        # Samples have the numbers that the lane knows them by; all else is that of the placement by itself.
+        numbers = placement.samples_of(lane), own.samples_of(lane)
+        held = [[of[each.sample] for each in which.held] for of, which in zip(numbers, (narrower, alone), strict=True)]
+        assert held[0] == held[1]
+        assert narrower[1:] == alone[1:]
+        largest = tuple(map(max, one.buffer_tokens, narrower.buffer_tokens))
+        assert buffer_tokens_of(placement, num_lanes, 0, node_lanes)[lane] == largest
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"for layers with the masks causal or full, lambda:.* has lambda:0,7"
+    ):
+        programmes[0].of_layers(Lambda(0, 7))
+    (alone,) = {one.mask for one in programmes_of(own, num_lanes, 0, node_lanes)}
+    assert alone == str(window)
+
+
+def test_masks_of_layers_are_in_the_text() -> None:
+    for seed in SEEDS:
+        for is_mixed in (True, False):
+            _, placement, window, _, _ = drawn(seed, is_mixed=is_mixed)
+            text = str(placement)
+            assert text.endswith(f"/causal/{window}" if is_mixed else f"/{window}")
+            assert parse_placement(text) == placement
+            assert hash(parse_placement(text)) == hash(placement)
+            other = replace(placement, layer_masks=(Lambda(0, 3),))
+            assert parse_placement(str(other)) == other != placement
+    for text in ("0.0.6.0/0.0.0.0/", "0.0.6.0/0.0.0.0/lambda", "0.0.6.0/0.0.0.0/lambda:0,128/"):
+        with pytest.raises(InvalidInputError):
+            parse_placement(text)
+
+
+def test_placements_for_other_masks_of_layers_are_illegal() -> None:
+    samples, placement, window, num_lanes, _ = drawn(3)
+
+    def why(given: Placement, of: tuple[Sample, ...] = samples) -> str:
+        bucket = Bucket(first_lane=0, cp_size=num_lanes, cp_comm_type="blocks", samples=of, placement=given)
+        return MECHANISMS["blocks"].why_illegal(bucket, Topology(num_lanes=num_lanes), 10_000) or ""
+
+    assert why(placement) == ""
+    for masks in ((window, CAUSAL), (CAUSAL,), (FULL, window), (CAUSAL, window, window), (window, window)):
+        assert "one window is possible, with or without causal layers before it" in why(
+            replace(placement, layer_masks=masks)
+        )
+    assert "in 1 tiles, under the mask lambda:0,1 in 0" in why(replace(placement, layer_masks=(Lambda(0, 1),)))
+    assert "in 0 tiles" in why(replace(placement, tiles=placement.tiles[1:]))
+    masked = (replace(samples[0], mask=Lambda(0, 9)), *samples[1:])
+    assert "has the mask lambda:0,9, and its placement is for layers with windows (causal, lambda" in why(
+        placement, masked
+    )
