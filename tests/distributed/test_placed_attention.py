@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamic_cp.errors import DisagreementError
+from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
+from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, fetches_of, messages_of
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
@@ -33,6 +34,7 @@ from dynamic_cp.types import (
     CausalBlockwise,
     Full,
     Lambda,
+    Mask,
     MicroBatch,
     ModelShape,
     Placement,
@@ -97,6 +99,7 @@ class Case(NamedTuple):
         idle: so many lanes, the last ones, hold nothing, and as many, the first ones, compute nothing.
         mask: of samples that bring none.
         inner: lanes that exchange heads, for each of the placement.
+        window: of the layer that attends, where the placement is for layers with `mask`, too.
     """
 
     num_lanes: int
@@ -107,12 +110,24 @@ class Case(NamedTuple):
     samples: tuple[Sample, ...] = SAMPLES
     mask: Causal | Full = CAUSAL
     inner: int = 1
+    window: Lambda | None = None
+
+    @property
+    def seen(self) -> Mask:
+        """The mask of the layer that attends."""
+        return self.window or self.mask
+
+    @property
+    def own(self) -> Placement:
+        """The placement of that layer."""
+        return placement_under(self.placement, self.seen, self.num_lanes, self.node_lanes)
 
     @property
     def placement(self) -> Placement:
         random = np.random.default_rng(self[:5])
         placed = self.num_lanes - self.idle
-        placement = random_placement(random, self.samples, placed, self.num_divisions, self.mask)
+        masks = (self.mask,) if self.window is None else (self.mask, self.window)
+        placement = random_placement(random, self.samples, placed, self.num_divisions, *masks)
         placement.tiles[:, 2] += self.idle
         assert why_misplaced(placement, self.samples, self.num_lanes, self.mask) is None
         return placement
@@ -128,7 +143,7 @@ class Case(NamedTuple):
 
     @property
     def expected(self) -> list[Tensor]:
-        return _expected(self.kv_heads, self.samples, self.mask)
+        return _expected(self.kv_heads, self.samples, self.seen)
 
 
 BF16_CASE = Case(4, 2, 4, samples=tuple(Sample(sample_id=i, seqlen=n) for i, n in enumerate((256, 130, 9))))
@@ -143,8 +158,8 @@ def cases(num_lanes: int) -> Iterator[Case]:
 
 
 @lru_cache
-def _expected(kv_heads: int, samples: tuple[Sample, ...], mask: Causal | Full) -> list[Tensor]:
-    return naive_samples(Case(1, 1, 1, kv_heads, 0, samples, mask).inputs, samples, mask)
+def _expected(kv_heads: int, samples: tuple[Sample, ...], mask: Mask) -> list[Tensor]:
+    return naive_samples(Case(1, 1, 1, kv_heads, 0, samples).inputs, samples, mask)
 
 
 def lanes_of(case: Case) -> list[PlacedLane]:
@@ -188,7 +203,7 @@ def attend(
         qkv = [torch.cat([x, torch.ones(num_padding, *x.shape[1:], dtype=dtype)]) for x in qkv]
         grad = torch.cat([grad, grad.new_zeros(num_padding, *grad.shape[1:])])
         inputs.append([x.to(device) for x in (*qkv, grad)])
-    return attend_placed(inputs, lanes, KERNELS[kernel], case.mask)
+    return attend_placed(inputs, lanes, KERNELS[kernel], case.seen)
 
 
 def whole_of(lanes: Sequence[PlacedLane], samples: Sequence[Sample], found: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -234,9 +249,9 @@ def pairs_of(packs: Sequence[Pack]) -> int:
 
 def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str]:
     """Pairs and bytes of every lane are those of the placement; return what there was."""
-    placement = case.placement
+    placement = case.own
     tiles = placement.tiles.astype(np.int64)
-    wanted = tiles_between(placement, case.samples, case.mask)
+    wanted = tiles_between(placement, case.samples, case.seen)
     pairs = dict(
         zip(zip(wanted.rows.tolist(), wanted.columns.tolist(), strict=True), wanted.pairs.tolist(), strict=True)
     )
@@ -253,7 +268,8 @@ def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str
         assert [one.sent_bytes[direction] for one in found] == sent.tolist()
         for name, number in (("across", ACROSS), ("inside", INSIDE), ("collect", COLLECT), ("deliver", DELIVER)):
             seen[f"{name} {direction}"] += int((messages.round == number).sum())
-    programmes = programmes_of(placement, case.num_lanes, 0, case.node_lanes)
+    every = programmes_of(case.placement, case.num_lanes, 0, case.node_lanes)
+    programmes = [one.of_layers(case.seen) for one in every]
     for lane, one in enumerate(found):
         packs = [pack for division in one.params.packs["placed"].divisions for pack in division]
         assert pairs_of(packs) == of_lane[lane]
@@ -323,6 +339,24 @@ def test_layers_with_full_attention_see_all_of_their_samples() -> None:
         assert not seen["ranged"]
     with pytest.raises(AssertionError, match="output: error"):
         assert_equal_to_dense(_expected(KV_HEADS, samples, CAUSAL), _expected(KV_HEADS, samples, FULL))
+
+
+def test_layers_with_a_window_keep_the_homes_of_those_without() -> None:
+    """Samples within the window are causal, longer ones see ranges of keys; only keys travel."""
+    samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate((83, 1, 60, 2, 17)))
+    seen: Counter[str] = Counter()
+    for num_lanes, node_lanes, window in ((2, 1, Lambda(0, 16)), (3, 3, Lambda(4, 7)), (4, 2, Lambda(1, 1))):
+        case = Case(num_lanes, node_lanes, 4, idle=num_lanes % 2, samples=samples, window=window)
+        seen += assert_case(case)
+        assert len(case.own.homes) > len(case.placement.homes)
+        with pytest.raises(UnsupportedFeatureError, match="attention is placed for layers with the masks causal"):
+            attend(case._replace(window=Lambda(9, 9)), lanes_of(case))
+    assert seen["ranged"] > 0
+    assert seen["inside 0"] > 0
+    assert seen["across 1"] > 0
+    assert not seen["collect 0"]
+    with pytest.raises(AssertionError, match="output: error"):
+        assert_equal_to_dense(_expected(KV_HEADS, samples, Lambda(4, 7)), _expected(KV_HEADS, samples, Lambda(4, 6)))
 
 
 @contextlib.contextmanager

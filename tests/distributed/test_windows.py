@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +12,14 @@ import torch.distributed as dist
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.attention import packs, torch_thd
+from dynamic_cp.placement.programme import Programme
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.types import Lambda, Mask
+from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
 from megatron.dynamic_cp.attention.te.support import choose_layers
 from megatron.dynamic_cp.attention.thd import executor_of
 from megatron.dynamic_cp.flags.arguments import check_supported
-from megatron.dynamic_cp.flags.windows import Windows, windows_of
+from megatron.dynamic_cp.flags.windows import Windows, set_sinks, windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
@@ -29,17 +32,36 @@ from tests.distributed.parity import (
     exchanges_of,
     in_jobs_of_their_own,
     mixed_plan,
+    placed_plan,
+    planned_blocks,
+    planned_bytes,
     run_step,
 )
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
 
 ALL = {"num_layers": 4, "window_size": (40, 0)}
 EVERY_SECOND = {**ALL, "window_attn_skip_freq": 2}
+WITH_SINK = {**EVERY_SECOND, "window_sink_tokens": 3}
 LAYOUTS = {
     "dp4_a2a": Layout(4, exchange="a2a", config=ALL),
     "dp4_all_gather": Layout(4, exchange="all_gather", config=EVERY_SECOND),
-    "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=EVERY_SECOND),
-    "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=EVERY_SECOND),
+    "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
+    "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=WITH_SINK),
+}
+# Micro-batches placed at random, and others; and the planner's own, with the limit of tokens per rank.
+PLACED_LAYOUTS = {
+    "dp4_placed": Layout(4, exchange="all_gather", config=EVERY_SECOND, ranks_per_node=2),
+    "dp3_placed": Layout(3, exchange="all_gather", config=WITH_SINK),
+    "pp2_placed": Layout(2, pp=2, exchange="a2a", config=EVERY_SECOND),
+    "dp2_placed_recomputed": Layout(
+        2,
+        exchange="a2a",
+        config={**ALL, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+PLANNED_BLOCKS = {
+    "dp4_planned": (Layout(4, config=WITH_SINK, ranks_per_node=2), 300),
+    "tp2_planned": (Layout(2, tp=2, sp=True, config=ALL), 600),
 }
 
 
@@ -77,13 +99,21 @@ def test_windows_are_those_of_megatron_core(skip: Any) -> None:
         ({"window_size": (4, 0), "window_attn_skip_freq": 0}, "--window-attn-skip-freq is 0, the smallest allowed"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [1, 0]}, "1,0 has 2 entries, the model has 6 layers"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [2] * 6}, "2,2,2,2,2,2 has 6 entries"),
+        (
+            {"window_sink_tokens": 4},
+            "--window-sink-tokens 4 is for layers with a window, and there is none: give --win",
+        ),
+        ({"window_size": (4, 0), "window_sink_tokens": -1}, "--window-sink-tokens is -1, the smallest allowed number"),
     ],
 )
 def test_a_window_that_cannot_be_is_told_at_once(values: dict[str, Any], says: str) -> None:
     with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
         windows_of(config_of(**values))
+    sink_tokens = values.pop("window_sink_tokens", 0)
+    config = transformer_config(LLAMA, **{"num_layers": 6, **values})
+    set_sinks(config, sink_tokens)
     with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
-        check_supported(transformer_config(LLAMA, **{"num_layers": 6, **values}))
+        check_supported(config)
 
 
 def test_training_with_windows_equals_a_single_process(reference_of: Any) -> None:
@@ -94,7 +124,23 @@ def test_training_with_windows_equals_a_single_process(reference_of: Any) -> Non
         assert {exchange for exchange, _ in exchanges_of(plan)} == {layout.exchange}
         assert max(plan.cp_histogram) == layout.lanes
         cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    assert_all_equal_to_reference(cases)
+    assert_all_equal_to_reference(cases, bytes_too=True)
+
+
+def test_placed_training_with_windows_equals_a_single_process(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    plans = {name: (layout, placed_plan(samples, layout)) for name, layout in PLACED_LAYOUTS.items()}
+    plans |= {
+        name: (layout, planned_blocks(samples, layout, limit)) for name, (layout, limit) in PLANNED_BLOCKS.items()
+    }
+    cases = {}
+    for name, (layout, plan) in plans.items():
+        check_plan(plan, samples)
+        placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
+        assert len(placements) >= (2 if name in PLACED_LAYOUTS else 1)
+        assert {placement.layer_masks for placement in placements} == {layout.model.layer_masks}
+        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 def with_windows(change: Callable[[Windows], Windows]) -> Callable[[Any], None]:
@@ -119,9 +165,39 @@ FAULTS = {
 }
 
 
-def run_faulty(case: Case) -> dict[str, Comparison]:
+def packed_for(change: Callable[[Mask], Mask]) -> Callable[[Any], None]:
+    """Layers with a window compute their programme with another mask, or that of layers with another one."""
+
+    def plant(monkeypatch: Any) -> None:
+        original = placed_packs.build_placed_packs
+
+        def changed(programme: Programme, masks: Sequence[Mask], *args: Any) -> Any:
+            return original(programme, [change(mask) for mask in masks], *args)
+
+        monkeypatch.setattr(placed_packs, "build_placed_packs", changed)
+
+    return plant
+
+
+def lose_the_narrower(monkeypatch: Any) -> None:
+    """Layers with a window run the tiles of those without."""
+    monkeypatch.setattr(Programme, "of_layers", lambda self, _: self)
+
+
+def with_window(tokens: int) -> Callable[[Mask], Mask]:
+    return lambda mask: Lambda(mask.sink, mask.window + tokens) if isinstance(mask, Lambda) else mask
+
+
+FAULTS_IN_BLOCKS = {
+    "one key less": packed_for(with_window(-1)),
+    "one key more": packed_for(with_window(1)),
+    "no sink": packed_for(lambda mask: Lambda(0, mask.window) if isinstance(mask, Lambda) else mask),
+}
+
+
+def run_faulty(cases: Mapping[str, tuple[Case, Callable[[Any], None]]]) -> dict[str, Comparison]:
     found = {}
-    for name, plant in in_jobs_of_their_own(FAULTS):
+    for name, (case, plant) in in_jobs_of_their_own(cases):
         with pytest.MonkeyPatch.context() as patched:
             plant(patched)
             found[name] = run_step(*case, None)
@@ -131,9 +207,19 @@ def run_faulty(case: Case) -> dict[str, Comparison]:
 def test_mistakes_in_windows_show(reference_of: Any) -> None:
     samples, layout = BATCHES["long_tail"], Layout(2, exchange="all_gather", config=EVERY_SECOND)
     case = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-    ranks = run_ranks(2, run_faulty, case, timeout_s=120)
-    for name in FAULTS:
+    cases = {name: (case, plant) for name, plant in FAULTS.items()}
+    placed = Layout(2, exchange="all_gather", config=WITH_SINK)
+    case = Case(placed, samples, placed_plan(samples, placed), reference_of(placed, "long_tail"))
+    cases |= {f"blocks, {name}": (case, plant) for name, plant in FAULTS_IN_BLOCKS.items()}
+    # The tiles of full layers are right, only more: the same gradients, and other bytes than planned.
+    cases["tiles of full layers"] = case, lose_the_narrower
+    ranks = run_ranks(2, run_faulty, cases, timeout_s=180)
+    *faults, same = cases
+    for name in faults:
         assert max(rank[name].gradient_error for rank in ranks) > 100 * TOLERANCE, name
+    assert max(rank[same].gradient_error for rank in ranks) <= TOLERANCE
+    planned = [planned_bytes(case.plan, placed, rank) for rank in range(2)]
+    assert all(rank[same].bytes_sent > sent for rank, sent in zip(ranks, planned, strict=True))
 
 
 def refuse_on_this_rank() -> str:
@@ -160,7 +246,7 @@ def test_an_exchange_that_serves_no_windows_is_named() -> None:
         run_ranks(2, refuse_on_this_rank, timeout_s=60)
         == [
             "the plan asks for p2p at step 3, which does not serve layers with a window: plan with all_gather or a2a "
-            "(--cp-comm-type)"
+            "or blocks (--cp-comm-type)"
         ]
         * 2
     )
