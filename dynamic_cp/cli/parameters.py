@@ -333,7 +333,7 @@ def exchange_option(default: str) -> Any:
         "--cp-comm-type",
         type=click.Choice((AUTO, *CP_COMM_TYPES, *PLACED)),
         help="Exchange inside a CP group; blocks: each tile of attention on a lane of its own; auto: the fastest for "
-        f"every bucket, blocks only under a --mask. [default: {default}]",
+        f"every bucket, blocks only under a --mask or where layers have windows. [default: {default}]",
     )
 
 

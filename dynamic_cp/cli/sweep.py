@@ -147,7 +147,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
             vp_sizes=given["vpp"],
             limits=given["max_tokens_per_rank"],
             recompute=tuple(word.strip() for word in given["recompute"].split(",")),
-            exchanges=exchanges_tried(given["cp_comm_type"]),
+            exchanges=exchanges_tried(given["cp_comm_type"], model),
         )
         batches = batch.draw(DEFAULT_BATCHES)
         job = SweepJob(

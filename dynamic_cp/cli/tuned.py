@@ -12,7 +12,7 @@ from dynamic_cp.cli.console import Progress
 from dynamic_cp.cli.parameters import BatchInput, JobInput
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, Hardware, Sample, exchanges_of
+from dynamic_cp.types import AUTO, RECOMPUTE_MODES, CpCommType, Hardware, ModelShape, Sample, exchanges_of
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -34,9 +34,15 @@ def check_memory_is_known(hardware: Hardware) -> None:
         )
 
 
-def exchanges_tried(cp_comm_type: str | None) -> tuple[tuple[CpCommType, ...], ...]:
-    """Return the sets of exchanges that a sweep tries for a value of --cp-comm-type; None: all it has."""
-    return EXCHANGES if cp_comm_type is None else (exchanges_of(cp_comm_type),)
+def exchanges_tried(cp_comm_type: str | None, model: ModelShape) -> tuple[tuple[CpCommType, ...], ...]:
+    """Return the sets of exchanges that a sweep tries for a value of --cp-comm-type; None: all it has.
+
+    `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
+    """
+    is_sparse = model.window is not None
+    if cp_comm_type is not None:
+        return (exchanges_of(cp_comm_type, is_sparse=is_sparse),)
+    return (exchanges_of(AUTO, is_sparse=is_sparse), *EXCHANGES[1:])
 
 
 def space_of(job: JobInput) -> Space:
@@ -55,7 +61,7 @@ def space_of(job: JobInput) -> Space:
         vp_sizes=alone(job.vpp),
         limits=None if job.limit_from_memory else alone(job.max_tokens_per_rank),
         recompute=alone(job.recompute) or RECOMPUTE_MODES,
-        exchanges=exchanges_tried(job.cp_comm_type),
+        exchanges=exchanges_tried(job.cp_comm_type, job.model_shape),
         static_cp_size=job.static_cp_size,
     )
 

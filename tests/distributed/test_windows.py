@@ -51,17 +51,12 @@ LAYOUTS = {
 # Micro-batches placed at random, and others; and the planner's own, with the limit of tokens per rank.
 PLACED_LAYOUTS = {
     "dp4_placed": Layout(4, exchange="all_gather", config=EVERY_SECOND, ranks_per_node=2),
-    "dp3_placed": Layout(3, exchange="all_gather", config=WITH_SINK),
-    "pp2_placed": Layout(2, pp=2, exchange="a2a", config=EVERY_SECOND),
-    "dp2_placed_recomputed": Layout(
-        2,
-        exchange="a2a",
-        config={**ALL, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
+    "pp2_placed": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
 }
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PLANNED_BLOCKS = {
     "dp4_planned": (Layout(4, config=WITH_SINK, ranks_per_node=2), 300),
-    "tp2_planned": (Layout(2, tp=2, sp=True, config=ALL), 600),
+    "tp2_planned": (Layout(2, tp=2, sp=True, config={**ALL, **RECOMPUTED}), 600),
 }
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from dynamic_cp import cli
 from dynamic_cp.cli.app import group
+from dynamic_cp.cli.tuned import exchanges_tried
 from dynamic_cp.comparison import speedup_of
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
@@ -28,6 +29,7 @@ from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_f
 from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
+from dynamic_cp.tried import EXCHANGES
 from dynamic_cp.types import CP_COMM_TYPES, Lambda, Topology
 from tests.unit.support import samples_of
 
@@ -456,6 +458,27 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
     assert trained_for == max(made_for, 3000)
     assert len(compared) == len(fields(model)) + len(fields(Architecture)) - 1
     assert {field: pair for field, pair in compared.items() if pair[0] != pair[1]} == {}
+
+
+def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
+    """A run of the recommended flags allows placed attention, so its memory and its plans are swept with it."""
+    from megatron.trainer.flags import derive
+
+    plain = load_model("llama-3-8b")
+    model = replace(plain, window_tokens=512, window_attn_skip_freq=2, window_sink_tokens=4)
+    assert exchanges_tried(None, plain) == EXCHANGES
+    assert exchanges_tried(None, model) == ((*CP_COMM_TYPES, "blocks"), ("p2p",))
+    assert exchanges_tried("auto", model) == ((*CP_COMM_TYPES, "blocks"),)
+    setting = Setting(
+        policy="dynamic",
+        topology=Topology(num_lanes=8),
+        recompute="full",
+        max_tokens_per_rank=8192,
+        cp_comm_types=(*CP_COMM_TYPES, "blocks"),
+    )
+    settings = parsed(setting, model, load_architecture("llama-3-8b"), monkeypatch, max_seqlen=3000)
+    assert replace(derive.model_shape(settings.model, model.vocab_size), source=model.source) == model
+    assert set(settings.planning.options().cp_comm_types) == {"a2a", "all_gather", "blocks"}
 
 
 def test_what_the_configs_of_that_test_say(tmp_path):
