@@ -19,6 +19,7 @@ TRAIN = [
     "psutil",  # dist_checkpointing.save needs it without declaring it: without psutil a save hangs
     "tensorboard",
     "xxhash>=3",  # hashes of checkpoint files
+    "safetensors>=0.4.3,<1",  # weights from and to Hugging Face; 1.2 MB
 ]
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
@@ -68,7 +69,10 @@ setup(
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],
         # What needs more than dynamic_cp has: `dynamic-cp simulate --policy megatron-0.16.1` finds it here.
-        "dynamic_cp.commands": ["profile=megatron.dynamic_cp.calibration.command:command"],
+        "dynamic_cp.commands": [
+            "profile=megatron.dynamic_cp.calibration.command:command",
+            "weights=megatron.trainer.weights.command:command",
+        ],
         "dynamic_cp.lengths": ["tokens=megatron.trainer.data.token_lengths:token_lengths"],
         "dynamic_cp.doctor": ["training=megatron.dynamic_cp.doctor:checks"],
         "dynamic_cp.peers": ["megatron-0.16.1=megatron.dynamic_cp.hybrid_peer:peer"],

@@ -131,11 +131,17 @@ def command_page() -> str:
     for name in commands:
         command = group.get_command(context, name)
         assert command is not None
-        parts.append(f"\n## {name}\n\n{_cell(command.help or '')}\n")
-        rows = [_option_row(one, context) for one in command.params]
-        if rows:
-            parts.append("\n| option | default | meaning |\n| --- | --- | --- |\n" + "".join(rows))
+        parts.append(f"\n## {name}\n" + _command_section(command, context))
+        if isinstance(command, click.Group):
+            for below, one in command.commands.items():
+                parts.append(f"\n### {name} {below}\n" + _command_section(one, context))
     return "".join(parts)
+
+
+def _command_section(command: click.Command, context: click.Context) -> str:
+    rows = [_option_row(one, context) for one in command.params]
+    table = "\n| option | default | meaning |\n| --- | --- | --- |\n" + "".join(rows) if rows else ""
+    return f"\n{_cell(command.help or '')}\n{table}"
 
 
 def _option_row(parameter: click.Parameter, context: click.Context) -> str:

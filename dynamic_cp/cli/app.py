@@ -39,7 +39,10 @@ COMMANDS = {
 }
 """Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.cli.NAME:command`."""
 
-TRAINING_COMMANDS = {"profile": "Measure this device and write a hardware file (needs torch)."}
+TRAINING_COMMANDS = {
+    "profile": "Measure this device and write a hardware file (needs torch).",
+    "weights": "Convert weights from and to Hugging Face (needs torch).",
+}
 """Those of COMMAND_GROUP that this project brings -> one line of help, without importing them."""
 
 

@@ -13,6 +13,13 @@ _GEMMAS = ("gemma", "gemma2", "gemma3_text")
 """Decoders whose layers differ from those of the others in what is not priced, and which tie their embeddings."""
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS)
 """Dense, with a gate and an up projection, whatever their hidden_act."""
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""model_type -> class of transformers, of what `config` writes."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
 MODEL_TYPES = (*_DECODERS, *_ENCODERS)
@@ -259,6 +266,68 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         init_method_std=_number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
     )
+
+
+def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    """Return a config.json that `model_shape` and `architecture` read as these; the type of the weights is not in it.
+
+    The model_type is that of the first family that has such layers: a model keeps no other trace of its own.
+
+    Args:
+        where: what to call the model in errors.
+        architecture: its `not_trained` says nothing here.
+
+    Raises:
+        UnsupportedFeatureError: no family has such layers.
+    """
+    model_type = _family(where, shape, architecture)
+    values: dict[str, Any] = {
+        "architectures": [_CLASSES[model_type]],
+        "model_type": model_type,
+        **{key: getattr(shape, name) for key, name in _SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": architecture.norm_epsilon,
+        "rope_theta": architecture.rotary_base,
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "initializer_range": architecture.init_method_std,
+        "tie_word_embeddings": shape.share_embeddings_and_output_weights,
+        "attention_dropout": 0.0,
+    }
+    if model_type == "llama":
+        values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
+    elif model_type == "mistral":
+        values["sliding_window"] = shape.window_tokens or None
+    else:
+        values |= {"use_sliding_window": shape.num_windowed_layers > 0, "sliding_window": shape.window_tokens or None}
+        values["layer_types"] = [_SLIDING if has_one else _WHOLE for has_one in shape.windowed_layers]
+    return values
+
+
+def _family(where: str, shape: ModelShape, architecture: Architecture) -> str:
+    """Return the model_type of a model."""
+    reasons = [
+        *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
+        *(["no gated MLP"] * (not shape.gated_linear_unit)),
+        *([f"positions by {architecture.position_embedding_type}"] * (architecture.position_embedding_type != "rope")),
+        *([f"rotary_percent {architecture.rotary_percent}"] * (architecture.rotary_percent != 1)),
+    ]
+    only_some = 0 < shape.num_windowed_layers < shape.num_layers
+    if architecture.qk_layernorm:
+        model_type = "qwen3"
+        reasons += ["biases and norms of queries and keys"] * (
+            architecture.add_bias_linear or architecture.add_qkv_bias
+        )
+    elif architecture.add_qkv_bias and not architecture.add_bias_linear:
+        model_type = "qwen2"
+    elif shape.num_windowed_layers:
+        model_type = "mistral"
+        reasons += ["biases and windows"] * architecture.add_bias_linear
+        reasons += ["windows in some layers, without biases of QKV or norms of queries and keys"] * only_some
+    else:
+        model_type = "llama"
+    if reasons:
+        raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {', '.join(_CLASSES)} does")
+    return model_type
 
 
 def _rope(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

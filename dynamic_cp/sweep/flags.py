@@ -56,6 +56,16 @@ def launch_flags(
     )
 
 
+def model_flags(model: ModelShape, architecture: Architecture, *, tp_size: int, max_seqlen: int = 0) -> tuple[str, ...]:
+    """Return the flags that decide the model, each with its value if it has one.
+
+    Args:
+        tp_size: of the run, which pads the vocabulary.
+        max_seqlen: of the run; --max-position-embeddings is at least that.
+    """
+    return (*_shape(model, tp_size), *_architecture(architecture, max_seqlen))
+
+
 def launcher(setting: Setting) -> str:
     """Return the torchrun words before the script."""
     topology = setting.topology

@@ -125,6 +125,16 @@ class ModelShape:
         )
 
     @property
+    def windowed_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has the window."""
+        skip = self.window_attn_skip_freq
+        if not self.window_tokens:
+            return (False,) * self.num_layers
+        if isinstance(skip, tuple):
+            return tuple(map(bool, skip))
+        return tuple(not skip or layer % skip != 0 for layer in range(1, self.num_layers + 1))
+
+    @property
     def num_windowed_layers(self) -> int:
         """Layers with a window."""
         skip = self.window_attn_skip_freq

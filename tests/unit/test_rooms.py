@@ -23,7 +23,7 @@ ROOMS = {
         *("agreement", "flags", "measuring", "layout", "attention", "groups", "plans", "data", "model", "step"),
         *("repairs", "foreign", "calibration", "outside"),
     ),
-    "megatron.trainer": ("data", "flags", "ending", "checkpoints", "reporting", "setup", "loop"),
+    "megatron.trainer": ("data", "flags", "ending", "checkpoints", "weights", "reporting", "setup", "loop"),
 }
 """Package -> its rooms; each imports those before it, none those after."""
 BELOW_ALL = ("dynamic_cp", "types")

@@ -23,6 +23,8 @@ from megatron.trainer.checkpoints.disk import explain_refused_write
 from megatron.trainer.checkpoints.manifest import FileRecord, Manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What the tracker holds, and the folder's name, where weights were converted and not trained."""
 _PARTIAL = ".partial"
 _OLD = ".old"
 
@@ -103,7 +105,7 @@ def latest(load_dir: str) -> Path | None:
         raise CheckpointError(
             f"{tracker} cannot be read: {error}; write the iteration to resume from into it"
         ) from None
-    if text == "release":  # converted weights of Megatron-LM
+    if text == RELEASE:
         return Path(load_dir) / text
     if not text.isdecimal():
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, not an iteration: write the one to resume from into it")

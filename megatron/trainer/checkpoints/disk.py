@@ -45,7 +45,7 @@ def explain_refused_write(said: str, folder: str | Path) -> str:
         usage = shutil.disk_usage(_existing(Path(folder)))
     except OSError:
         return said
-    room = f"{_in_words(usage.free)} of {_in_words(usage.total)} are free"
+    room = f"{bytes_in_words(usage.free)} of {bytes_in_words(usage.total)} are free"
     if usage.free < _FULL_BELOW * usage.total:
         return f"the disk of {folder} is full: {room}; {said}"
     return (
@@ -83,7 +83,8 @@ def _existing(path: Path) -> Path:
     return next((folder for folder in (path, *path.parents) if os.path.exists(folder)), Path())
 
 
-def _in_words(num_bytes: int) -> str:
+def bytes_in_words(num_bytes: int) -> str:
+    """Return a number of bytes in the unit that makes it short, such as 1.2 GB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

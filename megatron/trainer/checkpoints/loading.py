@@ -28,7 +28,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     """Load the latest checkpoint below `load_dir` and return its position; collective.
 
     Args:
-        finetune: load the weights only and begin at iteration 0.
+        finetune: load the weights only and begin at iteration 0; so it is with imported weights in any case.
         required: a folder without a checkpoint is an error; otherwise the run starts afresh.
 
     Raises:
@@ -43,12 +43,14 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
     else:
         _check_identity({part: trainable.identity[part] for part in run["identity"]}, run["identity"], folder)
+    _check_imported_flags(trainable.arguments, run.get("flags", {}), folder, finetune)
+    weights_only = finetune or run["optimizer_kind"] is None  # None: imported weights
     if (folder / manifest.NAME).exists():
         _verify(folder)
     state = without_extra_states(sharded_model(trainable))
     same_layout = run["layout"] == trainable.layout
     request = None
-    if not finetune:
+    if not weights_only:
         request = optimizer_state.LoadRequest(trainable.optimizer, state, run["optimizer_kind"])
         state["optimizer_state"] = request.tensors
         if same_layout:
@@ -170,6 +172,21 @@ def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder:
             logger.info("--finetune: %s was %s, it is %s now", name, saved.get(name), own[name])
     kept = {name: value for name, value in own.items() if name not in free}
     _check_identity({"model": kept}, {"model": saved}, folder)
+
+
+def _check_imported_flags(own: Mapping[str, Any], imported: Mapping[str, Any], folder: Path, finetune: bool) -> None:
+    """Check the flags that decide what imported weights compute, and that no weight has the shape of."""
+    for name, value in imported.items():
+        ours = list(own[name]) if isinstance(own[name], tuple) else own[name]
+        if ours == value:
+            continue
+        if not finetune:
+            raise CheckpointError(
+                f"{folder} was imported with {name} = {value!r}, this run has {ours!r}: give the flags of "
+                f"{folder.parent / 'model.flags'}, or --finetune to go on with another model",
+                name=name,
+            )
+        logger.info("--finetune: %s was %s, it is %s now", name, value, ours)
 
 
 def _load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:

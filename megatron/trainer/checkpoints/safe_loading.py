@@ -97,6 +97,21 @@ def read_common(folder: Path) -> Any:
     return _Reader(folder).read_common()
 
 
+def open_tensors(folder: Path) -> tuple[FileSystemReader, Metadata]:
+    """Return what reads the tensors of a checkpoint, on this rank alone, and the list of them.
+
+    Raises:
+        CheckpointError: the list is damaged or more than data, or the checkpoint is of another format.
+    """
+    reader = _Reader(folder)
+    with _naming_damage(folder / METADATA):
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, True)
+    with _naming_damage(folder / "metadata.json"):
+        _check_format(folder)
+    return reader, metadata
+
+
 def _check_format(folder: Path) -> None:
     config = maybe_load_config(str(folder))
     if config is None or config.sharded_backend != _FORMAT:

@@ -10,6 +10,9 @@ from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
 
+TOKEN_IDS = "num_token_ids"
+"""Argument under which checkpoints keep how many rows of the embedding table are no padding."""
+
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
     """Return the rows of the embedding table for `vocab_size` token ids.

@@ -235,7 +235,11 @@ def _trainable(
             "model": derive.model_identity(settings.model, vocab_rows),
             "data": data_identity(data.config, data.splits),
         },
-        arguments={**runtime.arguments, "padded_vocab_size": vocab_rows},
+        arguments={
+            **runtime.arguments,
+            "padded_vocab_size": vocab_rows,
+            derive.TOKEN_IDS: data.num_token_ids,
+        },
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
         has_dropout=settings.model.hidden_dropout > 0,
         gathers_params=settings.parallel.overlap_param_gather,

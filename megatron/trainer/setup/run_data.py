@@ -47,10 +47,11 @@ def data_config(settings: Settings) -> DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The samples of a run, and the rows of the embedding table that their token ids need."""
+    """The samples of a run, how many token ids there are, and the rows of the embedding table that these need."""
 
     config: DataConfig
     splits: Splits
+    num_token_ids: int
     vocab_rows: int
 
 
@@ -71,12 +72,13 @@ def load_data(settings: Settings, device: torch.device) -> RunData:
             f"--eval-iters is {settings.training.eval_iters}, but --split {config.split} leaves no validation data: "
             "give its second number a share or set --eval-iters 0"
         )
+    num_token_ids = tokenizer.build(config).vocab_size
     vocab_rows = derive.padded_vocab_size(
-        tokenizer.build(config).vocab_size,
+        num_token_ids,
         settings.model.make_vocab_size_divisible_by,
         settings.planning.topology.tp_size,
     )
-    return RunData(config=config, splits=splits, vocab_rows=vocab_rows)
+    return RunData(config=config, splits=splits, num_token_ids=num_token_ids, vocab_rows=vocab_rows)
 
 
 def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:

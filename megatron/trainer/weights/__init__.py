@@ -1,0 +1,14 @@
+"""Weights of Hugging Face models into checkpoints of the trainer, and out of them: `dynamic-cp weights`.
+
+Read in this order:
+
+- `names`: one table of names per family, and which tensor is made of which
+- `fused`: from several tensors to one, and back
+- `safetensors_folder`: a folder of transformers, tensor by tensor
+- `checkpoint_tensors`: the tensors of a checkpoint, one at a time
+- `described`: the model that a checkpoint's flags describe
+- `output`: a folder that gets its name when it is whole
+- `importing`: from a folder of transformers to a checkpoint
+- `exporting`: from a checkpoint to a folder of transformers
+- `command`: the options of `dynamic-cp weights`
+"""

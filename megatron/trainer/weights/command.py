@@ -1,0 +1,164 @@
+"""`dynamic-cp weights`: its options. Found by the entry point group `dynamic_cp.commands`; torch is imported late."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from dynamic_cp.cli.parameters import Argument, Command, one_option, options_in
+from dynamic_cp.errors import UnsupportedFeatureError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class NumBytes(click.ParamType[Any]):
+    """A number of bytes with its unit."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", str(value).strip(), re.IGNORECASE)
+        unit = (found[2] or "").upper() if found else ""
+        num_bytes = int(float(found[1]) * _UNITS["" if unit == "B" else unit]) if found else 0
+        if num_bytes < 1:
+            self.fail(f"{value!r} is no size: give one such as 5GB or 200MB", param, ctx)
+        return num_bytes
+
+
+@click.group("weights", short_help="Convert weights from and to Hugging Face (needs torch).")
+def command() -> None:
+    """Convert the weights of Hugging Face models into a checkpoint to train from, and checkpoints into such models.
+
+    Families: llama, mistral, qwen2, qwen3. Both ways are exact, and take the memory of one tensor or one file.
+    """
+
+
+@command.command(
+    "import",
+    cls=Command,
+    epilog="""\b
+Examples:
+  dynamic-cp weights import Qwen3-8B --output qwen3
+  torchrun --nproc-per-node 8 pretrain_gpt.py --dynamic-cp $(cat qwen3/model.flags) --load qwen3 ...
+""",
+)
+@click.argument(
+    "folder", cls=Argument, metavar="HF_FOLDER", help="Folder with config.json and safetensors files, as downloaded."
+)
+@options_in(
+    "Output",
+    one_option("--output", required=True, metavar="DIR", help="Folder of checkpoints to write; it must not exist."),
+)
+@options_in(
+    "Layout",
+    one_option(
+        "--tensor-model-parallel-size",
+        "tp_size",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="TP of the run: checked, and the rows of the vocabulary are padded to a multiple of it.",
+    ),
+    one_option(
+        "--pipeline-model-parallel-size",
+        "pp_size",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="PP of the run: checked. Any layout loads the checkpoint.",
+    ),
+)
+def import_(folder: str, output: str, tp_size: int, pp_size: int) -> None:
+    """Write a checkpoint with the weights of HF_FOLDER, and the flags of its model beside it.
+
+    DIR/model.flags has the flags that decide the model. A run with these and --load DIR starts at iteration 0 with a
+    new optimizer. Whatever config.json says and the trainer does not have is refused by name.
+    """
+    with _needs_torch():
+        from megatron.trainer.weights.importing import import_weights
+    _say(import_weights(folder, output, tp_size=tp_size, pp_size=pp_size))
+
+
+@command.command(
+    "export",
+    cls=Command,
+    epilog="""\b
+Examples:
+  dynamic-cp weights export runs/chat --output chat-model --like Qwen3-8B
+  dynamic-cp weights export runs/chat/iter_0001000 --output chat-model --max-shard-size 2GB
+""",
+)
+@click.argument(
+    "checkpoint",
+    cls=Argument,
+    metavar="CHECKPOINT",
+    help="Folder that --save named (its latest), or one checkpoint in it.",
+)
+@options_in(
+    "Output",
+    one_option("--output", required=True, metavar="HF_FOLDER", help="Folder to write; it must not exist."),
+    one_option(
+        "--max-shard-size",
+        "max_shard_bytes",
+        type=NumBytes(),
+        default="5GB",
+        show_default=True,
+        help="Largest file of weights, and what memory holds at a time.",
+    ),
+)
+@options_in(
+    "Model",
+    one_option(
+        "--like",
+        metavar="HF_FOLDER",
+        help="Folder whose config.json and tokenizer are taken over, such as the one that was imported; the "
+        "config.json must describe the checkpoint. [default: a config.json from the flags in the checkpoint, and no "
+        "tokenizer]",
+    ),
+    one_option(
+        "--vocab-size",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Token ids; rows beyond them are padding. [default: as --like or the checkpoint says]",
+    ),
+)
+def export(checkpoint: str, output: str, max_shard_bytes: int, like: str | None, vocab_size: int | None) -> None:
+    """Write the weights of CHECKPOINT as a folder that transformers loads: config.json and safetensors files.
+
+    Any layout may have saved it, with or without optimizer. Rows of padding are left out, tied weights are written
+    once.
+    """
+    with _needs_torch():
+        from megatron.trainer.weights.exporting import export_weights
+    _say(export_weights(checkpoint, output, like=like, vocab_size=vocab_size, max_shard_bytes=max_shard_bytes))
+
+
+@contextlib.contextmanager
+def _needs_torch() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module=r"torch\..*")
+        warnings.filterwarnings("ignore", module=r"megatron\..*")  # what it misses, `dynamic-cp doctor` says
+        try:
+            from megatron.dynamic_cp.repairs import releases, triton_imports
+
+            releases.check_installed()
+            triton_imports.install()
+            yield
+        except ImportError as error:
+            raise UnsupportedFeatureError(
+                f"weights needs torch, megatron-core and safetensors ({error}): "
+                "pip install 'megatron-dynamic-cp[train]'"
+            ) from error
+
+
+def _say(lines: list[str]) -> None:
+    for line in lines:
+        click.echo(line)

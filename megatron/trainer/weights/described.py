@@ -1,0 +1,77 @@
+"""The model that the flags in a checkpoint describe, this trainer's or Megatron-LM's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.types import ModelShape
+from megatron.trainer.flags import derive
+
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (0,),
+    "multi_latent_attention": (),
+    "mtp_num_layers": (0,),
+    "experimental_attention_variant": (),
+    "hybrid_override_pattern": (),
+    "heterogeneous_layers_config_path": (),
+    "attention_output_gate": (),
+    "qk_l2_norm": (),
+    "no_rope_freq": (),
+    "use_rope_scaling": (),
+    "rotary_seq_len_interpolation_factor": (1, 1.0),
+    "rotary_interleaved": (),
+    "rotary_percent": (1.0,),
+    "softmax_type": ("vanilla",),
+    "window_sink_tokens": (0,),
+    "apply_layernorm_1p": (),
+    "squared_relu": (),
+}
+"""Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
+
+
+class Described(NamedTuple):
+    """A model, with the rows of its tables and how many of them are token ids; None: a checkpoint does not say it."""
+
+    shape: ModelShape
+    architecture: Architecture
+    num_rows: int
+    vocab_size: int | None
+
+
+def described(where: str, arguments: argparse.Namespace) -> Described:
+    """Return what the flags of a checkpoint say; `shape.vocab_size` are the rows of the tables.
+
+    Args:
+        where: what to call it in errors.
+
+    Raises:
+        UnsupportedFeatureError: they say something that no family has.
+    """
+    args = argparse.Namespace(**vars(arguments))
+    for name, harmless in _OFF.items():
+        value = getattr(args, name, None)
+        if value not in (None, False, *harmless):
+            raise UnsupportedFeatureError(
+                f"{where} was trained with --{name.replace('_', '-')} {value}, which cannot be exported yet", name=name
+            )
+    if not getattr(args, "group_query_attention", True):
+        args.num_query_groups = args.num_attention_heads
+    biases = getattr(args, "add_bias_linear", None)
+    biases = not args.disable_bias_linear if biases is None else biases
+    architecture = Architecture(
+        normalization=args.normalization,
+        norm_epsilon=args.norm_epsilon,
+        position_embedding_type=args.position_embedding_type,
+        add_bias_linear=biases,
+        add_qkv_bias=bool(getattr(args, "add_qkv_bias", False)) and not biases,
+        qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
+        rotary_base=args.rotary_base,
+        max_position_embeddings=args.max_position_embeddings,
+        init_method_std=args.init_method_std,
+    )
+    num_rows = args.padded_vocab_size
+    return Described(derive.model_shape(args, num_rows), architecture, num_rows, getattr(args, derive.TOKEN_IDS, None))

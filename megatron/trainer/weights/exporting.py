@@ -1,0 +1,234 @@
+"""`dynamic-cp weights export`: a checkpoint of the trainer becomes a folder that transformers loads.
+
+The vocabulary is cut to its real size, and tied weights are written once. The config.json follows from the flags in the
+checkpoint, or is that of a folder which it must agree with (`like`), whose tokenizer is then copied, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamic_cp.errors import CheckpointError, InvalidInputError
+from dynamic_cp.models import hugging_face
+from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.types import ModelShape, counted
+from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
+from megatron.trainer.checkpoints.disk import bytes_in_words
+from megatron.trainer.weights import names, output
+from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
+from megatron.trainer.weights.described import Described, described
+from megatron.trainer.weights.fused import split
+from megatron.trainer.weights.names import Fused, num_parameters
+from megatron.trainer.weights.safetensors_folder import CONFIG, read_json, shards_of, write_shards
+
+_COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What a folder has beside its weights, and no training changes."""
+_NO_NUMBER = ("max_position_embeddings", "init_method_std", "not_trained")
+"""Of an architecture: what may differ between a checkpoint and a config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The model as transformers have it."""
+
+    family: str
+    shape: ModelShape
+    architecture: Architecture
+    config: dict[str, Any]
+
+
+class _Parts:
+    """The tensors of transformers in a checkpoint, read in their order: each of its tensors once."""
+
+    def __init__(self, saved: CheckpointTensors, tensors: Sequence[Fused]) -> None:
+        self._saved = saved
+        self.by_name = {part.name: (fused, part) for fused in tensors for part in fused.parts}
+        self._split: dict[str, Tensor] = {}
+
+    def sizes_bytes(self) -> dict[str, int]:
+        """Return the bytes of each."""
+        return {
+            name: torch.Size(part.shape).numel() * self._saved.saved[fused.name].dtype.itemsize
+            for name, (fused, part) in self.by_name.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; those that are read with it are kept until then."""
+        if name not in self._split:
+            fused, _ = self.by_name[name]
+            pieces = split(fused, self._saved.read(fused.name, fused.layer))
+            self._split = {part.name: piece for part, piece in zip(fused.parts, pieces, strict=True)}
+        return self._split.pop(name)
+
+
+def export_weights(
+    path: str, new: str, *, like: str | None = None, vocab_size: int | None = None, max_shard_bytes: int = 5 * 10**9
+) -> list[str]:
+    """Write the folder `new` of transformers out of a checkpoint; return what to tell the user.
+
+    Args:
+        path: folder of checkpoints, of which the latest is taken, or of one of them.
+        like: folder of transformers with the config.json and the tokenizer of this model; None: from the checkpoint.
+        vocab_size: token ids; None: as `like` or the checkpoint says.
+        max_shard_bytes: of a file, which is also what memory holds at a time.
+
+    Raises:
+        DynamicCPError: the checkpoint is damaged, of a model that no family has, or not that of `like`; or `new` exists
+            or cannot be written; nothing is left then.
+    """
+    output.check_new(new)
+    folder = _folder(path)
+    if (folder / manifest.NAME).exists():
+        manifest.verify_files(folder, manifest.read_manifest(folder))
+    model = described(str(folder), _arguments(folder))
+    target = _target(str(folder), model, like, vocab_size)
+    saved = CheckpointTensors(folder)
+    tensors = tuple(names.fused_tensors(target.family, target.shape, target.architecture, model.num_rows))
+    _check_tensors(folder, saved, tensors, target.shape.num_layers)
+    parts = _Parts(saved, tensors)
+    sizes_bytes = parts.sizes_bytes()
+    shards = shards_of(sizes_bytes, max_shard_bytes)
+    with output.new_folder(new) as partial:
+        write_shards(partial, shards, sizes_bytes, parts.read)
+        config = {**target.config, "torch_dtype": _dtype(saved, tensors)}
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copied = [name for name in _COPIED if like is not None and (Path(like) / name).is_file()]
+        for name in copied:
+            shutil.copyfile(Path(str(like)) / name, partial / name)
+    return [
+        f"{folder}: {target.family}, {counted(target.shape.num_layers, 'layer')}, "
+        f"{num_parameters(tensors):,} parameters",
+        f"{new}: {counted(len(shards), 'file')} of weights, {bytes_in_words(sum(sizes_bytes.values()))}, "
+        f"{config['torch_dtype']}, {target.shape.vocab_size} token ids"
+        + (f"; copied from {like}: {', '.join(copied)}" if copied else ""),
+    ]
+
+
+def _folder(path: str) -> Path:
+    """Return the folder of one checkpoint."""
+    if (Path(path) / safe_loading.METADATA).exists() or (Path(path) / manifest.NAME).exists():
+        return Path(path)
+    found = checkpoint_files.latest(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has neither {checkpoint_files.TRACKER} nor {safe_loading.METADATA}: "
+            "give a folder that --save named, or one of its checkpoints"
+        )
+    return found
+
+
+def _arguments(folder: Path) -> argparse.Namespace:
+    """Return the flags in a checkpoint."""
+    try:
+        common = safe_loading.read_common(folder)
+        arguments = common["args"]
+    except CheckpointError:
+        raise
+    except Exception as error:  # what is damaged makes torch and json raise anything
+        raise CheckpointError(
+            f"{folder}: the values beside its tensors cannot be read ({type(error).__name__}: {error}): export another"
+        ) from error
+    if not isinstance(arguments, argparse.Namespace):
+        raise CheckpointError(f"{folder} has no flags of the run that saved it: export another")
+    return arguments
+
+
+def _target(where: str, model: Described, like: str | None, vocab_size: int | None) -> _Target:
+    """Return the model as config.json says it, with its real number of token ids."""
+    config = None if like is None else read_json(Path(like) / CONFIG)
+    if config is None:
+        said = model.vocab_size if vocab_size is None else vocab_size
+        if said is None:
+            raise InvalidInputError(
+                f"{where} does not say how many of its {model.num_rows} rows are token ids: "
+                "give --vocab-size or --like",
+                num_rows=model.num_rows,
+            )
+        shape = replace(model.shape, vocab_size=_checked_rows(where, said, model.num_rows))
+        config = hugging_face.config(where, shape, model.architecture)
+        return _Target(family=config["model_type"], shape=shape, architecture=model.architecture, config=config)
+    at = str(Path(str(like)) / CONFIG)
+    family = names.check_family(at, config.get("model_type"))
+    shape, architecture = hugging_face.model_shape(at, config), hugging_face.architecture(at, config)
+    if vocab_size not in (None, shape.vocab_size):
+        raise InvalidInputError(
+            f"--vocab-size is {vocab_size}, {at} has {shape.vocab_size}: leave one of them out", vocab_size=vocab_size
+        )
+    _checked_rows(where, shape.vocab_size, model.num_rows)
+    ours = {**asdict(replace(model.shape, vocab_size=shape.vocab_size)), **asdict(model.architecture)}
+    theirs = {**asdict(shape), **asdict(architecture)}
+    for name, value in ours.items():
+        if name not in ("source", *_NO_NUMBER) and theirs[name] != value:
+            raise CheckpointError(
+                f"{where} has {name} {value}, {at} has {theirs[name]}: name the folder of the same model", name=name
+            )
+    if architecture.not_trained:
+        raise CheckpointError(
+            f"{at} says what {where} was not trained with: {'; '.join(architecture.not_trained)}: "
+            "name the folder of the same model"
+        )
+    return _Target(family=family, shape=shape, architecture=architecture, config=_without_types(config))
+
+
+def _without_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the type of its weights, which transformers call by two names."""
+    return {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+
+
+def _checked_rows(where: str, vocab_size: int, num_rows: int) -> int:
+    if not 0 < vocab_size <= num_rows:
+        raise InvalidInputError(
+            f"--vocab-size {vocab_size} does not lie in the {num_rows} rows of {where}: "
+            "give the number of token ids that the model was trained with",
+            vocab_size=vocab_size,
+            num_rows=num_rows,
+        )
+    return vocab_size
+
+
+def _check_tensors(folder: Path, saved: CheckpointTensors, tensors: Sequence[Fused], num_layers: int) -> None:
+    """Check that the checkpoint holds the tensors of its flags in their shapes, and no others."""
+    wanted = {fused.name: fused.shape if fused.layer is None else (num_layers, *fused.shape) for fused in tensors}
+    missing, unexpected = sorted(set(wanted) - set(saved.saved)), sorted(set(saved.saved) - set(wanted))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder} lacks {counted(len(missing), 'tensor')} of its model ({', '.join(missing[:3]) or 'none'}) "
+            f"and has {len(unexpected)} that no family here has ({', '.join(unexpected[:3]) or 'none'}): "
+            "export another",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+        )
+    for name, shape in wanted.items():
+        if saved.saved[name].shape != shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {saved.saved[name].shape}, its flags say {shape}: export another",
+                name=name,
+            )
+
+
+def _dtype(saved: CheckpointTensors, tensors: Sequence[Fused]) -> str:
+    """Return the type of most numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for fused in tensors:
+        dtype = saved.saved[fused.name].dtype
+        counts[dtype] = counts.get(dtype, 0) + torch.Size(fused.shape).numel()
+    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")

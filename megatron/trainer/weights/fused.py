@@ -1,0 +1,37 @@
+"""From the tensors of transformers to one of megatron-core, and back; every value is copied as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.trainer.weights.names import Fused
+
+
+def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of `fused` out of its parts, contiguous; rows of padding are zero."""
+    if fused.joined == "KV head by KV head":
+        # [groups * width, ...] each -> [groups, its queries + a key + a value, ...]
+        grouped = [part.reshape(fused.num_groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(grouped, dim=1).reshape(fused.shape)
+    if fused.joined == "rows of padding at the end":
+        (table,) = parts
+        padded = table.new_zeros(fused.shape)
+        padded[: len(table)] = table
+        return padded
+    return torch.cat(list(parts))
+
+
+def split(fused: Fused, joined: Tensor) -> list[Tensor]:
+    """Return the parts of the tensor of `fused`, each contiguous and with memory of its own; padding is left out."""
+    if fused.joined == "KV head by KV head":
+        grouped = joined.reshape(fused.num_groups, -1, *joined.shape[1:])
+        widths = [part.shape[0] // fused.num_groups for part in fused.parts]
+        pieces = grouped.split(widths, dim=1)
+    elif fused.joined == "rows of padding at the end":
+        pieces = (joined[: fused.parts[0].shape[0]],)
+    else:
+        pieces = joined.split([part.shape[0] for part in fused.parts])
+    return [piece.reshape(part.shape).clone() for part, piece in zip(fused.parts, pieces, strict=True)]

@@ -1,0 +1,252 @@
+"""`dynamic-cp weights import`: a folder of transformers becomes a checkpoint that a run starts from.
+
+    OUTPUT/model.flags                             what the model is, for the command line
+    OUTPUT/latest_checkpointed_iteration.txt       release
+    OUTPUT/release/                                a checkpoint without optimizer, with a manifest
+
+Megatron-LM calls converted weights `release`, too, and finds its own values there.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
+from dynamic_cp.models import hugging_face
+from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.sweep.flags import model_flags
+from dynamic_cp.types import ModelShape, counted
+from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest
+from megatron.trainer.checkpoints.disk import bytes_in_words
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import build_parser, parse_args
+from megatron.trainer.flags.settings import Settings
+from megatron.trainer.weights import checkpoint_tensors, names, output
+from megatron.trainer.weights.fused import join
+from megatron.trainer.weights.names import Fused, num_parameters
+from megatron.trainer.weights.safetensors_folder import CONFIG, SafetensorsFolder, read_json
+
+FLAGS = "model.flags"
+_DECIDE_NOTHING = ("vocab_size", "make_vocab_size_divisible_by", "init_method_std", "max_position_embeddings")
+"""Names of flags of the model that what is computed does not depend on; weights have the shape of the rest."""
+_NOT_THE_MODEL = "--lr 1 --train-iters 1 --distributed-backend gloo"
+"""What the parser of flags wants to be told as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A folder of transformers that has been read but for its tensors, and fits.
+
+    Attributes:
+        flags: of the trainer, each with its value if it has one.
+        settings: what they say; num_rows: of the tables of the vocabulary.
+        dtypes: of each tensor of the checkpoint, by name.
+    """
+
+    folder: SafetensorsFolder
+    family: str
+    shape: ModelShape
+    flags: tuple[str, ...]
+    settings: Settings
+    num_rows: int
+    tensors: tuple[Fused, ...]
+    dtypes: Mapping[str, torch.dtype]
+
+    def make(self, fused: Fused) -> Tensor:
+        """Return a tensor of the checkpoint."""
+        return join(fused, [self.folder.read(part.name) for part in fused.parts])
+
+
+def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1) -> list[str]:
+    """Write the checkpoint `new` out of the folder `path` of transformers; return what to tell the user.
+
+    Args:
+        tp_size, pp_size: of the run; any can load it, these are checked, and rows of padding made for TP.
+
+    Raises:
+        DynamicCPError: the folder cannot be converted, or `new` exists or cannot be written; nothing is left then.
+    """
+    output.check_new(new)
+    source = read_source(path, tp_size=tp_size, pp_size=pp_size)
+    with output.new_folder(new) as folder:
+        release = folder / checkpoint_files.RELEASE
+        checkpoint_tensors.write(release, source.tensors, source.dtypes, source.make, _common(source))
+        files = manifest.record_files(release, {})
+        content = manifest.Manifest(iteration=0, run=_run_values(source), files=files)
+        (release / manifest.NAME).write_bytes(manifest.encode(content))
+        (folder / FLAGS).write_text("".join(f"{flag}\n" for flag in source.flags), encoding="utf-8")
+        (folder / checkpoint_files.TRACKER).write_text(f"{checkpoint_files.RELEASE}\n")
+    return _report(source, path, new)
+
+
+def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1) -> Source:
+    """Return what the folder `path` of transformers holds, without its tensors.
+
+    Raises:
+        DynamicCPError: a family, an entry of its config.json or a tensor that is unknown, missing or of another shape.
+    """
+    where = str(Path(path) / CONFIG)
+    config = read_json(Path(where))
+    family = names.check_family(where, config.get("model_type"))
+    shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
+    _check_trained(where, architecture)
+    flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=tp_size))
+    settings = _settings(flags, architecture.max_position_embeddings, tp_size, pp_size)
+    num_rows = derive.padded_vocab_size(shape.vocab_size, settings.model.make_vocab_size_divisible_by, tp_size)
+    folder = SafetensorsFolder(path)
+    tensors = tuple(names.fused_tensors(family, shape, architecture, num_rows))
+    _check_tensors(folder, tensors, family, tied=shape.share_embeddings_and_output_weights)
+    return Source(
+        folder=folder,
+        family=family,
+        shape=shape,
+        flags=flags,
+        settings=settings,
+        num_rows=num_rows,
+        tensors=tensors,
+        dtypes=_dtypes(folder, tensors),
+    )
+
+
+def _check_trained(where: str, architecture: Architecture) -> None:
+    reasons = list(architecture.not_trained)
+    if architecture.rotary_percent != 1:
+        reasons.append(f"partial_rotary_factor {architecture.rotary_percent}: these families rotate whole heads")
+    if not architecture.max_position_embeddings:
+        reasons.append("max_position_embeddings: it is missing")
+    if reasons:
+        raise UnsupportedFeatureError(f"{where} says what pretrain_gpt.py does not have: {'; '.join(reasons)}")
+
+
+def _settings(flags: Sequence[str], seq_length: int, tp_size: int, pp_size: int) -> Settings:
+    """Return what the trainer makes of `flags`: they are checked against each other and against TP and PP."""
+    layout = f"--tensor-model-parallel-size {tp_size} --pipeline-model-parallel-size {pp_size}"
+    words = [*" ".join(flags).split(), *f"{layout} --seq-length {seq_length} {_NOT_THE_MODEL}".split()]
+    return parse_args(words, world_size=tp_size * pp_size)
+
+
+def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: str, *, tied: bool) -> None:
+    """Check that the files hold the tensors of the model in their shapes, and no others."""
+    wanted = {part.name: part.shape for fused in tensors for part in fused.parts}
+    found = {
+        name: place
+        for name, place in folder.places.items()
+        if not name.endswith(names.FAMILIES[family].left_out) and not (tied and name == names.HEAD)
+    }
+    missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder.path} lacks {counted(len(missing), 'tensor')} of its {CONFIG} "
+            f"({', '.join(missing[:3]) or 'none'}) "
+            f"and has {len(unexpected)} that it does not say ({', '.join(unexpected[:3]) or 'none'}): "
+            f"take weights and {CONFIG} of one model",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+        )
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise CheckpointError(
+                f"{found[name].file}: {name} has shape {_shown(found[name].shape)}, its {CONFIG} says {_shown(shape)}: "
+                f"take weights and {CONFIG} of one model",
+                name=name,
+            )
+    if tied and names.HEAD in folder.places and not torch.equal(folder.read(names.HEAD), folder.read(names.EMBEDDING)):
+        raise CheckpointError(
+            f"{folder.path}: {CONFIG} says tie_word_embeddings, and {names.HEAD} differs from {names.EMBEDDING}: set "
+            "tie_word_embeddings to false, or leave that tensor out",
+            name=names.HEAD,
+        )
+
+
+def _dtypes(folder: SafetensorsFolder, tensors: Sequence[Fused]) -> dict[str, torch.dtype]:
+    """Return the type of each tensor of the checkpoint, which its layers and parts must share."""
+    chosen: dict[str, tuple[str, str]] = {}
+    for fused in tensors:
+        for part in fused.parts:
+            dtype = folder.places[part.name].dtype
+            first, of_first = chosen.setdefault(fused.name, (part.name, dtype))
+            if dtype != of_first:
+                raise UnsupportedFeatureError(
+                    f"{folder.path}: {first} is {of_first} and {part.name} {dtype}, they become one tensor: save the "
+                    "model in one type",
+                    name=part.name,
+                )
+    return {name: getattr(torch, dtype) for name, (_, dtype) in chosen.items()}
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _arguments(source: Source) -> dict[str, Any]:
+    """Return what the flags of the model say under Megatron-LM's names, and the layout of one rank."""
+    given, arguments = _given(source.flags), source.settings.arguments
+    group = {name: value for name, value in arguments.items() if name in given or hasattr(source.settings.model, name)}
+    return {
+        **group,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "padded_vocab_size": source.num_rows,
+        derive.TOKEN_IDS: source.shape.vocab_size,
+    }
+
+
+def _given(flags: Sequence[str]) -> list[str]:
+    """Return the names under which the parser keeps `flags`."""
+    by_flag = {flag: action.dest for action in build_parser()._actions for flag in action.option_strings}
+    return [by_flag[flag.split()[0]] for flag in flags]
+
+
+def _common(source: Source) -> dict[str, Any]:
+    common = interchange.values_for_megatron_lm(_arguments(source), 0, 0, {})
+    del common["opt_param_scheduler"]
+    common["args"].no_save_optim = True
+    return {**common, "content_metadata": dict(interchange.CONTENT_METADATA)}
+
+
+def _run_values(source: Source) -> dict[str, Any]:
+    """Return what the manifest says: a run at iteration 0 without an optimizer, and the flags of the model."""
+    arguments = source.settings.arguments
+    decide = {name: arguments[name] for name in _given(source.flags) if name not in _DECIDE_NOTHING}
+    run = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "coefficients": None,
+        "calibration": None,
+        "scheduler": None,
+        "optimizer_kind": None,
+        "identity": {"model": derive.model_identity(source.settings.model, source.num_rows)},
+        "flags": decide,
+        "layout": {},
+    }
+    found: dict[str, Any] = json.loads(json.dumps(run))
+    return found
+
+
+def _report(source: Source, path: str, new: str) -> list[str]:
+    num_bytes = sum(source.dtypes[fused.name].itemsize * torch.Size(fused.shape).numel() for fused in source.tensors)
+    types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}))
+    padding = source.num_rows - source.shape.vocab_size
+    lines = [
+        f"{path}: {source.family}, {counted(source.shape.num_layers, 'layer')}, "
+        f"{num_parameters(source.tensors):,} parameters, {bytes_in_words(num_bytes)}, {types}",
+        f"{new}: the checkpoint {checkpoint_files.RELEASE}, and {FLAGS}",
+    ]
+    if padding:
+        lines.append(
+            f"the tables of the vocabulary have {counted(padding, 'row')} of padding, so that TP divides them: zeros, "
+            "which are part of the softmax"
+        )
+    lines.append(
+        f"start from it with: pretrain_gpt.py --dynamic-cp $(cat {shlex.quote(str(Path(new) / FLAGS))}) "
+        f"--load {shlex.quote(new)} --exit-on-missing-checkpoint ..."
+    )
+    return lines

@@ -1,0 +1,210 @@
+"""A folder of transformers: its config.json, and its safetensors files read and written tensor by tensor.
+
+    config.json    model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+
+The header of a safetensors file is JSON and says where each tensor lies; it is compared with the size of the file
+before anything is read. Nothing in such a folder is code that is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.json_text import parse_json
+
+CONFIG = "config.json"
+_ALONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""How a header calls a type -> how torch and config.json do."""
+_AGAIN = "download it again"
+_MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor is.
+
+    Attributes:
+        dtype: as torch calls it.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SafetensorsFolder:
+    """The weights of a folder, whose headers have been read and are consistent.
+
+    Attributes:
+        places: name -> where the tensor is.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or no safetensors file.
+        UnsupportedFeatureError: weights in another format or of another type.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.places: dict[str, Place] = {}
+        for file in self._files():
+            for name, place in _places(file).items():
+                if name in self.places:
+                    raise CheckpointError(
+                        f"{self.path}: {name} is in {self.places[name].file.name} and in {file.name}: keep one of them",
+                        name=name,
+                    )
+                self.places[name] = place
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        place = self.places[name]
+        try:
+            with safe_open(place.file, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{place.file}: {name} cannot be read ({error}): {_AGAIN}") from None
+
+    def _files(self) -> list[Path]:
+        index, alone = self.path / _INDEX, self.path / _ALONE
+        if not index.exists():
+            if alone.exists():
+                return [alone]
+            others = sorted(
+                file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in self.path.glob(pattern)
+            )
+            if others:
+                raise UnsupportedFeatureError(
+                    f"{self.path} has {others[0]} and no {_ALONE}: save the model with safetensors, as "
+                    "save_pretrained does"
+                )
+            raise CheckpointError(
+                f"{self.path} has neither {_ALONE} nor {_INDEX}: give a folder with a model's weights"
+            )
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(_is_plain_name(name) for name in named.values()):
+            raise CheckpointError(f"{index} has no weight_map of tensors to files beside it: {_AGAIN}")
+        files = [self.path / name for name in sorted(set(named.values()))]
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(f"{index.name} names {file.name}, which is not in {self.path}: {_AGAIN}")
+        return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        InvalidInputError: it cannot be read, or holds something else.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(
+            f"cannot read {path}: {error.strerror}: give a folder that transformers' save_pretrained wrote"
+        ) from None
+    data = parse_json(str(path), content, _AGAIN)
+    if not isinstance(data, dict):
+        raise InvalidInputError(f"{path} holds no object: {_AGAIN}")
+    return data
+
+
+def shards_of(sizes_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Return the tensors of each file, in their order; a tensor larger than a file may be has one of its own."""
+    shards: list[list[str]] = []
+    room_bytes = 0
+    for name, num_bytes in sizes_bytes.items():
+        if not shards or num_bytes > room_bytes:
+            shards.append([])
+            room_bytes = max_bytes
+        shards[-1].append(name)
+        room_bytes -= num_bytes
+    return shards
+
+
+def write_shards(
+    folder: Path, shards: Sequence[Sequence[str]], sizes_bytes: Mapping[str, int], read: Callable[[str], Tensor]
+) -> None:
+    """Write the files of a model into `folder`, one in memory at a time, and their index where there are several.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    several = len(shards) > 1
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else _ALONE
+        try:
+            save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{file}: {error}") from None
+        with (folder / file).open("rb") as written:
+            os.fsync(written.fileno())
+        weight_map |= dict.fromkeys(names, file)
+    if several:
+        index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
+
+
+def _places(file: Path) -> dict[str, Place]:
+    """Return what the header of a file says, after comparing it with the file's size."""
+    try:
+        num_bytes = file.stat().st_size
+        with file.open("rb") as opened:
+            (header_bytes,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\xff"))
+            header = opened.read(header_bytes) if header_bytes <= min(num_bytes - 8, _MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}: check its permissions") from None
+    if not header:
+        raise CheckpointError(
+            f"{file} has {num_bytes} bytes and begins with no header of safetensors that fits into them: {_AGAIN}",
+            num_bytes=num_bytes,
+        )
+    said = parse_json(f"the header of {file}", header, _AGAIN)
+    try:
+        said.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in said.values()]
+        expected_bytes = 8 + header_bytes + max(ends, default=0)
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in said.items()}
+        dtypes = {name: str(entry["dtype"]) for name, entry in said.items()}
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        raise CheckpointError(f"the header of {file} does not describe tensors: {_AGAIN}") from None
+    if num_bytes != expected_bytes:
+        raise CheckpointError(
+            f"{file} has {num_bytes} bytes, its header says {expected_bytes}: {_AGAIN}",
+            num_bytes=num_bytes,
+            expected_bytes=expected_bytes,
+        )
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise UnsupportedFeatureError(
+                f"{file}: {name} is of type {dtype}, {', '.join(DTYPES)} are read: save the model unquantized",
+                name=name,
+                dtype=dtype,
+            )
+    return {name: Place(file=file, dtype=DTYPES[dtypes[name]], shape=shapes[name]) for name in said}

@@ -1,0 +1,511 @@
+"""Weights of transformers models into runs of the trainer and out of them: transformers is the judge.
+
+Tiny random models of every family. Norms and biases are moved away from their starts, where errors could hide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynamic_cp import cli
+from dynamic_cp.errors import DynamicCPError
+from megatron.trainer.checkpoints import checkpoint_files, loading
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.loop.evaluation import _evaluating
+from megatron.trainer.setup.run import set_up
+from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.weights.exporting import export_weights
+from megatron.trainer.weights.importing import Source, import_weights
+from tests.distributed.harness import run_ranks
+from tests.trainer.checkpoints import verified
+from tests.trainer.commandline import FIXED
+from tests.trainer.training_ranks import losses, run_command, train
+
+transformers = pytest.importorskip("transformers", reason='transformers is not installed: pip install -e ".[hf]"')
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+VOCAB_SIZE = 101
+"""Odd: TP 2 needs a row of padding."""
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}),
+    "llama, all heads, biases, tied": (
+        "llama",
+        {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "mistral": ("mistral", {"sliding_window": 8, "head_dim": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, windows": (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+# Sums in another order; measured 3e-7.
+TOLERANCE = 1e-5
+NUM_SAMPLES = 6
+DATA = (
+    f"--mock-data --tokenizer-type NullTokenizer --eod-id 3 --seq-length 64 --global-batch-size {NUM_SAMPLES} "
+    f"--lr 1e-3 --lr-warmup-iters 0 --num-workers 0 --seed 7 {FIXED}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Name of a model -> its folder, as transformers wrote it."""
+    root, known = tmp_path_factory.mktemp("models"), {}
+
+    def get(name: str) -> Path:
+        if name not in known:
+            known[name] = root / name.replace(", ", "_").replace(" ", "-")
+            model_type, values = MODELS[name]
+            torch.manual_seed(3)
+            config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **values})
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+            model.save_pretrained(known[name])
+        return known[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def imported(folder_of, tmp_path_factory):
+    """Name of a model, TP -> the checkpoint made of it."""
+    root, known = tmp_path_factory.mktemp("imported"), {}
+
+    def get(name: str, tp_size: int = 1) -> Path:
+        if (name, tp_size) not in known:
+            known[name, tp_size] = root / str(len(known))
+            import_weights(str(folder_of(name)), str(known[name, tp_size]), tp_size=tp_size)
+        return known[name, tp_size]
+
+    return get
+
+
+def flags_of(folder: Path) -> str:
+    return (folder / "model.flags").read_text().replace("\n", " ")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= safetensors_torch.load_file(file)
+    return found
+
+
+def loaded(folder: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+def samples_of(words: str, batch: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (tokens, labels) of the samples of a global batch, as the run of `words` has them."""
+    settings = parse_args(words.split(), 4)
+    config = data_config(settings)
+    stream = build_splits(config).train
+    read = [stream.read(sample.sample_id) for sample in stream.global_batch(batch * NUM_SAMPLES, NUM_SAMPLES)]
+    return [(torch.tensor(one.tokens), torch.tensor(one.labels)) for one in read]
+
+
+@torch.no_grad()
+def loss_of(model: Any, words: str, batch: int, padding_rows: int = 0) -> float:
+    """Return the mean loss of a global batch as transformers computes it; the logits of padding are 0."""
+    loss_sum, num_tokens = 0.0, 0
+    for tokens, labels in samples_of(words, batch):
+        logits = model(tokens[None]).logits[0]
+        logits = torch.nn.functional.pad(logits, (0, padding_rows))
+        loss_sum += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        num_tokens += len(labels)
+    return loss_sum / num_tokens
+
+
+def test_the_models_differ_in_what_they_say():
+    types = {model_type for model_type, _ in MODELS.values()}
+    from megatron.trainer.weights.names import FAMILIES
+
+    assert types == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_comes_back_is_the_same_to_the_bit(name, folder_of, imported, tmp_path):
+    folder, back = folder_of(name), tmp_path / "back"
+    checkpoint = imported(name, 2)
+    run = verified(checkpoint / "release")
+    assert run["identity"]["model"]["vocab_size"] == VOCAB_SIZE + 1
+    said = export_weights(str(checkpoint), str(back))
+    assert f"{VOCAB_SIZE} token ids" in said[-1]
+    before, after = tensors_of(folder), tensors_of(back)
+    assert len(before) > 15
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    tokens = torch.arange(40)[None] % VOCAB_SIZE
+    with torch.no_grad():
+        assert torch.equal(loaded(folder)(tokens).logits, loaded(back)(tokens).logits), "config.json"
+    # The config.json of the origin, where it is named.
+    export_weights(str(checkpoint / "release"), str(tmp_path / "like"), like=str(folder))
+    config = json.loads((tmp_path / "like" / "config.json").read_text())
+    assert config.pop("torch_dtype") == "float32"
+    origin = json.loads((folder / "config.json").read_text())
+    assert origin.pop("dtype") == "float32"
+    assert config == origin
+    assert (tmp_path / "like" / "generation_config.json").read_text() == (folder / "generation_config.json").read_text()
+
+
+def _logits_on_one_rank(words: list[str]) -> list[tuple[list[int], torch.Tensor]]:
+    """Return (token ids, logits [tokens, rows]) of the samples of the first global batch."""
+    os.environ["RANK"] = "0"
+    settings = parse_args(words, 1)
+    run = set_up(settings)
+    loading.load(run.trainable, settings.checkpoints.load, finetune=False, required=True)
+    found = []
+
+    def forward(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        params = batch["packed_seq_params"]
+        logits = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params).float()
+        tokens = batch["tokens"].reshape(-1)
+        pieces = zip(
+            tokens.split(params.padded_seqlens),
+            logits.reshape(len(tokens), -1).split(params.padded_seqlens),
+            strict=True,
+        )
+        found.extend((ids.tolist(), rows.clone()) for ids, rows in pieces)
+        total = logits.sum()
+        return total, lambda output: (output, torch.tensor(1, dtype=torch.int), {"lm loss": torch.zeros(2)})
+
+    with _evaluating(run.model):
+        wrapper = run.iterator_wrapper(run.splits.train, "train")
+        samples = run.splits.train.global_batch(0, NUM_SAMPLES)
+        run.run_schedule(wrapper.wrap(0, samples), wrapper, forward_only=True, forward_step_func=forward)
+        wrapper.close()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, folder_of, imported):
+    checkpoint = imported(name)
+    words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} --train-iters 1 --load {checkpoint}"
+    (found,) = run_ranks(1, _logits_on_one_rank, words.split())
+    expected = {tuple(tokens.tolist()): tokens for tokens, _ in samples_of(words)}
+    assert {tuple(ids) for ids, _ in found} == set(expected)
+    assert max(map(len, expected)) > 30, "longer than the windows"
+    model = loaded(folder_of(name))
+    for ids, logits in found:
+        with torch.no_grad():
+            wanted = model(torch.tensor(ids)[None]).logits[0]
+        assert wanted.abs().max() > 0.1
+        assert (logits - wanted).abs().max() <= TOLERANCE
+
+
+LAYOUTS = {
+    "4 lanes": ("llama", 4, "--max-seqlen-per-dp-cp-rank 16"),
+    "TP2 PP2": (
+        "qwen3",
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+        "--use-distributed-optimizer",
+    ),
+    "TP2 padded, tied": ("qwen2", 2, "--tensor-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, folder_of, imported, tmp_path):
+    """On several ranks: what transformers compute is the loss before the first step, and after two."""
+    name, num_ranks, more = LAYOUTS[layout]
+    padding_rows = 1 if "tensor" in more else 0
+    checkpoint = imported(name, 1 + padding_rows)
+    words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} {more} --load {checkpoint} --train-iters 3 --lr-decay-iters 9"
+    found = train(num_ranks, words, f"--save {tmp_path} --save-interval 2")
+    assert sorted(found) == [1, 2, 3], "a new run"
+    before, _, after = losses(found)
+    assert before == pytest.approx(loss_of(loaded(folder_of(name)), words, 0, padding_rows), abs=TOLERANCE)
+    sizes = {size for record in found.values() for size in record.cp_histogram}
+    assert sizes == ({1, 2, 4} if layout == "4 lanes" else {1})
+    said = export_weights(str(tmp_path / "iter_0000002"), str(tmp_path / "back"))
+    assert f"{VOCAB_SIZE} token ids" in said[-1]
+    # A row of padding has been trained, too, and is not exported: what it adds to the softmax is nearly what it was.
+    tolerance = TOLERANCE if padding_rows == 0 else 2e-3
+    trained = loaded(tmp_path / "back")
+    assert after == pytest.approx(loss_of(trained, words, 2, padding_rows), abs=tolerance)
+    assert abs(loss_of(loaded(folder_of(name)), words, 2, padding_rows) - after) > 5 * tolerance, "it has learned"
+
+
+def test_a_run_of_another_model_is_refused(imported):
+    checkpoint = imported("llama")
+    words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} --train-iters 1 --load {checkpoint}"
+    for change, said in (
+        ("--norm-epsilon 1e-6", r"norm_epsilon = 1e-05, this run has 1e-06: give the flags of .*model.flags"),
+        ("--rotary-base 10000", r"rotary_base = 500000, this run has 10000"),
+        ("--vocab-size 102", r"vocab_size = 101, this run has 102"),
+    ):
+        (ended,) = run_command(1, words, change)
+        assert ended.code == 2
+        assert re.search(said, ended.error), ended.error
+
+
+# --- streaming, files and types
+
+
+def test_one_tensor_is_in_memory_at_a_time(folder_of, tmp_path, monkeypatch):
+    made: list[Any] = []
+    make = Source.make
+
+    def watched(source: Source, fused: Any) -> torch.Tensor:
+        alive = [name for name, ref in made if ref() is not None]
+        assert len(alive) <= 1, f"{alive} while {fused.name} is made"
+        tensor = make(source, fused)
+        made.append((fused.name, weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(Source, "make", watched)
+    import_weights(str(folder_of("llama")), str(tmp_path / "new"))
+    assert len(made) == 3 + 2 * 6
+
+
+def test_files_are_as_small_as_asked(folder_of, imported, tmp_path):
+    limit_bytes = 15_000
+    back = tmp_path / "back"
+    (_, wrote) = export_weights(str(imported("qwen3")), str(back), max_shard_bytes=limit_bytes)
+    files = sorted(back.glob("*.safetensors"))
+    assert len(files) > 4
+    assert f"{len(files)} files" in wrote
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    for file in files:
+        tensors = safetensors_torch.load_file(file)
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(tensors)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit_bytes
+    before, after = tensors_of(folder_of("qwen3")), tensors_of(back)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
+    # And in again.
+    import_weights(str(back), str(tmp_path / "again"))
+    assert before.keys() == after.keys()
+    export_weights(str(tmp_path / "again"), str(tmp_path / "once more"))
+    once_more = tensors_of(tmp_path / "once more")
+    assert all(torch.equal(before[key], once_more[key]) for key in before)
+    assert loaded(back).num_parameters() == loaded(folder_of("qwen3")).num_parameters()
+
+
+def test_types_stay_as_they_are(folder_of, tmp_path):
+    folder = copied(folder_of("llama"), tmp_path / "half")
+    rewrite(folder, lambda name, tensor: tensor.bfloat16())
+    said = import_weights(str(folder), str(tmp_path / "new"))
+    assert "bfloat16" in said[0]
+    export_weights(str(tmp_path / "new"), str(tmp_path / "back"))
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert all(after[key].dtype == torch.bfloat16 and torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+# --- bad input
+
+
+def copied(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def rewrite(folder: Path, change: Any, more: dict[str, torch.Tensor] | None = None) -> None:
+    """Replace each tensor by `change(name, tensor)`; None leaves it out."""
+    changed = {name: change(name, tensor) for name, tensor in tensors_of(folder).items()}
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None} | (more or {})
+    safetensors_torch.save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def say(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def named_by_an_index(folder: Path, file: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+BAD = {
+    "shape": (
+        lambda f: say(f, intermediate_size=64),
+        r"gate_proj.weight has shape 48 x 32, its config.json says 64 x 32",
+    ),
+    "missing": (lambda f: rewrite(f, lambda n, t: None if n == NORM else t), rf"lacks 1 tensor .*\({NORM}\) and has 0"),
+    "unexpected": (
+        lambda f: rewrite(f, lambda n, t: t, {"model.layers.0.self_attn.sinks": torch.ones(4)}),
+        r"lacks 0 tensors .* and has 1 that it does not say \(model.layers.0.self_attn.sinks\)",
+    ),
+    "a layer more": (lambda f: say(f, num_hidden_layers=3), r"lacks 9 tensors .*model.layers.2"),
+    "truncated": (cut, r"model.safetensors has (\d+) bytes, its header says (?!\1)\d+: download it again"),
+    "no header": (
+        lambda f: (f / "model.safetensors").write_bytes(b"garbage"),
+        r"has 7 bytes and begins with no header",
+    ),
+    "a pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"has pytorch_model.bin and no model.safetensors: save the model with safetensors",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has neither model.safetensors nor"),
+    "a missing file": (
+        lambda f: named_by_an_index(f, "model-00001.safetensors"),
+        r"names model-00001.safetensors, which",
+    ),
+    "a file elsewhere": (lambda f: named_by_an_index(f, "../model.safetensors"), r"has no weight_map"),
+    "quantized": (lambda f: rewrite(f, lambda n, t: t.to(torch.int8)), r"is of type I8, F32, F16, BF16 are read"),
+    "two types": (
+        lambda f: rewrite(f, lambda n, t: t.half() if n == NORM else t),
+        rf"layers.0.input_layernorm.weight is float32 and {NORM} float16",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), r"cannot read .*config.json: No such file"),
+    "family": (
+        lambda f: say(f, model_type="gemma2"),
+        r"model_type is 'gemma2', weights of llama, mistral, qwen2, qwen3",
+    ),
+    "experts": (lambda f: say(f, model_type="qwen3_moe", num_experts=8), r"model_type is 'qwen3_moe', weights of"),
+    "other positions": (
+        lambda f: say(f, rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters="gone"),
+        r"rope_scaling .*yarn.*: RoPE is not scaled",
+    ),
+    "an unknown entry": (lambda f: say(f, logit_scale=2.0), r"logit_scale 2.0: not known here"),
+    "an activation": (lambda f: say(f, hidden_act="gelu"), r"hidden_act gelu: a gated MLP has SiLU"),
+    "half biases": (lambda f: say(f, attention_bias=True), r"attention_bias without mlp_bias"),
+    "partial rotation": (
+        lambda f: say(f, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        r"partial_rotary_factor 0.5: these families rotate whole heads",
+    ),
+    "no positions": (lambda f: say(f, max_position_embeddings="gone"), r"max_position_embeddings: it is missing"),
+    "another head": (
+        lambda f: say(f, tie_word_embeddings=True),
+        r"says tie_word_embeddings, and lm_head.weight differs from model.embed_tokens.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_imported_is_named_and_leaves_nothing(name, folder_of, tmp_path, capsys):
+    spoil, said = BAD[name]
+    folder = copied(folder_of("llama"), tmp_path / "model")
+    spoil(folder)
+    assert cli.main(["weights", "import", str(folder), "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(said, error), error
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--tensor-model-parallel-size 3",
+            r"--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+        ),
+        ("--pipeline-model-parallel-size 3", r"--num-layers 2 is not a multiple of .* 3"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_have_is_refused(words, said, folder_of, tmp_path, capsys):
+    command = ["weights", "import", str(folder_of("llama")), "--output", str(tmp_path / "new"), *words.split()]
+    assert cli.main(command) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    for words in (["import", str(folder_of("llama"))], ["export", str(imported("llama"))]):
+        assert cli.main(["weights", *words, "--output", str(tmp_path / "mine")]) == 2
+        assert f"--output {tmp_path / 'mine'} exists: give the name of a new folder" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_ends_halfway_has_no_name(error, folder_of, imported, tmp_path, monkeypatch):
+    """Neither does what a killed process leaves: everything is written under another name."""
+    written: list[set[str]] = []
+
+    def failing(self: Any, *_args: Any) -> Any:
+        written.append({path.name for path in tmp_path.iterdir()})
+        raise error
+
+    monkeypatch.setattr("megatron.trainer.weights.importing.Source.make", failing)
+    monkeypatch.setattr("megatron.trainer.weights.exporting._Parts.read", failing)
+    checkpoint = imported("llama")
+    for convert in (
+        lambda: import_weights(str(folder_of("llama")), str(tmp_path / "new")),
+        lambda: export_weights(str(checkpoint), str(tmp_path / "new")),
+    ):
+        with pytest.raises((DynamicCPError, KeyboardInterrupt)) as caught:
+            convert()
+        if isinstance(error, OSError):
+            assert "--output" in str(caught.value)
+            assert "cannot be written" in str(caught.value)
+        assert not list(tmp_path.iterdir())
+    assert len(written) == 2
+    assert all(len(names) == 1 and all(name.startswith("new.partial-") for name in names) for names in written)
+
+
+def test_a_damaged_checkpoint_is_not_exported(imported, tmp_path):
+    release = copied(imported("llama") / "release", tmp_path / "release")
+    file = max(release.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DynamicCPError, match=f"{file.name} has another content than was written"):
+        export_weights(str(release), str(tmp_path / "new"))
+    (release / "manifest.json").unlink()  # as Megatron-LM's are
+    file.write_bytes(content[:100])
+    with pytest.raises(DynamicCPError, match=r"decoder.layers.* cannot be read"):
+        export_weights(str(release), str(tmp_path / "new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["release"]
+
+
+def test_a_config_of_another_model_is_refused(folder_of, imported, tmp_path):
+    checkpoint = str(imported("llama"))
+    like = copied(folder_of("llama"), tmp_path / "like")
+    for changes, said in (
+        ({"rms_norm_eps": 1e-6}, "norm_epsilon 1e-05, .* has 1e-06"),
+        ({"num_hidden_layers": 3}, "num_layers 2, .* has 3"),
+        ({"vocab_size": 500}, "--vocab-size 500 does not lie in the 101 rows"),
+    ):
+        origin = (like / "config.json").read_text()
+        say(like, **changes)
+        with pytest.raises(DynamicCPError, match=said):
+            export_weights(checkpoint, str(tmp_path / "new"), like=str(like))
+        (like / "config.json").write_text(origin)
+    with pytest.raises(DynamicCPError, match=f"--vocab-size is 90, .* has {VOCAB_SIZE}"):
+        export_weights(checkpoint, str(tmp_path / "new"), like=str(like), vocab_size=90)
+    with pytest.raises(DynamicCPError, match=f"has neither {checkpoint_files.TRACKER}"):
+        export_weights(str(like), str(tmp_path / "new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["like"]
