@@ -38,6 +38,7 @@ HEADS = "tests/distributed/test_parity.py -k test_head_exchange"
 PROMISES = "tests/property/test_plans.py -k test_every_promise_of_a_plan"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
+LOGITS = "tests/trainer/test_weights.py -k logits_are_those"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
@@ -114,6 +115,26 @@ FAULTS = {
         "params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)",
         "params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent[1:])",
         PLACED,
+    ),
+    "imported keys are values": Fault(
+        '                "self_attn.k_proj.weight": "keys hidden",\n                "self_attn.v_proj.weight"',
+        '                "self_attn.v_proj.weight": "keys hidden",\n                "self_attn.k_proj.weight"',
+        LOGITS,
+    ),
+    "the gate is the up projection": Fault(
+        '{"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}',
+        '{"mlp.up_proj.weight": "ffn hidden", "mlp.gate_proj.weight": "ffn hidden"}',
+        LOGITS,
+    ),
+    "all queries lie before all keys": Fault(
+        "grouped = [part.reshape(fused.num_groups, -1, *part.shape[1:]) for part in parts]",
+        "grouped = [part.reshape(1, -1, *part.shape[1:]) for part in parts]",
+        LOGITS,
+    ),
+    "imported weights run with other norms": Fault(
+        '    _check_imported_flags(trainable.arguments, run.get("flags", {}), folder, finetune)\n',
+        "",
+        "tests/trainer/test_weights.py -k another_model_is_refused",
     ),
     "positions of masked samples go on": Fault(
         "    return np.where(shard < sample.seqlen, take_shard(by_mask, shard), shard)\n",

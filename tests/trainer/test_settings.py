@@ -18,6 +18,7 @@ MEGATRON = Path(__file__).parents[2] / "megatron"
 SEES_PARSED_ARGUMENTS = {
     "trainer/flags/validation.py": "makes settings of them",
     "trainer/checkpoints/interchange.py": "Megatron-LM's checkpoints hold its arguments",
+    "trainer/weights/described.py": "the same",
     "lm_adaptor/counts.py": "Megatron-LM's own arguments",
     "lm_adaptor/flags.py": "Megatron-LM's own arguments",
     "lm_adaptor/scheduler.py": "Megatron-LM's own arguments",

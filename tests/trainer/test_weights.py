@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
+import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,24 +21,26 @@ import torch
 
 from dynamic_cp import cli
 from dynamic_cp.errors import DynamicCPError
-from megatron.trainer.checkpoints import checkpoint_files, loading
+from megatron.trainer.checkpoints import checkpoint_files, loading, safe_loading
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.evaluation import _evaluating
 from megatron.trainer.setup.run import set_up
 from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.weights.command import NumBytes
 from megatron.trainer.weights.exporting import export_weights
 from megatron.trainer.weights.importing import Source, import_weights
 from tests.distributed.harness import run_ranks
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import FIXED
+from tests.trainer.test_sft import ROOT
 from tests.trainer.training_ranks import losses, run_command, train
 
 transformers = pytest.importorskip("transformers", reason='transformers is not installed: pip install -e ".[hf]"')
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 VOCAB_SIZE = 101
-"""Odd: TP 2 needs a row of padding."""
+"""Odd: TP 2 pads by a row when it loads."""
 SMALL = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -96,14 +102,14 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def imported(folder_of, tmp_path_factory):
-    """Name of a model, TP -> the checkpoint made of it."""
+    """Name of a model -> the checkpoint made of it."""
     root, known = tmp_path_factory.mktemp("imported"), {}
 
-    def get(name: str, tp_size: int = 1) -> Path:
-        if (name, tp_size) not in known:
-            known[name, tp_size] = root / str(len(known))
-            import_weights(str(folder_of(name)), str(known[name, tp_size]), tp_size=tp_size)
-        return known[name, tp_size]
+    def get(name: str) -> Path:
+        if name not in known:
+            known[name] = root / str(len(known))
+            import_weights(str(folder_of(name)), str(known[name]))
+        return known[name]
 
     return get
 
@@ -155,9 +161,8 @@ def test_the_models_differ_in_what_they_say():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_comes_back_is_the_same_to_the_bit(name, folder_of, imported, tmp_path):
     folder, back = folder_of(name), tmp_path / "back"
-    checkpoint = imported(name, 2)
-    run = verified(checkpoint / "release")
-    assert run["identity"]["model"]["vocab_size"] == VOCAB_SIZE + 1
+    checkpoint = imported(name)
+    assert verified(checkpoint / "release")["identity"]["model"]["vocab_size"] == VOCAB_SIZE
     said = export_weights(str(checkpoint), str(back))
     assert f"{VOCAB_SIZE} token ids" in said[-1]
     before, after = tensors_of(folder), tensors_of(back)
@@ -241,7 +246,7 @@ def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, 
     """On several ranks: what transformers compute is the loss before the first step, and after two."""
     name, num_ranks, more = LAYOUTS[layout]
     padding_rows = 1 if "tensor" in more else 0
-    checkpoint = imported(name, 1 + padding_rows)
+    checkpoint = imported(name)
     words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} {more} --load {checkpoint} --train-iters 3 --lr-decay-iters 9"
     found = train(num_ranks, words, f"--save {tmp_path} --save-interval 2")
     assert sorted(found) == [1, 2, 3], "a new run"
@@ -264,7 +269,8 @@ def test_a_run_of_another_model_is_refused(imported):
     for change, said in (
         ("--norm-epsilon 1e-6", r"norm_epsilon = 1e-05, this run has 1e-06: give the flags of .*model.flags"),
         ("--rotary-base 10000", r"rotary_base = 500000, this run has 10000"),
-        ("--vocab-size 102", r"vocab_size = 101, this run has 102"),
+        ("--vocab-size 102", r"has 101 token ids, this run has 102 in 102 rows: give --vocab-size 101"),
+        ("--vocab-size 90", r"has 101 token ids, this run has 90 in 90 rows"),
     ):
         (ended,) = run_command(1, words, change)
         assert ended.code == 2
@@ -418,6 +424,7 @@ def test_what_cannot_be_imported_is_named_and_leaves_nothing(name, folder_of, tm
     spoil, said = BAD[name]
     folder = copied(folder_of("llama"), tmp_path / "model")
     spoil(folder)
+    capsys.readouterr()  # transformers says that it writes
     assert cli.main(["weights", "import", str(folder), "--output", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -509,3 +516,127 @@ def test_a_config_of_another_model_is_refused(folder_of, imported, tmp_path):
     with pytest.raises(DynamicCPError, match=f"has neither {checkpoint_files.TRACKER}"):
         export_weights(str(like), str(tmp_path / "new"))
     assert [path.name for path in tmp_path.iterdir()] == ["like"]
+
+
+OTHER_FLAGS = {
+    "experts": ({"num_experts": 8}, r"was trained with --num-experts 8, which cannot be exported yet"),
+    "scaled positions": ({"use_rope_scaling": True}, r"--use-rope-scaling True"),
+    "pairs of channels": ({"rotary_interleaved": True}, r"--rotary-interleaved True"),
+    "learned positions": (
+        {"position_embedding_type": "learned_absolute"},
+        r"has positions by learned_absolute: none of",
+    ),
+    "another norm": ({"normalization": "LayerNorm"}, r"has no RMSNorm: none of llama, mistral, qwen2, qwen3 does"),
+    "no gate": ({"swiglu": False}, r"has no gated MLP"),
+    "some windows": (
+        {"window_size": (7, 0), "window_attn_skip_freq": 2},
+        r"has windows in some layers, without biases",
+    ),
+    "another shape": ({"hidden_size": 64}, r"has shape .*, its flags say"),
+    "fewer layers": ({"num_layers": 1}, r"has shape \(2, .*, its flags say \(1, "),
+    "biases": ({"add_bias_linear": True}, r"lacks 4 tensors of its model"),
+    "tied": ({"untie_embeddings_and_output_weights": False}, r"has 1 that no family here has \(output_layer.weight\)"),
+}
+
+
+def with_flags(release: Path, to: Path, **changes: Any) -> Path:
+    """Copy a checkpoint as if Megatron-LM had saved it with other flags."""
+    folder = copied(release, to)
+    (folder / "manifest.json").unlink()
+    common = safe_loading.read_common(folder)
+    for name, value in changes.items():
+        setattr(common["args"], name, value)
+    torch.save(common, folder / "common.pt")
+    return folder
+
+
+@pytest.mark.parametrize("name", OTHER_FLAGS)
+def test_a_checkpoint_that_no_family_has_is_named(name, imported, tmp_path):
+    changes, said = OTHER_FLAGS[name]
+    folder = with_flags(imported("llama") / "release", tmp_path / "release", **changes)
+    with pytest.raises(DynamicCPError, match=said):
+        export_weights(str(folder), str(tmp_path / "new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["release"]
+
+
+def test_a_checkpoint_that_does_not_say_its_vocabulary_asks(imported, folder_of, tmp_path):
+    """As Megatron-LM's, which also says otherwise that heads share no keys."""
+    release = imported("llama, all heads, biases, tied") / "release"
+    folder = with_flags(
+        release, tmp_path / "release", num_token_ids=None, group_query_attention=False, num_query_groups=1
+    )
+    with pytest.raises(DynamicCPError, match=f"how many of its {VOCAB_SIZE} rows are token ids: give --vocab-size"):
+        export_weights(str(folder), str(tmp_path / "new"))
+    with pytest.raises(DynamicCPError, match=f"--vocab-size 102 does not lie in the {VOCAB_SIZE} rows"):
+        export_weights(str(folder), str(tmp_path / "new"), vocab_size=102)
+    export_weights(str(folder), str(tmp_path / "new"), vocab_size=90)
+    before, after = tensors_of(folder_of("llama, all heads, biases, tied")), tensors_of(tmp_path / "new")
+    table = "model.embed_tokens.weight"
+    assert torch.equal(after.pop(table), before.pop(table)[:90])
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+# --- the command and the example
+
+
+def test_help_needs_no_torch():
+    program = (
+        "import sys; from dynamic_cp import cli\n"
+        "assert cli.main(['weights', 'import', '--help']) == cli.main(['weights', 'export', '--help']) == 0\n"
+        "print('heavy:', *sorted({'numpy', 'torch', 'safetensors', 'megatron.core'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "--max-shard-size" in done.stdout
+    assert done.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_what_is_not_installed_is_named(folder_of, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.trainer.weights.importing", None)
+    folder = folder_of("llama")
+    capsys.readouterr()
+    assert cli.main(["weights", "import", str(folder), "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "weights needs torch, megatron-core and safetensors" in error
+    assert "pip install 'megatron-dynamic-cp[train]'" in error
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("800", 800), ("9B", 9)])
+def test_sizes_of_files(text, num_bytes):
+    assert NumBytes().convert(text, None, None) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0", "GB", "-1GB", "5GiB"])
+def test_what_is_no_size_is_refused(text, tmp_path, capsys):
+    words = ["weights", "export", str(tmp_path), "--output", str(tmp_path / "new"), "--max-shard-size", text]
+    assert cli.main(words) == 2
+    assert f"{text!r} is no size: give one such as 5GB or 200MB" in capsys.readouterr().err
+
+
+def test_the_example_fine_tunes_and_goes_back(tmp_path, monkeypatch, capfd):
+    """Its commands in their order, but in this process, and 6 iterations instead of 30."""
+    run_dir, tools, asked = tmp_path / "run", tmp_path / "bin", tmp_path / "asked"
+    for folder in (tools, run_dir / "imported"):
+        folder.mkdir(parents=True)
+    (run_dir / "imported" / "model.flags").write_text("FLAGS OF THE MODEL\n")
+    for name in ("python3", "torchrun"):
+        (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {asked}\n')
+        (tools / name).chmod(0o755)
+    environment = os.environ | {"PYTHON": str(tools / "python3"), "RUN_DIR": str(run_dir)}
+    subprocess.run(["sh", str(ROOT / "examples" / "fine_tune.sh")], check=True, env=environment, timeout=60)
+    shutil.rmtree(run_dir / "imported")
+    for line in asked.read_text().splitlines():
+        program, *words = line.split()
+        if program == "torchrun":
+            flags = " ".join(words[3:]).replace("FLAGS OF THE MODEL", flags_of(run_dir / "imported"))
+            shorter = "--train-iters 6 --lr-warmup-iters 0 --lr-decay-iters 30 --num-workers 1 --eval-iters 0"
+            found = train(int(words[1]), flags, shorter, "--dynamic-cp-calibrate off")
+            assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
+        elif words[0] == "-m":
+            assert words[1] == "dynamic_cp.cli"
+            assert cli.main(words[2:]) == 0
+        else:
+            monkeypatch.setattr(sys, "argv", words)
+            runpy.run_path(words[0], run_name="__main__")
+    losses_of_both = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 8 chats", capfd.readouterr().out)]
+    before, after = losses_of_both
+    assert after < 0.9 * before

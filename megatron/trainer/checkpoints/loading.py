@@ -20,6 +20,7 @@ from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest
 from megatron.trainer.checkpoints.disk import reporting
 from megatron.trainer.checkpoints.extra_states import load_weights, without_extra_states
 from megatron.trainer.checkpoints.state import Position, Trainable, set_rng_state, sharded_model, sharded_rng
+from megatron.trainer.flags.derive import TOKEN_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         logger.info("no checkpoint in %s: starting afresh", load_dir)
         return Position()
     folder, run = found
+    is_imported = run["optimizer_kind"] is None
+    saved = _checked_vocabulary(trainable, run["identity"], folder) if is_imported else run["identity"]
     if finetune:
-        _check_weights_fit(trainable.identity["model"], run["identity"]["model"], folder)
+        _check_weights_fit(trainable.identity["model"], saved["model"], folder)
     else:
-        _check_identity({part: trainable.identity[part] for part in run["identity"]}, run["identity"], folder)
+        _check_identity({part: trainable.identity[part] for part in saved}, saved, folder)
     _check_imported_flags(trainable.arguments, run.get("flags", {}), folder, finetune)
-    weights_only = finetune or run["optimizer_kind"] is None  # None: imported weights
+    weights_only = finetune or is_imported
     if (folder / manifest.NAME).exists():
         _verify(folder)
     state = without_extra_states(sharded_model(trainable))
@@ -172,6 +175,24 @@ def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder:
             logger.info("--finetune: %s was %s, it is %s now", name, saved.get(name), own[name])
     kept = {name: value for name, value in own.items() if name not in free}
     _check_identity({"model": kept}, {"model": saved}, folder)
+
+
+def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the identity of imported weights with the run's rows of the vocabulary: megatron-core pads with zeros.
+
+    Raises:
+        CheckpointError: the run has no row for an imported one, or has token ids that were not imported.
+    """
+    num_rows, imported = trainable.identity["model"]["vocab_size"], saved["model"]["vocab_size"]
+    num_token_ids = trainable.arguments[TOKEN_IDS]
+    if not num_token_ids <= imported <= num_rows:
+        raise CheckpointError(
+            f"{folder} has {imported} token ids, this run has {num_token_ids} in {num_rows} rows: give "
+            f"--vocab-size {imported}, with NullTokenizer also --eod-id",
+            num_token_ids=num_token_ids,
+            imported=imported,
+        )
+    return {**saved, "model": {**saved["model"], "vocab_size": num_rows}}
 
 
 def _check_imported_flags(own: Mapping[str, Any], imported: Mapping[str, Any], folder: Path, finetune: bool) -> None:

@@ -64,7 +64,7 @@ Examples:
         default=1,
         show_default=True,
         metavar="N",
-        help="TP of the run: checked, and the rows of the vocabulary are padded to a multiple of it.",
+        help="TP of the run: refused if it does not divide the model. Any layout loads the checkpoint.",
     ),
     one_option(
         "--pipeline-model-parallel-size",
@@ -73,7 +73,7 @@ Examples:
         default=1,
         show_default=True,
         metavar="N",
-        help="PP of the run: checked. Any layout loads the checkpoint.",
+        help="PP of the run: the same.",
     ),
 )
 def import_(folder: str, output: str, tp_size: int, pp_size: int) -> None:

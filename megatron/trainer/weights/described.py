@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
+from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
@@ -42,21 +44,22 @@ class Described(NamedTuple):
     vocab_size: int | None
 
 
-def described(where: str, arguments: argparse.Namespace) -> Described:
-    """Return what the flags of a checkpoint say; `shape.vocab_size` are the rows of the tables.
+def described(folder: Path) -> Described:
+    """Return what the flags in a checkpoint say; `shape.vocab_size` are the rows of the tables.
 
     Args:
-        where: what to call it in errors.
+        folder: of one checkpoint.
 
     Raises:
+        CheckpointError: there are no flags, or they cannot be read.
         UnsupportedFeatureError: they say something that no family has.
     """
-    args = argparse.Namespace(**vars(arguments))
+    args = _arguments(folder)
     for name, harmless in _OFF.items():
         value = getattr(args, name, None)
         if value not in (None, False, *harmless):
             raise UnsupportedFeatureError(
-                f"{where} was trained with --{name.replace('_', '-')} {value}, which cannot be exported yet", name=name
+                f"{folder} was trained with --{name.replace('_', '-')} {value}, which cannot be exported yet", name=name
             )
     if not getattr(args, "group_query_attention", True):
         args.num_query_groups = args.num_attention_heads
@@ -75,3 +78,19 @@ def described(where: str, arguments: argparse.Namespace) -> Described:
     )
     num_rows = args.padded_vocab_size
     return Described(derive.model_shape(args, num_rows), architecture, num_rows, getattr(args, derive.TOKEN_IDS, None))
+
+
+def _arguments(folder: Path) -> argparse.Namespace:
+    """Return the flags in a checkpoint."""
+    try:
+        common = safe_loading.read_common(folder)
+        arguments = common["args"]
+    except CheckpointError:
+        raise
+    except Exception as error:  # what is damaged makes torch and json raise anything
+        raise CheckpointError(
+            f"{folder}: the values beside its tensors cannot be read ({type(error).__name__}: {error}): export another"
+        ) from error
+    if not isinstance(arguments, argparse.Namespace):
+        raise CheckpointError(f"{folder} has no flags of the run that saved it: export another")
+    return argparse.Namespace(**vars(arguments))

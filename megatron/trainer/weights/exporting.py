@@ -6,7 +6,6 @@ checkpoint, or is that of a folder which it must agree with (`like`), whose toke
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -99,7 +98,7 @@ def export_weights(
     folder = _folder(path)
     if (folder / manifest.NAME).exists():
         manifest.verify_files(folder, manifest.read_manifest(folder))
-    model = described(str(folder), _arguments(folder))
+    model = described(folder)
     target = _target(str(folder), model, like, vocab_size)
     saved = CheckpointTensors(folder)
     tensors = tuple(names.fused_tensors(target.family, target.shape, target.architecture, model.num_rows))
@@ -134,22 +133,6 @@ def _folder(path: str) -> Path:
             "give a folder that --save named, or one of its checkpoints"
         )
     return found
-
-
-def _arguments(folder: Path) -> argparse.Namespace:
-    """Return the flags in a checkpoint."""
-    try:
-        common = safe_loading.read_common(folder)
-        arguments = common["args"]
-    except CheckpointError:
-        raise
-    except Exception as error:  # what is damaged makes torch and json raise anything
-        raise CheckpointError(
-            f"{folder}: the values beside its tensors cannot be read ({type(error).__name__}: {error}): export another"
-        ) from error
-    if not isinstance(arguments, argparse.Namespace):
-        raise CheckpointError(f"{folder} has no flags of the run that saved it: export another")
-    return arguments
 
 
 def _target(where: str, model: Described, like: str | None, vocab_size: int | None) -> _Target:

@@ -11,16 +11,11 @@ from megatron.trainer.weights.names import Fused
 
 
 def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensor of `fused` out of its parts, contiguous; rows of padding are zero."""
+    """Return the tensor of `fused` out of its parts, contiguous; without rows of padding."""
     if fused.joined == "KV head by KV head":
         # [groups * width, ...] each -> [groups, its queries + a key + a value, ...]
         grouped = [part.reshape(fused.num_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).reshape(fused.shape)
-    if fused.joined == "rows of padding at the end":
-        (table,) = parts
-        padded = table.new_zeros(fused.shape)
-        padded[: len(table)] = table
-        return padded
     return torch.cat(list(parts))
 
 
@@ -30,7 +25,7 @@ def split(fused: Fused, joined: Tensor) -> list[Tensor]:
         grouped = joined.reshape(fused.num_groups, -1, *joined.shape[1:])
         widths = [part.shape[0] // fused.num_groups for part in fused.parts]
         pieces = grouped.split(widths, dim=1)
-    elif fused.joined == "rows of padding at the end":
+    elif fused.joined == "with rows of padding":
         pieces = (joined[: fused.parts[0].shape[0]],)
     else:
         pieces = joined.split([part.shape[0] for part in fused.parts])

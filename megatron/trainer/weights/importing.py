@@ -47,7 +47,7 @@ class Source:
 
     Attributes:
         flags: of the trainer, each with its value if it has one.
-        settings: what they say; num_rows: of the tables of the vocabulary.
+        settings: what they say.
         dtypes: of each tensor of the checkpoint, by name.
     """
 
@@ -56,7 +56,6 @@ class Source:
     shape: ModelShape
     flags: tuple[str, ...]
     settings: Settings
-    num_rows: int
     tensors: tuple[Fused, ...]
     dtypes: Mapping[str, torch.dtype]
 
@@ -69,7 +68,7 @@ def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1) -
     """Write the checkpoint `new` out of the folder `path` of transformers; return what to tell the user.
 
     Args:
-        tp_size, pp_size: of the run; any can load it, these are checked, and rows of padding made for TP.
+        tp_size, pp_size: of the run: whether the model can be split so. The checkpoint is the same for all.
 
     Raises:
         DynamicCPError: the folder cannot be converted, or `new` exists or cannot be written; nothing is left then.
@@ -98,11 +97,10 @@ def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1) -> Source:
     family = names.check_family(where, config.get("model_type"))
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
     _check_trained(where, architecture)
-    flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=tp_size))
+    flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=1))
     settings = _settings(flags, architecture.max_position_embeddings, tp_size, pp_size)
-    num_rows = derive.padded_vocab_size(shape.vocab_size, settings.model.make_vocab_size_divisible_by, tp_size)
     folder = SafetensorsFolder(path)
-    tensors = tuple(names.fused_tensors(family, shape, architecture, num_rows))
+    tensors = tuple(names.fused_tensors(family, shape, architecture, shape.vocab_size))
     _check_tensors(folder, tensors, family, tied=shape.share_embeddings_and_output_weights)
     return Source(
         folder=folder,
@@ -110,7 +108,6 @@ def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1) -> Source:
         shape=shape,
         flags=flags,
         settings=settings,
-        num_rows=num_rows,
         tensors=tensors,
         dtypes=_dtypes(folder, tensors),
     )
@@ -194,7 +191,7 @@ def _arguments(source: Source) -> dict[str, Any]:
         **group,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "padded_vocab_size": source.num_rows,
+        "padded_vocab_size": source.shape.vocab_size,
         derive.TOKEN_IDS: source.shape.vocab_size,
     }
 
@@ -223,7 +220,7 @@ def _run_values(source: Source) -> dict[str, Any]:
         "calibration": None,
         "scheduler": None,
         "optimizer_kind": None,
-        "identity": {"model": derive.model_identity(source.settings.model, source.num_rows)},
+        "identity": {"model": derive.model_identity(source.settings.model, source.shape.vocab_size)},
         "flags": decide,
         "layout": {},
     }
@@ -234,19 +231,10 @@ def _run_values(source: Source) -> dict[str, Any]:
 def _report(source: Source, path: str, new: str) -> list[str]:
     num_bytes = sum(source.dtypes[fused.name].itemsize * torch.Size(fused.shape).numel() for fused in source.tensors)
     types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}))
-    padding = source.num_rows - source.shape.vocab_size
-    lines = [
+    return [
         f"{path}: {source.family}, {counted(source.shape.num_layers, 'layer')}, "
         f"{num_parameters(source.tensors):,} parameters, {bytes_in_words(num_bytes)}, {types}",
         f"{new}: the checkpoint {checkpoint_files.RELEASE}, and {FLAGS}",
-    ]
-    if padding:
-        lines.append(
-            f"the tables of the vocabulary have {counted(padding, 'row')} of padding, so that TP divides them: zeros, "
-            "which are part of the softmax"
-        )
-    lines.append(
         f"start from it with: pretrain_gpt.py --dynamic-cp $(cat {shlex.quote(str(Path(new) / FLAGS))}) "
-        f"--load {shlex.quote(new)} --exit-on-missing-checkpoint ..."
-    )
-    return lines
+        f"--load {shlex.quote(new)} --exit-on-missing-checkpoint ...",
+    ]

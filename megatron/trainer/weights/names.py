@@ -16,7 +16,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
 
-Joined = Literal["alone", "one after the other", "KV head by KV head", "rows of padding at the end"]
+Joined = Literal["alone", "one after the other", "KV head by KV head", "with rows of padding"]
 """How the parts of a tensor lie in it; `fused` does it."""
 
 
@@ -35,7 +35,7 @@ class Fused:
     Attributes:
         name: in a checkpoint; layer: its place in the stack of all layers, None: it is in no layer.
         num_groups: KV heads of the model.
-        num_rows: of a tensor that has rows of padding at the end.
+        num_rows: of one that has rows of padding at its end; imported ones have none, a run adds those that it needs.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Fused:
     def shape(self) -> tuple[int, ...]:
         """Without the axis of layers."""
         rows = sum(part.shape[0] for part in self.parts)
-        return (self.num_rows if self.joined == "rows of padding at the end" else rows, *self.parts[0].shape[1:])
+        return (self.num_rows if self.joined == "with rows of padding" else rows, *self.parts[0].shape[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ _DENSE = Table(
         _Row(
             ours="embedding.word_embeddings.weight",
             theirs={"model.embed_tokens.weight": "vocabulary hidden"},
-            joined="rows of padding at the end",
+            joined="with rows of padding",
         ),
     ),
     of_layer=(
@@ -143,7 +143,7 @@ _DENSE = Table(
         _Row(
             ours="output_layer.weight",
             theirs={"lm_head.weight": "vocabulary hidden"},
-            joined="rows of padding at the end",
+            joined="with rows of padding",
             where="a head of its own",
         ),
     ),
