@@ -20,11 +20,14 @@ from typing import NamedTuple
 
 import pytest
 
-from dynamic_cp import cli, load_hardware
+from dynamic_cp import cli, load_hardware, load_model
+from dynamic_cp.models.catalog import load_architecture
+from dynamic_cp.sweep.flags import model_flags
 from megatron.dynamic_cp.calibration.command import command as profile
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.setup import memory
+from megatron.trainer.weights.command import command as weights
 from tools import flags_page, make_drawings, quoted_figures
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +76,10 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Return the words of each command of a shell block."""
-    lines = block.text.replace("\\\n", " ").splitlines()
+    """Return the words of each command of a shell block, with the flags of a model where it takes those of a file."""
+    flags = " ".join(model_flags(load_model("qwen3-8b"), load_architecture("qwen3-8b"), tp_size=1))
+    text = re.sub(r"\$\(cat \S+/model\.flags\)", flags, block.text)
+    lines = text.replace("\\\n", " ").splitlines()
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 
@@ -122,7 +127,7 @@ def test_shell_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             continue
         for words in commands_of(block):
             num_commands += 1
-            if words[0] == "dynamic-cp" and words[1] != "profile":
+            if words[0] == "dynamic-cp" and words[1] not in ("profile", "weights"):
                 assert block.not_run is None, f"{block.name}: run it"
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -150,6 +155,9 @@ def check_not_run(words: list[str]) -> None:
     elif words[:2] == ["dynamic-cp", "profile"] or "megatron.dynamic_cp.calibration" in words:
         # Measuring takes minutes and changes this process for CPU ranks; tests/distributed/test_profile.py runs it.
         context = profile.make_context("profile", words[words.index("--model") :])
+        assert context.params["output"]
+    elif words[:2] == ["dynamic-cp", "weights"]:  # they need a model; tests/trainer/test_weights.py runs them
+        context = weights.commands[words[2]].make_context(words[2], words[3:])
         assert context.params["output"]
     elif "megatron.dynamic_cp.run" in words:  # the rest are Megatron-LM's flags
         assert importlib.util.find_spec("megatron.dynamic_cp.run")

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.models import catalog
+from dynamic_cp.models import catalog, hugging_face
 from dynamic_cp.types import Hardware
 from tests.unit.support import CASES
 
@@ -145,6 +145,56 @@ def test_a_model_file_with_windows(tmp_path):
         path.write_text(json.dumps(data | {"window_tokens": 128, "window_attn_skip_freq": wrong}))
         with pytest.raises(InvalidInputError, match=says):
             catalog.load_model(path)
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 1024}
+WRITTEN_BACK = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True, "rope_theta": 10000.0},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": "gone"},
+    "mistral": {"model_type": "mistral", "sliding_window": 4096, "head_dim": 64},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2, late windows": {"model_type": "qwen2", "max_window_layers": 20, **WINDOWED},
+    "qwen3": {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-5},
+    "qwen3, windows": {"model_type": "qwen3", "head_dim": 128, "max_window_layers": 0, **WINDOWED},
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_BACK)
+def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
+    path = config_file(tmp_path, max_position_embeddings=8192, **WRITTEN_BACK[name])
+    shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
+    written = hugging_face.config("here", shape, architecture)
+    assert written["model_type"] == WRITTEN_BACK[name].get("model_type", "llama")
+    assert replace(hugging_face.model_shape("there", written), source="") == replace(shape, source="")
+    assert hugging_face.architecture("there", written) == architecture
+
+
+@pytest.mark.parametrize(
+    ("of_shape", "of_architecture", "says"),
+    [
+        ({"gated_linear_unit": False}, {}, "here has no gated MLP: none of llama, mistral, qwen2, qwen3 does"),
+        ({}, {"normalization": "LayerNorm"}, "no RMSNorm"),
+        ({}, {"position_embedding_type": "none"}, "positions by none"),
+        ({}, {"rotary_percent": 0.5}, "rotary_percent 0.5"),
+        ({}, {"qk_layernorm": True, "add_qkv_bias": True}, "biases and norms of queries and keys"),
+        ({"window_tokens": 8}, {"add_bias_linear": True}, "biases and windows"),
+        ({"window_tokens": 8, "window_attn_skip_freq": 2}, {}, "windows in some layers"),
+    ],
+)
+def test_what_no_family_has_is_not_written(of_shape, of_architecture, says, tmp_path):
+    path = config_file(tmp_path)
+    shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
+    with pytest.raises(DynamicCPError, match=says):
+        hugging_face.config("here", replace(shape, **of_shape), replace(architecture, **of_architecture))
+
+
+def test_which_layers_have_a_window(tmp_path):
+    shape = catalog.load_model(config_file(tmp_path, num_hidden_layers=4))
+    for window, skip, expected in ((0, 0, "0000"), (8, 0, "1111"), (8, 2, "1010"), (8, (0, 1, 1, 0), "0110")):
+        one = replace(shape, window_tokens=window, window_attn_skip_freq=skip)
+        assert "".join(str(int(has_one)) for has_one in one.windowed_layers) == expected
+        assert sum(one.windowed_layers) == one.num_windowed_layers
 
 
 def test_a_hugging_face_encoder_attends_to_whole_samples(tmp_path):
