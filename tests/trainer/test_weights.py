@@ -5,6 +5,7 @@ Tiny random models of every family. Norms and biases are moved away from their s
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.evaluation import _evaluating
 from megatron.trainer.setup.run import set_up
 from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.command import NumBytes
 from megatron.trainer.weights.exporting import export_weights
 from megatron.trainer.weights.importing import Source, import_weights
@@ -293,6 +295,24 @@ def test_one_tensor_is_in_memory_at_a_time(folder_of, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Source, "make", watched)
     import_weights(str(folder_of("llama")), str(tmp_path / "new"))
+    assert len(made) == 3 + 2 * 6
+    # And out: of those that were split the parts that are not yet written are kept.
+    made.clear()
+    read = CheckpointTensors.read
+
+    def watched_out(self: CheckpointTensors, name: str, layer: int | None) -> torch.Tensor:
+        alive = [other for other, ref in made if ref() is not None]
+        assert not alive, f"{alive} while {name} is read"
+        tensor = read(self, name, layer)
+        made.append((name, weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(CheckpointTensors, "read", watched_out)
+    gc.disable()
+    try:
+        export_weights(str(tmp_path / "new"), str(tmp_path / "back"))
+    finally:
+        gc.enable()
     assert len(made) == 3 + 2 * 6
 
 

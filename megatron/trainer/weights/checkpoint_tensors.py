@@ -157,14 +157,17 @@ class CheckpointTensors:
                 f"{self._folder}: {found} of the {wanted.numel()} numbers of {name} are there: export another",
                 name=name,
             )
+        into = _Into(wanted)
         try:
-            self._reader.read_data(LoadPlan(items), _Into(wanted)).wait()
+            self._reader.read_data(LoadPlan(items), into).wait()
         except Exception as error:  # what is damaged makes torch raise anything
             reason = str(error).strip().splitlines() or [""]
             raise CheckpointError(
                 f"{self._folder}: {name} cannot be read ({type(error).__name__}: {reason[-1]}): export another",
                 name=name,
             ) from error
+        finally:
+            into.wanted = None  # the reader refers to its planner by the planner: only the garbage collector ends that
         return wanted if layer is None else wanted[0]
 
 
@@ -173,10 +176,11 @@ class _Into(DefaultLoadPlanner):
 
     def __init__(self, wanted: Tensor) -> None:
         super().__init__()
-        self._wanted = wanted
+        self.wanted: Tensor | None = wanted
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        piece = self._wanted
+        piece = self.wanted
+        assert piece is not None
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             piece = piece.narrow(axis, start, length)
         return piece

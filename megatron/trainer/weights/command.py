@@ -35,7 +35,7 @@ class NumBytes(click.ParamType[Any]):
 def command() -> None:
     """Convert the weights of Hugging Face models into a checkpoint to train from, and checkpoints into such models.
 
-    Families: llama, mistral, qwen2, qwen3. Both ways are exact, and take the memory of one tensor or one file.
+    Families: llama, mistral, qwen2, qwen3. Both ways are exact, and hold one tensor in memory at a time.
     """
 
 
@@ -111,7 +111,7 @@ Examples:
         type=NumBytes(),
         default="5GB",
         show_default=True,
-        help="Largest file of weights, and what memory holds at a time.",
+        help="Largest file of weights; memory holds one tensor at a time.",
     ),
 )
 @options_in(

@@ -10,13 +10,13 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dynamic_cp.errors import CheckpointError, InvalidInputError
+from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape, counted
@@ -27,7 +27,7 @@ from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.described import Described, described
 from megatron.trainer.weights.fused import split
 from megatron.trainer.weights.names import Fused, num_parameters
-from megatron.trainer.weights.safetensors_folder import CONFIG, read_json, shards_of, write_shards
+from megatron.trainer.weights.safetensors_folder import CONFIG, DTYPES, Place, read_json, shards_of, write_shards
 
 _COPIED = (
     "tokenizer.json",
@@ -63,12 +63,23 @@ class _Parts:
         self.by_name = {part.name: (fused, part) for fused in tensors for part in fused.parts}
         self._split: dict[str, Tensor] = {}
 
-    def sizes_bytes(self) -> dict[str, int]:
-        """Return the bytes of each."""
-        return {
-            name: torch.Size(part.shape).numel() * self._saved.saved[fused.name].dtype.itemsize
-            for name, (fused, part) in self.by_name.items()
-        }
+    def places(self, new: Path) -> dict[str, Place]:
+        """Return where each will be in the folder `new`.
+
+        Raises:
+            UnsupportedFeatureError: a type that is not written.
+        """
+        places = {}
+        for name, (fused, part) in self.by_name.items():
+            dtype = str(self._saved.saved[fused.name].dtype).removeprefix("torch.")
+            if dtype not in DTYPES.values():
+                raise UnsupportedFeatureError(
+                    f"{fused.name} is of type {dtype}, {', '.join(DTYPES.values())} are exported: save the model in "
+                    "one of these",
+                    name=fused.name,
+                )
+            places[name] = Place(file=new, dtype=dtype, shape=part.shape)
+        return places
 
     def read(self, name: str) -> Tensor:
         """Return a tensor; those that are read with it are kept until then."""
@@ -88,7 +99,7 @@ def export_weights(
         path: folder of checkpoints, of which the latest is taken, or of one of them.
         like: folder of transformers with the config.json and the tokenizer of this model; None: from the checkpoint.
         vocab_size: token ids; None: as `like` or the checkpoint says.
-        max_shard_bytes: of a file, which is also what memory holds at a time.
+        max_shard_bytes: of a file; memory holds one tensor at a time.
 
     Raises:
         DynamicCPError: the checkpoint is damaged, of a model that no family has, or not that of `like`; or `new` exists
@@ -104,11 +115,11 @@ def export_weights(
     tensors = tuple(names.fused_tensors(target.family, target.shape, target.architecture, model.num_rows))
     _check_tensors(folder, saved, tensors, target.shape.num_layers)
     parts = _Parts(saved, tensors)
-    sizes_bytes = parts.sizes_bytes()
-    shards = shards_of(sizes_bytes, max_shard_bytes)
+    places = parts.places(Path(new))
+    shards = shards_of(places, max_shard_bytes)
+    config = {**target.config, "torch_dtype": _dtype(places)}
     with output.new_folder(new) as partial:
-        write_shards(partial, shards, sizes_bytes, parts.read)
-        config = {**target.config, "torch_dtype": _dtype(saved, tensors)}
+        write_shards(partial, shards, places, parts.read)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copied = [name for name in _COPIED if like is not None and (Path(like) / name).is_file()]
         for name in copied:
@@ -116,7 +127,8 @@ def export_weights(
     return [
         f"{folder}: {target.family}, {counted(target.shape.num_layers, 'layer')}, "
         f"{num_parameters(tensors):,} parameters",
-        f"{new}: {counted(len(shards), 'file')} of weights, {bytes_in_words(sum(sizes_bytes.values()))}, "
+        f"{new}: {counted(len(shards), 'file')} of weights, "
+        f"{bytes_in_words(sum(place.num_bytes for place in places.values()))}, "
         f"{config['torch_dtype']}, {target.shape.vocab_size} token ids"
         + (f"; copied from {like}: {', '.join(copied)}" if copied else ""),
     ]
@@ -208,10 +220,9 @@ def _check_tensors(folder: Path, saved: CheckpointTensors, tensors: Sequence[Fus
             )
 
 
-def _dtype(saved: CheckpointTensors, tensors: Sequence[Fused]) -> str:
+def _dtype(places: Mapping[str, Place]) -> str:
     """Return the type of most numbers."""
-    counts: dict[torch.dtype, int] = {}
-    for fused in tensors:
-        dtype = saved.saved[fused.name].dtype
-        counts[dtype] = counts.get(dtype, 0) + torch.Size(fused.shape).numel()
-    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
+    counts: dict[str, int] = {}
+    for place in places.values():
+        counts[place.dtype] = counts.get(place.dtype, 0) + prod(place.shape)
+    return max(counts, key=lambda dtype: counts[dtype])

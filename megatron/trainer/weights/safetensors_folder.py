@@ -13,11 +13,12 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
@@ -29,13 +30,15 @@ _INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """How a header calls a type -> how torch and config.json do."""
 _AGAIN = "download it again"
+_ALIGNED_BYTES = 8
+"""Numbers begin at a multiple of this."""
 _MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor is.
+    """Where a tensor is, or will be.
 
     Attributes:
         dtype: as torch calls it.
@@ -44,6 +47,11 @@ class Place:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return prod(self.shape) * (4 if self.dtype == "float32" else 2)
 
 
 class SafetensorsFolder:
@@ -130,23 +138,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def shards_of(sizes_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+def shards_of(places: Mapping[str, Place], max_bytes: int) -> list[list[str]]:
     """Return the tensors of each file, in their order; a tensor larger than a file may be has one of its own."""
     shards: list[list[str]] = []
     room_bytes = 0
-    for name, num_bytes in sizes_bytes.items():
-        if not shards or num_bytes > room_bytes:
+    for name, place in places.items():
+        if not shards or place.num_bytes > room_bytes:
             shards.append([])
             room_bytes = max_bytes
         shards[-1].append(name)
-        room_bytes -= num_bytes
+        room_bytes -= place.num_bytes
     return shards
 
 
 def write_shards(
-    folder: Path, shards: Sequence[Sequence[str]], sizes_bytes: Mapping[str, int], read: Callable[[str], Tensor]
+    folder: Path, shards: Sequence[Sequence[str]], places: Mapping[str, Place], read: Callable[[str], Tensor]
 ) -> None:
-    """Write the files of a model into `folder`, one in memory at a time, and their index where there are several.
+    """Write the files of a model into `folder`, and their index where there are several; one tensor is in memory.
+
+    Args:
+        places: shape and type of each tensor.
 
     Raises:
         OSError: they cannot be written.
@@ -155,16 +166,30 @@ def write_shards(
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else _ALONE
-        try:
-            save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{file}: {error}") from None
-        with (folder / file).open("rb") as written:
-            os.fsync(written.fileno())
+        _write(folder / file, names, places, read)
         weight_map |= dict.fromkeys(names, file)
     if several:
-        index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
+        total_bytes = sum(place.num_bytes for place in places.values())
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(file: Path, names: Sequence[str], places: Mapping[str, Place], read: Callable[[str], Tensor]) -> None:
+    """Write a file as the library does, which wants all tensors at once, and as bytes once more."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        start, end = end, end + places[name].num_bytes
+        dtype = next(short for short, long in DTYPES.items() if long == places[name].dtype)
+        header[name] = {"dtype": dtype, "shape": list(places[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED_BYTES)
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            opened.write(memoryview(read(name).contiguous().reshape(-1).view(torch.uint8).numpy()))
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _is_plain_name(name: object) -> bool:
