@@ -30,6 +30,7 @@ from megatron.trainer.setup.run import set_up
 from megatron.trainer.setup.run_data import data_config
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.command import NumBytes
+from megatron.trainer.weights.command import command as weights
 from megatron.trainer.weights.exporting import export_weights
 from megatron.trainer.weights.importing import Source, import_weights
 from tests.distributed.harness import run_ranks
@@ -232,25 +233,23 @@ def test_logits_are_those_of_transformers(name, folder_of, imported):
 
 
 LAYOUTS = {
-    "4 lanes": ("llama", 4, "--max-seqlen-per-dp-cp-rank 16"),
-    "TP2 PP2": (
-        "qwen3",
-        4,
+    "4 lanes": ("llama", "--max-seqlen-per-dp-cp-rank 16"),
+    "TP2 PP2, padded, tied": (
+        "qwen2",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
         "--use-distributed-optimizer",
     ),
-    "TP2 padded, tied": ("qwen2", 2, "--tensor-model-parallel-size 2"),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, folder_of, imported, tmp_path):
     """On several ranks: what transformers compute is the loss before the first step, and after two."""
-    name, num_ranks, more = LAYOUTS[layout]
+    name, more = LAYOUTS[layout]
     padding_rows = 1 if "tensor" in more else 0
     checkpoint = imported(name)
     words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} {more} --load {checkpoint} --train-iters 3 --lr-decay-iters 9"
-    found = train(num_ranks, words, f"--save {tmp_path} --save-interval 2")
+    found = train(4, words, f"--save {tmp_path} --save-interval 2")
     assert sorted(found) == [1, 2, 3], "a new run"
     before, _, after = losses(found)
     assert before == pytest.approx(loss_of(loaded(folder_of(name)), words, 0, padding_rows), abs=TOLERANCE)
@@ -632,8 +631,9 @@ def test_what_is_no_size_is_refused(text, tmp_path, capsys):
     assert f"{text!r} is no size: give one such as 5GB or 200MB" in capsys.readouterr().err
 
 
-def test_the_example_fine_tunes_and_goes_back(tmp_path, monkeypatch, capfd):
-    """Its commands in their order, but in this process, and 6 iterations instead of 30."""
+@pytest.fixture
+def example(tmp_path):
+    """The folder of examples/fine_tune.sh, and the commands that it runs, in words, with stand-ins that run nothing."""
     run_dir, tools, asked = tmp_path / "run", tmp_path / "bin", tmp_path / "asked"
     for folder in (tools, run_dir / "imported"):
         folder.mkdir(parents=True)
@@ -644,8 +644,34 @@ def test_the_example_fine_tunes_and_goes_back(tmp_path, monkeypatch, capfd):
     environment = os.environ | {"PYTHON": str(tools / "python3"), "RUN_DIR": str(run_dir)}
     subprocess.run(["sh", str(ROOT / "examples" / "fine_tune.sh")], check=True, env=environment, timeout=60)
     shutil.rmtree(run_dir / "imported")
-    for line in asked.read_text().splitlines():
-        program, *words = line.split()
+    return run_dir, [line.split() for line in asked.read_text().splitlines()]
+
+
+def test_the_commands_of_the_example_fit_together(example, imported):
+    run_dir, commands = example
+    (words,) = [words for words in commands if words[0] == "torchrun"]
+    flags = " ".join(words[4:]).replace("FLAGS OF THE MODEL", flags_of(imported("llama")))
+    of_example = {f"--vocab-size {VOCAB_SIZE}": "--vocab-size 257", "embeddings 256": "embeddings 4096"}
+    for of_test, value in of_example.items():
+        assert of_test in flags
+        flags = flags.replace(of_test, value)
+    settings = parse_args(flags.split(), 4)
+    assert settings.checkpoints.load == str(run_dir / "imported")
+    taken = [weights.commands[words[4]].make_context(words[4], words[5:]).params for words in commands if "-m" in words]
+    into, back = taken
+    assert into["output"] == settings.checkpoints.load
+    assert (back["checkpoint"], back["like"]) == (settings.checkpoints.save, into["folder"])
+    *_, (_, script, action, before, after, chats) = commands
+    assert (Path(script).is_file(), action) == (True, "compare")
+    assert [before, after] == [into["folder"], back["output"]]
+    assert (chats,) == settings.data.data_path
+
+
+@pytest.mark.nightly
+def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
+    """Its commands in their order, but in this process, and 6 iterations instead of 30."""
+    run_dir, commands = example
+    for program, *words in commands:
         if program == "torchrun":
             flags = " ".join(words[3:]).replace("FLAGS OF THE MODEL", flags_of(run_dir / "imported"))
             shorter = "--train-iters 6 --lr-warmup-iters 0 --lr-decay-iters 30 --num-workers 1 --eval-iters 0"
@@ -657,6 +683,5 @@ def test_the_example_fine_tunes_and_goes_back(tmp_path, monkeypatch, capfd):
         else:
             monkeypatch.setattr(sys, "argv", words)
             runpy.run_path(words[0], run_name="__main__")
-    losses_of_both = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 8 chats", capfd.readouterr().out)]
-    before, after = losses_of_both
+    before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+) on 8 chats", capfd.readouterr().out))
     assert after < 0.9 * before
