@@ -8,6 +8,7 @@ MLPs counted by their true widths):
     queries, keys, values; the attention's output                           (2 * query + 2 * kv) / TP * b
     inputs and output of the activation function (2 or 3 inner widths)      2 or 3 * ffn / TP * b
     the attention's log-sum-exp in fp32                                     4 * heads / TP
+    where attention has a gate: its sigmoid in fp32, and the product        gate / TP * (4 + b)
 
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, and needs one
 layer in full while it runs backward; selective recomputation drops the log-sum-exp.
@@ -59,7 +60,8 @@ def activation_bytes(
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
     mlp = layer.mlp_kept_channels * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
-    whole = 4 * hidden + 2 * query + keys_and_values + mlp + log_sum_exp
+    gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
+    whole = 4 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp
     kept = {"none": whole, "selective": whole - log_sum_exp, "full": hidden}[options.recompute]
     return ActivationBytes(
         per_layer=kept,

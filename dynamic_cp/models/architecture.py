@@ -19,6 +19,7 @@ class Architecture:
     Attributes:
         norm_epsilon: of all norms.
         rotary_base, rotary_percent: of RoPE; without it they say nothing.
+        use_rope_scaling, rope_scaling_factor: RoPE whose slow frequencies are lowered, by how much (Llama 3.1).
         max_position_embeddings: longest sample of its training; 0 = unknown.
         add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
         qk_layernorm: queries and keys are normalized.
@@ -34,6 +35,8 @@ class Architecture:
     qk_layernorm: bool
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
     max_position_embeddings: int = 0
     init_method_std: float = 0.02
     not_trained: tuple[str, ...] = ()

@@ -81,6 +81,11 @@ _PRICED = frozenset(
 """What `model_shape` reads or refuses."""
 
 
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core has fixed of the scaled RoPE of Llama 3.1 to 3.3; the factor is free."""
+_LLAMA_3_KEYS = {*_LLAMA_3, "factor", "rope_type", "type", "rope_theta"}
+
+
 def is_config(data: Mapping[str, Any]) -> bool:
     """Return whether `data` looks like a Hugging Face config.json rather than a file of this project."""
     return "model_type" in data or "num_hidden_layers" in data
@@ -262,6 +267,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         qk_layernorm=data.get("model_type") == "qwen3",
         rotary_base=int(base),
         rotary_percent=float(rotary_percent),
+        use_rope_scaling="factor" in rope,
+        rope_scaling_factor=float(_number(where, rope, "factor", 8.0)),
         max_position_embeddings=int(_number(where, data, "max_position_embeddings", 0)),
         init_method_std=_number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
@@ -341,8 +348,10 @@ def _rope(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         kind = entry.get("rope_type", entry.get("type")) if isinstance(entry, Mapping) else None
         if isinstance(entry, Mapping) and (kind == "default" or (kind is None and set(entry) == {"rope_theta"})):
             found |= {name: value for name, value in entry.items() if value is not None}
+        elif kind == "llama3" and _LLAMA_3.items() <= entry.items() and entry.keys() <= _LLAMA_3_KEYS:
+            found |= entry
         else:
-            not_trained.append(f"{key} {entry!r}: RoPE is not scaled")
+            not_trained.append(f"{key} {entry!r}: RoPE is scaled as in Llama 3 only, with {_LLAMA_3}")
     return found, not_trained
 
 

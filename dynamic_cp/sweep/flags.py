@@ -126,6 +126,8 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
     flags.append(f"--kv-channels {model.kv_channels}")
     if model.gated_linear_unit:
         flags.append("--swiglu")
+    if model.attention_output_gate:
+        flags.append("--attention-output-gate")
     if model.window is not None:
         flags.append(f"--window-size {model.window_tokens - 1},0")
         skip = model.window_attn_skip_freq
@@ -154,6 +156,8 @@ def _architecture(architecture: Architecture, max_seqlen: int) -> tuple[str, ...
         flags.append(f"--rotary-base {architecture.rotary_base}")
         if architecture.rotary_percent != 1:
             flags.append(f"--rotary-percent {architecture.rotary_percent}")
+        if architecture.use_rope_scaling:
+            flags += ["--use-rope-scaling", f"--rope-scaling-factor {architecture.rope_scaling_factor}"]
     for is_on, flag in (
         (not architecture.add_bias_linear, "--disable-bias-linear"),
         (architecture.add_qkv_bias, "--add-qkv-bias"),

@@ -19,6 +19,7 @@ class Layer(NamedTuple):
         mlp_kept_channels: channels of a token that its MLP keeps for backward, which the TP ranks share.
         num_attention_heads, query_size: query heads, and how wide they are together.
         kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
+        gate_size: width of the gate that what attention finds is multiplied by; 0: none.
         mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
     """
 
@@ -31,6 +32,7 @@ class Layer(NamedTuple):
     kv_channels: int
     kv_size: int
     mask: Causal | Full | Lambda
+    gate_size: int = 0
 
     @property
     def attention_flops_per_token2(self) -> float:

@@ -25,6 +25,7 @@ class ModelShape:
         gated_linear_unit: SwiGLU-like MLP (three matrices) instead of two.
         causal_attention: a token attends to those before it; False = to all of its sequence (DiT).
         share_embeddings_and_output_weights: the LM head is the embedding table once more.
+        attention_output_gate: what attention finds is multiplied by a gate, which is projected beside the queries.
         other_weights_per_layer: weights of further matrices that every token meets once per layer (the query and output
             projection of a DiT's cross-attention).
         window_tokens: keys that a token attends to in layers with a window: itself and those right before it; 0 = no
@@ -44,6 +45,7 @@ class ModelShape:
     gated_linear_unit: bool = False
     causal_attention: bool = True
     share_embeddings_and_output_weights: bool = False
+    attention_output_gate: bool = False
     other_weights_per_layer: int = 0
     window_tokens: int = 0
     window_attn_skip_freq: int | tuple[int, ...] = 0
@@ -186,9 +188,14 @@ class ModelShape:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def gate_size(self) -> int:
+        """Width of the gate of attention; 0 without one."""
+        return self.query_size if self.attention_output_gate else 0
+
+    @property
     def linear_weights_per_layer(self) -> int:
         """Weights of the matrices of one transformer layer (QKV, output projection, MLP), without biases and norms."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
         mlp_matrices = 3 if self.gated_linear_unit else 2
         return attention + mlp_matrices * self.hidden_size * self.ffn_hidden_size + self.other_weights_per_layer
 
@@ -217,6 +224,7 @@ class ModelShape:
             query_size=self.query_size,
             kv_channels=self.kv_channels,
             kv_size=self.kv_size,
+            gate_size=self.gate_size,
             mask=CAUSAL if self.causal_attention else FULL,
         )
 

@@ -112,6 +112,7 @@ class Layout:
             num_query_groups=config.num_query_groups,
             kv_channels=config.kv_channels,
             vocab_size=reference.VOCAB_SIZE,
+            attention_output_gate=config.attention_output_gate,
             window_tokens=windows.tokens,
             window_attn_skip_freq=windows.skip_freq,
             window_sink_tokens=windows.sink_tokens,

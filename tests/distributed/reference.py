@@ -33,6 +33,8 @@ class ModelVariant:
     tied: bool = False
     position_embedding: str = "rope"
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    model: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # arguments of GPTModel
+    yarn: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # flags
 
 
 # Llama-like: RoPE, RMS norm, SwiGLU, grouped-query attention.
@@ -47,7 +49,51 @@ GPT2 = ModelVariant("gpt2", position_embedding="learned_absolute", config={"norm
 NO_POSITIONS = ModelVariant("no_positions", position_embedding="none", config={"normalization": "RMSNorm"})
 # RoPE on half of the channels, interleaved pairs, as GPT-J.
 PARTIAL_ROPE = ModelVariant("partial_rope", config={"normalization": "RMSNorm", "rotary_interleaved": True})
-VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)}
+_NO_NORMS = {**LLAMA.config, "qk_layernorm": False}
+_SCALED = {"rope_scaling": True, "rope_scaling_factor": 16.0}
+# Every feature of attention and positions alone, and together those that can be.
+GATED = ModelVariant("gated", config={**LLAMA.config, "attention_output_gate": True})
+L2_NORMS = ModelVariant("l2_norms", config={**_NO_NORMS, "qk_l2_norm": True})
+SCALED = ModelVariant("scaled", config=LLAMA.config, model=_SCALED)
+INTERPOLATED = ModelVariant("interpolated", config=LLAMA.config, model={"seq_len_interpolation_factor": 4})
+UNROTATED = ModelVariant("unrotated", config={**LLAMA.config, "no_rope_freq": 2})
+YARN = ModelVariant(
+    "yarn",
+    position_embedding="yarn",
+    config=LLAMA.config,
+    yarn={"rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 128},
+)
+ALL_BUT_YARN = ModelVariant(
+    "all_but_yarn",
+    config={**L2_NORMS.config, **UNROTATED.config, "attention_output_gate": True, "qk_layernorm": False},
+    model={**_SCALED, **INTERPOLATED.model},
+)
+ALL_WITH_YARN = ModelVariant(
+    "all_with_yarn",
+    position_embedding="yarn",
+    tied=True,
+    config={**GATED.config, **UNROTATED.config},
+    yarn={**YARN.yarn, "mscale": 0.8, "mscale_all_dim": 0.3, "yarn_correction_range_round_to_int": False},
+)
+FEATURES = (GATED, L2_NORMS, SCALED, INTERPOLATED, UNROTATED, YARN, ALL_BUT_YARN, ALL_WITH_YARN)
+VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE, *FEATURES)}
+
+
+# As Megatron-LM names and fills them for megatron-core; not taken from the code under test.
+YARN_FIELDS = {
+    "rotary_scaling_factor": "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
+}
+YARN_DEFAULTS = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 
 
 def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerConfig:
@@ -66,7 +112,13 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
         "calculate_per_token_loss": True,
         "context_parallel_size": 1,
     }
-    return TransformerConfig(**{**values, **variant.config, **overrides})
+    config = TransformerConfig(**{**values, **variant.config, **overrides})
+    for name, value in variant.yarn.items():  # fields that megatron-core has not, each with its default
+        setattr(config, YARN_FIELDS[name], value)
+    for name, value in YARN_DEFAULTS.items() if variant.yarn else ():
+        if not hasattr(config, name):
+            setattr(config, name, value)
+    return config
 
 
 def gpt_model(config: TransformerConfig, variant: ModelVariant, layer_spec: Any, **stage: Any) -> GPTModel:
@@ -79,6 +131,7 @@ def gpt_model(config: TransformerConfig, variant: ModelVariant, layer_spec: Any,
         position_embedding_type=variant.position_embedding,
         rotary_percent=0.5 if variant is PARTIAL_ROPE else 1.0,
         share_embeddings_and_output_weights=variant.tied,
+        **variant.model,
         **stage,
     )
 
@@ -129,7 +182,10 @@ def reference_step(
         rows, window_size, sink_tokens
     )
     config = transformer_config(variant, num_layers=num_layers, **of_config)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    torch.compiler.set_stance("force_eager")  # compiling for each length takes longer than all the rest
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
+    )
     model = gpt_model(config, variant, spec)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -28,6 +28,7 @@ TRAINER_WORDS = [
     "--recompute-activations",
     "--recompute-granularity full",
     "--normalization LayerNorm --qk-layernorm --rotary-interleaved --add-qkv-bias --norm-epsilon 1e-6",
+    "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling",
     "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",
 ]
 

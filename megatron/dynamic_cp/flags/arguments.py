@@ -14,6 +14,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, SEARCH_EFFORTS
+from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.windows import windows_of
 
 VERIFY_MODES = ("digest", "full", "off")
@@ -253,12 +254,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         off=(0.0,),
         reason="the block-wise attention has no dropout (set it to 0)",
     ),
-    Unsupported(flag="--attention-output-gate", field="attention_output_gate", reason=_UNTESTED),
-    Unsupported(flag="--qk-l2-norm", field="qk_l2_norm", reason=_UNTESTED),
     Unsupported(flag="--qk-clip", field="qk_clip", reason=_UNTESTED),
-    Unsupported(flag="--no-rope-freq", field="no_rope_freq", reason=_UNTESTED),
-    Unsupported(flag="--rotary-seq-len-interpolation-factor", reason=_UNTESTED, off=(1,)),
-    Unsupported(flag="--use-rope-scaling", reason=_UNTESTED),
     Unsupported(flag="--fp32-residual-connection", field="fp32_residual_connection", reason=_UNTESTED),
     Unsupported(
         flag="--apply-query-key-layer-scaling", field="apply_query_key_layer_scaling", reason="it needs fp16 training"
@@ -285,6 +281,9 @@ ALLOWED = frozenset(
         "normalization",
         "layernorm_epsilon",
         "qk_layernorm",
+        "qk_l2_norm",
+        "attention_output_gate",
+        "no_rope_freq",
         "rotary_interleaved",
         "activation_func",
         "gated_linear_unit",
@@ -355,12 +354,13 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
             the flag or the field with its value and its default.
-        InvalidInputError: a window that cannot be.
+        InvalidInputError: a window that cannot be, or two norms of queries and keys.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
             raise feature.error()
     windows_of(config)
+    check_norms(config)
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
     )

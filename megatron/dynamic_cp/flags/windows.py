@@ -8,11 +8,11 @@ sink is ours alone: with `--window-sink-tokens 4` layers with a window see the f
 from __future__ import annotations
 
 import argparse
-import ast
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import Lambda
+from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
 
 _PATTERN = "give a number, or 1 (window) and 0 (none) for each layer, such as [1,1,0]*4"
 
@@ -70,20 +70,19 @@ def windows_of(config: Any) -> Windows:
             )
         if skip is not None:
             raise InvalidInputError(
-                f"--window-attn-skip-freq {_shown(skip)} skips windows, and there is none: give --window-size, or "
+                f"--window-attn-skip-freq {shown(skip)} skips windows, and there is none: give --window-size, or "
                 "leave it out"
             )
         return Windows(0, 0)
     if len(size) != 2 or size[0] < 0:
         raise InvalidInputError(
-            f"--window-size is {_shown(size)}, two numbers are needed, tokens before (at least 0) and after (0): give "
+            f"--window-size is {shown(size)}, two numbers are needed, tokens before (at least 0) and after (0): give "
             "127,0 for a window of 128 tokens with the token itself, or leave it out for whole samples",
             window_size=tuple(size),
         )
     if size[1] != 0:
         raise UnsupportedFeatureError(
-            f"--window-size {_shown(size)} shows {size[1]} tokens behind a token, attention is causal: "
-            f"give {size[0]},0",
+            f"--window-size {shown(size)} shows {size[1]} tokens behind a token, attention is causal: give {size[0]},0",
             window_size=tuple(size),
         )
     return Windows(size[0] + 1, _checked_skip(skip, config.num_layers), sink)
@@ -103,15 +102,11 @@ def _checked_skip(skip: Any, num_layers: int) -> int | tuple[int, ...]:
         return skip
     if len(skip) != num_layers or set(skip) - {0, 1}:
         raise InvalidInputError(
-            f"--window-attn-skip-freq {_shown(skip)} has {len(skip)} entries, the model has {num_layers} layers: "
+            f"--window-attn-skip-freq {shown(skip)} has {len(skip)} entries, the model has {num_layers} layers: "
             f"{_PATTERN}",
             num_layers=num_layers,
         )
     return tuple(skip)
-
-
-def _shown(values: Any) -> str:
-    return ",".join(map(str, values)) if isinstance(values, list | tuple) else str(values)
 
 
 def window_size(text: str) -> tuple[int, ...]:
@@ -124,31 +119,4 @@ def window_size(text: str) -> tuple[int, ...]:
 
 def skip_freq(text: str) -> int | tuple[int, ...]:
     """Return the value of --window-attn-skip-freq; an argparse type."""
-    try:
-        value = _evaluated(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {_PATTERN}") from None
-    return tuple(value) if isinstance(value, list) else value
-
-
-_MOST_LAYERS = 10_000
-
-
-def _evaluated(node: ast.expr) -> int | list[int]:
-    """Return a number, or a list of numbers that `*` repeats and `+` joins; nothing else is run."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        values = [_evaluated(element) for element in node.elts]
-        return [value for value in values if isinstance(value, int) or _refuse()]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _evaluated(node.left), _evaluated(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            return left * right if len(left) * right <= _MOST_LAYERS else _refuse()
-    return _refuse()
-
-
-def _refuse() -> Any:
-    raise ValueError
+    return layer_pattern(text, _PATTERN)

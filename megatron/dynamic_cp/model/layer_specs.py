@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.model.norm import TorchNorm
+from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
 
 
@@ -37,8 +37,8 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     attention.module = DynamicCPSelfAttention
     attention.submodules.core_attention = TorchTHDAttention
     if config.qk_layernorm:
-        attention.submodules.q_layernorm = TorchNorm
-        attention.submodules.k_layernorm = TorchNorm
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = TorchNorm
+    _normalize_without_weights(attention, config)
     return layer, TorchNorm
 
 
@@ -52,4 +52,10 @@ def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, ty
     attention = layer.submodules.self_attention
     attention.module = DynamicCPSelfAttention
     attention.submodules.core_attention = TransformerEngineAttention
+    _normalize_without_weights(attention, config)
     return layer, TENorm
+
+
+def _normalize_without_weights(attention: ModuleSpec, config: TransformerConfig) -> None:
+    if config.qk_l2_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = TorchL2Norm

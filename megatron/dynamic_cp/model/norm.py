@@ -1,4 +1,4 @@
-"""Layer norm or RMS norm of plain torch, tagged for sequence parallelism.
+"""Norms of plain torch: layer norm or RMS norm, tagged for sequence parallelism, and the norm without weights.
 
 megatron-core's own torch norm refuses sequence parallelism. torch's modules need only a tag for it: the one by which
 the gradients of their parameters are summed over the tensor-parallel group.
@@ -26,3 +26,20 @@ class TorchNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class TorchL2Norm(torch.nn.Module):
+    """The norm of queries and keys that has no weights (Llama 4): the mean of squares over the last dim becomes 1.
+
+    DEVIATION: megatron-core's is compiled. Reason: it would be compiled again in training, for lengths that are new,
+    and a resumed run would compute with other kernels than the run before it. Recovery: none.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., hidden size], normalized in float32, in its own dtype."""
+        exact = x.float()
+        return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)

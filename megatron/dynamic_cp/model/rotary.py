@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from dynamic_cp.plans.padding import round_up
+from megatron.dynamic_cp.flags.positions import ROTARY
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _TABLE_STEP_TOKENS = 4096
@@ -30,33 +31,41 @@ class OneRotaryTable(torch.nn.Module):
         super().__init__()
         self.rotary = rotary
         self.table: Tensor | None = None
+        self.concentration: float | None = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """Return the longest padded sequence of the micro-batch in tokens."""
         return self.rotary.get_rotary_seq_len(*args, **kwargs)
 
-    def forward(self, max_seq_len: int, **_unused: Any) -> Tensor:
-        """Return the angles of at least `max_seq_len` positions, float32 [positions, 1, 1, rotary dim]."""
+    def forward(self, max_seq_len: int, **_unused: Any) -> Tensor | tuple[Tensor, float]:
+        """Return the angles of at least `max_seq_len` positions, float32 [positions, 1, 1, rotary dim].
+
+        YaRN: and its concentration, which GPTModel expects, and drops: layers have it from their configuration.
+        """
         if self.table is None or len(self.table) < max_seq_len:
-            self.table = self.rotary.get_emb(round_up(max_seq_len, _TABLE_STEP_TOKENS))
-        return self.table
+            found = self.rotary.get_emb(round_up(max_seq_len, _TABLE_STEP_TOKENS))
+            self.table, self.concentration = found if isinstance(found, tuple) else (found, None)
+        return self.table if self.concentration is None else (self.table, self.concentration)
 
 
 def use_one_rotary_table(model: torch.nn.Module) -> None:
     """Give a GPTModel its `OneRotaryTable`; does nothing when it has no RoPE."""
-    if getattr(model, "position_embedding_type", None) == "rope":
+    if getattr(model, "position_embedding_type", None) in ROTARY:
         model.rotary_pos_emb = OneRotaryTable(model.rotary_pos_emb)
 
 
-def rotary_cos_sin(frequencies: Tensor, params: DynamicPackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(
+    frequencies: Tensor, params: DynamicPackedSeqParams, dtype: torch.dtype, concentration: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the local tokens, each [T, 1, 1, rotary dim]; computed by the first layer that asks.
 
     Args:
         frequencies: megatron-core's table of angles, float32 [longest sequence, 1, 1, rotary dim].
+        concentration: factor of what is rotated, of all layers (`positions.concentration`).
     """
     if params.rotary_cache is None:
         angles = frequencies.index_select(0, params.positions)
-        params.rotary_cache = angles.cos().to(dtype), angles.sin().to(dtype)
+        params.rotary_cache = (angles.cos() * concentration).to(dtype), (angles.sin() * concentration).to(dtype)
     return params.rotary_cache
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megatron.dynamic_cp.flags.positions import concentration
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
 
 
 class DynamicCPSelfAttention(SelfAttention):
-    """megatron-core's SelfAttention; only where and how RoPE is applied differs."""
+    """megatron-core's SelfAttention; only where and how RoPE is applied differs, and that no gate is compiled."""
 
     _rotary: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        unrotated = self.config.no_rope_freq
+        assert not isinstance(unrotated, int), "a configuration has a list"
+        self._rotates = not (unrotated and unrotated[self.layer_number - 1])
+        self._concentration = concentration(self.config)
 
     def forward(
         self,
@@ -28,8 +37,8 @@ class DynamicCPSelfAttention(SelfAttention):
         """See SelfAttention.forward; `rotary_pos_emb` is the whole frequency table, not this shard's part."""
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        if rotary_pos_emb is not None:
-            self._rotary = rotary_cos_sin(rotary_pos_emb, packed_seq_params, hidden_states.dtype)
+        if rotary_pos_emb is not None and self._rotates:
+            self._rotary = rotary_cos_sin(rotary_pos_emb, packed_seq_params, hidden_states.dtype, self._concentration)
         try:
             return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
@@ -44,3 +53,10 @@ class DynamicCPSelfAttention(SelfAttention):
             query = rotate(query, cos, sin, interleaved=interleaved)
             key = rotate(key, cos, sin, interleaved=interleaved)
         return query, key, *rest
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return the context x [T, 1, heads * dim] times the sigmoid of its gate, which is as large.
+
+        DEVIATION: megatron-core's is compiled. Reason: as of `norm.TorchL2Norm`. Recovery: none.
+        """
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)

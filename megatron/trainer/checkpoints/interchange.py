@@ -20,6 +20,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from dynamic_cp.errors import CheckpointError
+from megatron.dynamic_cp.flags.positions import CHOICES, ROTARY, choices
 from megatron.trainer.checkpoints import checkpoint_files, manifest, optimizer_state, safe_loading
 
 CONTENT_METADATA = {
@@ -150,8 +151,10 @@ def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[
     left = set(model)
     if model["position_embedding_type"] != "learned_absolute":
         left.discard("max_position_embeddings")  # no weight and no angle depends on it
-    if model["position_embedding_type"] != "rope":
+    if model["position_embedding_type"] not in ROTARY:
         left -= {"rotary_base", "rotary_percent", "rotary_interleaved"}
     if not model["disable_bias_linear"]:
         left.discard("add_qkv_bias")  # it has all biases, this one as well; Megatron-LM then sets the flag
-    return {name: said[name] if name in left and said.get(name) is not None else own for name, own in model.items()}
+    always = {name: own for name, own in model.items() if name not in CHOICES}
+    said_of = {name: said[name] if name in left and said.get(name) is not None else own for name, own in always.items()}
+    return said_of | choices(args)

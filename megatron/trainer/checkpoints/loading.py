@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_zero
+from megatron.dynamic_cp.flags.positions import CHOICES, ROTARY, STRETCHED
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
 from megatron.trainer.checkpoints.disk import reporting
 from megatron.trainer.checkpoints.extra_states import load_weights, without_extra_states
@@ -153,8 +154,10 @@ def _verify(folder: Path) -> None:
 def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
     """Check each named part; both dicts are part -> {name: value}."""
     for part, values in own.items():
-        for name, value in values.items():
-            saved_value = saved.get(part, {}).get(name)
+        # What is on in one model only is named there only.
+        more = CHOICES & saved.get(part, {}).keys() - values.keys() if part == "model" else ()
+        for name in (*values, *sorted(more)):
+            value, saved_value = values.get(name), saved.get(part, {}).get(name)
             if saved_value != value:
                 raise CheckpointError(
                     f"{folder} was saved with {part} {name} = {saved_value!r}, this run has {value!r}: "
@@ -167,14 +170,16 @@ def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder:
     """Check the model of a checkpoint whose weights begin a new run: how far positions reach may change, if no weight
     depends on it, because training goes on to longer samples that way.
     """
-    free = ["rotary_base"]
+    free = ["rotary_base", *sorted(STRETCHED & (own.keys() | saved.keys()))]
     if own["position_embedding_type"] != "learned_absolute":
         free.append("max_position_embeddings")
+    if {own["position_embedding_type"], saved.get("position_embedding_type")} <= set(ROTARY):
+        free.append("position_embedding_type")
     for name in free:
-        if saved.get(name) != own[name]:
-            logger.info("--finetune: %s was %s, it is %s now", name, saved.get(name), own[name])
-    kept = {name: value for name, value in own.items() if name not in free}
-    _check_identity({"model": kept}, {"model": saved}, folder)
+        if saved.get(name) != own.get(name):
+            logger.info("--finetune: %s was %s, it is %s now", name, saved.get(name), own.get(name))
+    kept, saved_kept = ({name: of[name] for name in of if name not in free} for of in (own, saved))
+    _check_identity({"model": kept}, {"model": saved_kept}, folder)
 
 
 def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: Path) -> dict[str, Any]:

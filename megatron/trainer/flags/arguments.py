@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
+from megatron.dynamic_cp.flags.positions import no_rope_freq
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.flags.launcher import environment_number
@@ -105,12 +106,15 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "[1,1,0]*4; default: none",
     )
     group.add_argument(
-        "--position-embedding-type", choices=("rope", "learned_absolute", "none"), default="learned_absolute"
+        "--position-embedding-type", choices=("rope", "yarn", "learned_absolute", "none"), default="learned_absolute"
     )
     group.add_argument("--rotary-base", type=int, default=10000)
     group.add_argument("--rotary-percent", type=float, default=1.0)
     _switch(group, "--rotary-interleaved", help="rotate neighbouring channels instead of halves")
+    _add_stretched_positions(group)
     _switch(group, "--qk-layernorm", help="normalize queries and keys")
+    _switch(group, "--qk-l2-norm", help="normalize queries and keys without weights, as Llama 4")
+    _switch(group, "--attention-output-gate", help="multiply what attention finds by a gate of its own, as Qwen3-Next")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     _switch(group, "--swiglu", help="gated MLP with SiLU")
@@ -138,6 +142,38 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     _add_fusions(group)
     for flag in ALREADY_SO:
         _switch(group, flag, help=argparse.SUPPRESS)
+
+
+def _add_stretched_positions(group: Any) -> None:
+    group.add_argument(
+        "--no-rope-freq",
+        type=no_rope_freq,
+        metavar="N|LIST",
+        help="layers without RoPE: every N-th, or a list with 1 for each layer without it and 0 with it, such as "
+        "[0,0,0,1]*4; default: none",
+    )
+    group.add_argument(
+        "--rotary-seq-len-interpolation-factor", type=int, metavar="N", help="RoPE: divide positions by this"
+    )
+    _switch(group, "--use-rope-scaling", help="RoPE: lower the slow frequencies, as Llama 3.1, for samples beyond 8192")
+    group.add_argument("--rope-scaling-factor", type=float, default=8.0, help="with --use-rope-scaling: by how much")
+    group.add_argument("--rotary-scaling-factor", type=float, help="YaRN: stretch positions by this, above 1")
+    group.add_argument(
+        "--yarn-original-max-position-embeddings",
+        type=int,
+        help="YaRN: longest sample before positions were stretched; default: 4096",
+    )
+    group.add_argument("--yarn-beta-fast", type=float, help="YaRN: turns from which on none is stretched; default: 32")
+    group.add_argument("--yarn-beta-slow", type=float, help="YaRN: turns up to which all are stretched; default: 1")
+    group.add_argument("--mscale", type=float, help="YaRN: weight of its concentration; default: 1")
+    group.add_argument(
+        "--mscale-all-dim", type=float, help="YaRN: weight of what the concentration is divided by; default: 0"
+    )
+    group.add_argument(
+        "--yarn-correction-range-round-to-int",
+        action=argparse.BooleanOptionalAction,
+        help="YaRN: round where stretching begins and ends to whole channels; default: yes",
+    )
 
 
 def _add_fusions(group: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp.flags.positions import choices
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
 
@@ -40,6 +41,7 @@ def model_shape(model: Any, vocab_rows: int) -> ModelShape:
         kv_channels=model.kv_channels,
         vocab_size=vocab_rows,
         gated_linear_unit=model.swiglu,
+        attention_output_gate=bool(getattr(model, "attention_output_gate", False)),
         window_tokens=windows.tokens,
         window_attn_skip_freq=windows.skip_freq,
         window_sink_tokens=windows.sink_tokens,
@@ -57,4 +59,5 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
         "disable_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights"
     )
     identity = {name: getattr(model, name) for name in names.split()}
-    return identity | {"vocab_size": vocab_rows, "gated_linear_unit": model.swiglu}
+    # What came later is there only where it is on, so that checkpoints from before still fit.
+    return identity | {"vocab_size": vocab_rows, "gated_linear_unit": model.swiglu} | choices(model)

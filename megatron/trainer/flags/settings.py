@@ -22,6 +22,8 @@ class ModelSettings:
     """What is trained, and in which precision and kernels.
 
     Attributes:
+        rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
+            `positions.YARN` says.
         transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
         gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
     """
@@ -40,7 +42,20 @@ class ModelSettings:
     rotary_base: int
     rotary_percent: float
     rotary_interleaved: bool
+    no_rope_freq: int | tuple[int, ...] | None
+    rotary_seq_len_interpolation_factor: int | None
+    use_rope_scaling: bool
+    rope_scaling_factor: float
+    rotary_scaling_factor: float | None
+    yarn_original_max_position_embeddings: int | None
+    yarn_beta_fast: float | None
+    yarn_beta_slow: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    yarn_correction_range_round_to_int: bool | None
     qk_layernorm: bool
+    qk_l2_norm: bool
+    attention_output_gate: bool
     normalization: str
     norm_epsilon: float
     swiglu: bool

@@ -14,6 +14,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.launcher import environment_number
@@ -33,12 +34,14 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "distributed_timeout_minutes lr vocab_size recompute_num_layers "
-        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base",
+        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base "
+        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow",
     )
     _not_negative(
         args,
         "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples exit_duration_in_mins num_workers profile_step_start stopped_process_timeout",
+        "lr_wsd_decay_samples mscale mscale_all_dim exit_duration_in_mins num_workers profile_step_start "
+        "stopped_process_timeout",
     )
     check_planning_values(args)
     _check_calibration(args)
@@ -160,14 +163,33 @@ def _complete_model(args: argparse.Namespace) -> None:
         )
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
+    check_norms(args)
+    check_positions(args)
+    _refuse_without_effect(args)
     width = int(args.kv_channels * args.rotary_percent)
-    if args.position_embedding_type == "rope" and (width < 2 or width % 2):
+    if args.position_embedding_type in ROTARY and (width < 2 or width % 2):
         raise InvalidInputError(
             f"RoPE rotates {width} of {args.kv_channels} channels of a head (--kv-channels * --rotary-percent "
             f"{args.rotary_percent}), it needs an even number of at least 2: change one of them",
             rotary_width=width,
             kv_channels=args.kv_channels,
         )
+
+
+def _refuse_without_effect(args: argparse.Namespace) -> None:
+    """Refuse numbers of what is not there; a checkout has defaults for them, and cannot tell."""
+    if args.rope_scaling_factor != 8 and not args.use_rope_scaling:
+        raise InvalidInputError(
+            f"--rope-scaling-factor {args.rope_scaling_factor} says by how much: add --use-rope-scaling, or "
+            "leave it out"
+        )
+    for name in YARN:
+        if getattr(args, name) is not None and args.position_embedding_type != "yarn":
+            raise InvalidInputError(
+                f"{_flag(name)} is for --position-embedding-type yarn, this model has {args.position_embedding_type}: "
+                "leave one of them out",
+                name=name,
+            )
 
 
 def _complete_model_parallel(args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
@@ -82,7 +83,7 @@ def transformer_config(
     """Return megatron-core's configuration; checked against the supported features."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     topology, recompute = planning.topology, planning.recompute
-    skip = model.window_attn_skip_freq
+    skip, unrotated = model.window_attn_skip_freq, model.no_rope_freq
     interleaved = topology.vp_size > 1
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -100,6 +101,9 @@ def transformer_config(
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        qk_l2_norm=model.qk_l2_norm,
+        attention_output_gate=model.attention_output_gate,
+        no_rope_freq=list(unrotated) if isinstance(unrotated, tuple) else unrotated,
         rotary_interleaved=model.rotary_interleaved,
         init_method_std=model.init_method_std,
         hidden_dropout=model.hidden_dropout,
@@ -131,6 +135,8 @@ def transformer_config(
         batch_p2p_comm=not interleaved,
     )
     set_sinks(config, model.window_sink_tokens)
+    for name, value in yarn_attributes(model).items():
+        setattr(config, name, value)  # megatron-core has no fields for them
     check_supported(config, also_allowed=CONFIG_FIELDS)
     return config
 
@@ -162,6 +168,9 @@ def build_chunks(
                 position_embedding_type=model.position_embedding_type,
                 rotary_percent=model.rotary_percent,
                 rotary_base=model.rotary_base,
+                rope_scaling=model.use_rope_scaling,
+                rope_scaling_factor=model.rope_scaling_factor,
+                seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
                 vp_stage=vp_stage,
             )
         )

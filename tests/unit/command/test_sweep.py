@@ -417,6 +417,8 @@ CONFIGS = {
     "mistral": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 8,
               "layer_types": ["full_attention"] * 8},
+    "llama-3.1": {"rope_scaling": {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
     "qwen3": {"model_type": "qwen3", "head_dim": 64},
     "windows": {"model_type": "mistral", "sliding_window": 512},
     "alternating": {"model_type": "qwen3", "head_dim": 64, "use_sliding_window": True, "sliding_window": 512,
@@ -499,6 +501,7 @@ def test_what_the_configs_of_that_test_say(tmp_path):
     assert of("partial") == replace(llama, rotary_percent=0.5, max_position_embeddings=2048)
     assert of("transformers-5") == of("mistral") == replace(llama, rotary_base=1_000_000)
     assert of("qwen2") == replace(llama, add_qkv_bias=True)
+    assert of("llama-3.1") == replace(llama, use_rope_scaling=True, rope_scaling_factor=16.0)
     assert of("qwen3") == replace(llama, qk_layernorm=True)
     assert load_architecture("llama-3-8b").rotary_base == load_architecture("llama-3-70b").rotary_base == 500_000
     assert [name for name in TRAINED if load_architecture(name).add_qkv_bias] == ["qwen2.5-32b", "qwen2.5-7b"]
@@ -509,6 +512,18 @@ def test_what_the_configs_of_that_test_say(tmp_path):
     ("changes", "says"),
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling {'rope_type': 'llama3'"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            "RoPE is scaled as in Llama 3 only, with {'low_freq_factor': 1.0",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling {'type': 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters {'rope_type': 'yarn'"),
         ({"rope_theta": 10000.5}, "rope_theta 10000.5: a whole number"),

@@ -52,6 +52,17 @@ def test_weights_and_state_by_hand():
     assert memory(Topology(num_lanes=4), max_cp_size=2).peak_at(0)[0].communicators_bytes == 2000
 
 
+def test_a_gate_by_hand():
+    """Its projection of 8 x 8 weights, its sigmoid in fp32 and the gated context: 8 channels of 4 + 2 bytes."""
+    gated = replace(MODEL, attention_output_gate=True)
+    assert gated.num_parameters == 2024 + 4 * 64
+    assert memory(Topology(num_lanes=4), model=gated).num_weights(0) == 2024 + 4 * 64
+    for tp_size in (1, 2):
+        topology = Topology(num_lanes=1, tp_size=tp_size)
+        kept, plain = (activation_bytes(model, topology, OPTIONS).per_layer for model in (gated, MODEL))
+        assert kept - plain == 8 * 6 / tp_size
+
+
 def test_weights_of_stages_by_hand():
     split = memory(Topology(num_lanes=4, tp_size=2, pp_size=2))
     # Two layers of 448 / 2 + 16 weights; the embedding's half on the first stage, the head's and a norm on the last.

@@ -1,0 +1,194 @@
+"""How queries and keys are rotated and normalized, as Megatron says it: which layers rotate, and how RoPE is stretched.
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. The names are Megatron-LM's; its
+YaRN flags are those of its release 0.19, which earlier ones lack.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
+
+ROTARY = ("rope", "yarn")
+"""Values of --position-embedding-type that rotate queries and keys."""
+
+YARN: dict[str, tuple[str, Any]] = {
+    "rotary_scaling_factor": ("yarn_rotary_scaling_factor", 1.0),
+    "yarn_original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
+    "yarn_beta_fast": ("yarn_beta_fast", 32.0),
+    "yarn_beta_slow": ("yarn_beta_slow", 1.0),
+    "mscale": ("yarn_mscale", 1.0),
+    "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
+    "yarn_correction_range_round_to_int": ("yarn_correction_range_round_to_int", True),
+}
+"""Flag -> the attribute of a configuration that megatron-core reads, and Megatron-LM's default."""
+
+CHOICES = frozenset(
+    {
+        *("attention_output_gate", "qk_l2_norm", "no_rope_freq"),
+        *("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
+        *(attribute for attribute, _ in YARN.values()),
+    }
+)
+"""All names that `choices` may return."""
+STRETCHED = CHOICES - {"attention_output_gate", "qk_l2_norm", "no_rope_freq"}
+"""Those that say how far positions reach: training may go on with others, as with another base of RoPE."""
+
+_PATTERN = "give a number, or 1 (no rotation) and 0 (rotation) for each layer, such as [0,0,0,1]*4"
+
+
+def no_rope_freq(text: str) -> int | tuple[int, ...]:
+    """Return the value of --no-rope-freq; an argparse type."""
+    return layer_pattern(text, _PATTERN)
+
+
+def unrotated_layers(freq: Any, num_layers: int) -> tuple[int, ...] | None:
+    """Return 1 (not rotated) or 0 for each layer, None where --no-rope-freq says nothing.
+
+    Args:
+        freq: every so many-th layer is not rotated, or 1 and 0 for each.
+
+    Raises:
+        InvalidInputError: it does not fit the layers.
+    """
+    if freq is None or (isinstance(freq, int) and freq == 0):
+        return None
+    if isinstance(freq, int):
+        if freq < 0 or num_layers % freq:
+            raise InvalidInputError(
+                f"--no-rope-freq {freq} leaves every {freq}th layer without RoPE, and does not divide the {num_layers} "
+                f"layers: {_PATTERN}",
+                num_layers=num_layers,
+            )
+        return ((0,) * (freq - 1) + (1,)) * (num_layers // freq)
+    if len(freq) != num_layers or set(freq) - {0, 1}:
+        raise InvalidInputError(
+            f"--no-rope-freq {shown(freq)} has {len(freq)} entries, the model has {num_layers} layers: {_PATTERN}",
+            num_layers=num_layers,
+        )
+    return tuple(freq)
+
+
+def check_norms(config: Any) -> None:
+    """Refuse two norms of queries and keys at once, of which megatron-core would leave one out silently.
+
+    Args:
+        config: flags or a configuration.
+
+    Raises:
+        InvalidInputError: both are on.
+    """
+    if getattr(config, "qk_l2_norm", False) and getattr(config, "qk_layernorm", False):
+        raise InvalidInputError("--qk-l2-norm and --qk-layernorm both normalize queries and keys: give one of them")
+
+
+def check_positions(flags: Any) -> None:
+    """Check the flags of positions against each other: none of them is ignored.
+
+    Args:
+        flags: of this trainer or of a checkout.
+
+    Raises:
+        InvalidInputError: values that disagree.
+        UnsupportedFeatureError: a checkout whose release has no flags for YaRN.
+    """
+    kind = flags.position_embedding_type
+    interpolation, is_scaled = flags.rotary_seq_len_interpolation_factor, flags.use_rope_scaling
+    unrotated = unrotated_layers(flags.no_rope_freq, flags.num_layers)
+    if interpolation is not None and interpolation < 1:
+        raise InvalidInputError(
+            f"--rotary-seq-len-interpolation-factor is {interpolation}, it must be at least 1: positions are divided "
+            "by it",
+            factor=interpolation,
+        )
+    if is_scaled and not flags.rope_scaling_factor > 0:
+        raise InvalidInputError(f"--rope-scaling-factor is {flags.rope_scaling_factor}, it must be greater than 0")
+    for is_on, flag, kinds in (
+        (unrotated is not None, "--no-rope-freq", ROTARY),
+        (is_scaled, "--use-rope-scaling", ROTARY[:1]),
+        (interpolation is not None, "--rotary-seq-len-interpolation-factor", ROTARY[:1]),
+    ):
+        if is_on and kind not in kinds:
+            raise InvalidInputError(
+                f"{flag} is for --position-embedding-type {' or '.join(kinds)}, this model has {kind}: leave one of "
+                "them out",
+                flag=flag,
+            )
+    if kind == "yarn":
+        _check_yarn(flags)
+
+
+def _check_yarn(flags: Any) -> None:
+    if not hasattr(flags, "yarn_beta_fast"):
+        raise UnsupportedFeatureError(
+            "--position-embedding-type yarn: this Megatron-LM has no flags for what YaRN needs to know, 0.19 has them: "
+            "take a newer checkout, or pretrain_gpt.py of this project",
+            flag="--position-embedding-type",
+        )
+    factor = flags.rotary_scaling_factor
+    if factor is None or factor <= 1:
+        raise InvalidInputError(
+            f"--position-embedding-type yarn stretches positions by --rotary-scaling-factor, which is "
+            f"{YARN['rotary_scaling_factor'][1] if factor is None else factor}: give one above 1, or rope",
+            factor=factor,
+        )
+    if flags.rotary_interleaved:
+        raise InvalidInputError(
+            "--rotary-interleaved: YaRN rotates halves: leave it out, or --position-embedding-type yarn"
+        )
+    if flags.rotary_percent != 1:
+        raise InvalidInputError(
+            f"--rotary-percent is {flags.rotary_percent}, YaRN rotates whole heads: leave it out",
+            rotary_percent=flags.rotary_percent,
+        )
+
+
+def yarn_attributes(flags: Any) -> dict[str, Any]:
+    """Return the attributes that megatron-core's YaRN reads from a configuration; {} for other positions."""
+    if getattr(flags, "position_embedding_type", None) != "yarn":
+        return {}
+    given = ((attribute, getattr(flags, name, None), default) for name, (attribute, default) in YARN.items())
+    return {attribute: default if value is None else value for attribute, value, default in given}
+
+
+def concentration(config: Any) -> float:
+    """Return the factor of YaRN's rotated queries and keys; 1.0 of a configuration without YaRN.
+
+    Args:
+        config: with or without the attributes of `yarn_attributes`.
+
+    Source: Peng et al. 2023 (YaRN, arXiv 2309.00071), section 3.4; DeepSeek-V2's code for `mscale`.
+    """
+    stretch = getattr(config, YARN["rotary_scaling_factor"][0], None)
+    if stretch is None or stretch <= 1:
+        return 1.0
+    of_rotated, of_all = (getattr(config, YARN[name][0], None) for name in ("mscale", "mscale_all_dim"))
+    if of_rotated is None or of_all is None:
+        of_rotated, of_all = 1.0, 0.0
+    return float((0.1 * of_rotated * math.log(stretch) + 1) / (0.1 * of_all * math.log(stretch) + 1))
+
+
+def choices(flags: Any) -> dict[str, Any]:
+    """Return what of attention and positions is not as it always was: name -> JSON value, nothing for what is off.
+
+    Args:
+        flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
+    """
+    found: dict[str, Any] = {
+        name: True
+        for name in ("attention_output_gate", "qk_l2_norm", "use_rope_scaling")
+        if getattr(flags, name, False)
+    }
+    if "use_rope_scaling" in found:
+        found["rope_scaling_factor"] = float(getattr(flags, "rope_scaling_factor", 8.0))
+    interpolation = getattr(flags, "rotary_seq_len_interpolation_factor", None)
+    if interpolation not in (None, 1):
+        found["rotary_seq_len_interpolation_factor"] = interpolation
+    freq = getattr(flags, "no_rope_freq", None)
+    unrotated = None if freq is None else unrotated_layers(freq, flags.num_layers)
+    if unrotated is not None and any(unrotated):
+        found["no_rope_freq"] = list(unrotated)
+    return found | yarn_attributes(flags)

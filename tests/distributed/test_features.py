@@ -1,0 +1,162 @@
+"""Features of attention and positions train as in a stock megatron-core model in one process, and mistakes show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.positions import concentration
+from megatron.dynamic_cp.model import norm, rotary, self_attention
+from tests.distributed import reference
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import (
+    BATCHES,
+    TOLERANCE,
+    Case,
+    Comparison,
+    Layout,
+    assert_all_equal_to_reference,
+    in_jobs_of_their_own,
+    mixed_plan,
+    run_step,
+)
+from tests.distributed.test_parity import FULL_RECOMPUTE, plan_of_exchanges
+
+# Alone where lanes mix CP sizes, together in every kind of layout.
+ALONE = {variant.name: Layout(2, variant=variant.name) for variant in reference.FEATURES}
+TOGETHER = {
+    f"{variant}, {name}": Layout(**{**layout, "variant": variant})
+    for variant in ("all_but_yarn", "all_with_yarn")
+    for name, layout in {
+        "dp4_mixed": {"lanes": 4, "exchange": "mixed"},
+        "six_lanes": {"lanes": 6},
+        "tp2_sp": {"lanes": 2, "tp": 2, "sp": True},
+        "pp2_full_recompute": {"lanes": 2, "pp": 2, "config": FULL_RECOMPUTE},
+        "pp2_vpp2_distributed_optimizer": {"lanes": 2, "pp": 2, "vpp": 2, "distributed_optimizer": True},
+    }.items()
+}
+
+
+def test_features_equal_single_process(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    cases = {}
+    for name, layout in (ALONE | TOGETHER).items():
+        plan = (plan_of_exchanges if layout.exchange == "mixed" else mixed_plan)(samples, layout)
+        assert max(plan.cp_histogram) == min(layout.lanes, 4)
+        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    assert_all_equal_to_reference(cases)
+
+
+def rotate_every_layer(monkeypatch: Any) -> None:
+    built = self_attention.DynamicCPSelfAttention.__init__
+
+    def rotating(self: Any, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        self._rotates = True
+
+    monkeypatch.setattr(self_attention.DynamicCPSelfAttention, "__init__", rotating)
+
+
+def rotate_the_other_layers(monkeypatch: Any) -> None:
+    built = self_attention.DynamicCPSelfAttention.__init__
+
+    def rotating(self: Any, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        self._rotates = not self._rotates
+
+    monkeypatch.setattr(self_attention.DynamicCPSelfAttention, "__init__", rotating)
+
+
+def forget_the_concentration(monkeypatch: Any) -> None:
+    monkeypatch.setattr(self_attention, "concentration", lambda config: 1.0)
+
+
+def leave_the_gate_open(monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        self_attention.DynamicCPSelfAttention, "_apply_output_gate", lambda self, x, gate: x + 0 * gate.reshape(x.shape)
+    )
+
+
+def gate_by_heads_of_others(monkeypatch: Any) -> None:
+    original = self_attention.DynamicCPSelfAttention._apply_output_gate
+    monkeypatch.setattr(
+        self_attention.DynamicCPSelfAttention,
+        "_apply_output_gate",
+        lambda self, x, gate: original(self, x, gate.flip(2)),
+    )
+
+
+def normalize_the_sum(monkeypatch: Any) -> None:
+    """The norm of queries and keys without weights: the sum of squares becomes 1, not their mean."""
+    original = norm.TorchL2Norm.forward
+    monkeypatch.setattr(norm.TorchL2Norm, "forward", lambda self, x: original(self, x) / x.shape[-1] ** 0.5)
+
+
+def lose_the_stretch(monkeypatch: Any) -> None:
+    """As if the table were made of plain RoPE."""
+    plain = rotary.RotaryEmbedding.get_emb
+
+    def unstretched(self: Any, max_seq_len: int) -> Any:
+        fresh = rotary.RotaryEmbedding(32, 1.0, use_cpu_initialization=True)
+        return plain(fresh, max_seq_len)
+
+    monkeypatch.setattr(rotary.RotaryEmbedding, "get_emb", unstretched)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "a layer that is not to be rotated": ("unrotated", rotate_every_layer),
+    "the other layers": ("unrotated", rotate_the_other_layers),
+    "YaRN without its concentration": ("yarn", forget_the_concentration),
+    "no gate": ("gated", leave_the_gate_open),
+    "gates of other heads": ("gated", gate_by_heads_of_others),
+    "another norm": ("l2_norms", normalize_the_sum),
+    "frequencies that are not scaled": ("scaled", lose_the_stretch),
+    "positions that are not divided": ("interpolated", lose_the_stretch),
+}
+
+
+def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
+    found = {}
+    for name, (variant, plant) in in_jobs_of_their_own(FAULTS):
+        with pytest.MonkeyPatch.context() as patched:
+            plant(patched)
+            found[name] = run_step(*cases[variant], None)
+    return found
+
+
+def test_mistakes_in_features_show(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    cases = {
+        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+        for name, layout in ALONE.items()
+    }
+    ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
+    for name in FAULTS:
+        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("stretch", [0.5, 1.0, 2.0, 40.0])
+@pytest.mark.parametrize("scales", [(1.0, 0.0), (1.0, 1.0), (0.707, 0.3), (None, 1.0), (1.0, None)])
+def test_the_concentration_is_that_of_megatron_core(stretch: float, scales: tuple[float | None, float | None]) -> None:
+    named = {"yarn_mscale": scales[0], "yarn_mscale_all_dim": scales[1]}
+    config = SimpleNamespace(yarn_rotary_scaling_factor=stretch, **named)
+
+    def found() -> float:
+        table = YarnRotaryEmbedding(
+            16, scaling_factor=stretch, mscale=scales[0], mscale_all_dim=scales[1], use_cpu_initialization=True
+        )
+        return table.get_emb(4)[1]
+
+    assert concentration(config) == pytest.approx(run_ranks(1, found)[0], rel=1e-12)
+    assert concentration(SimpleNamespace()) == 1.0
+
+
+def test_two_norms_of_queries_and_keys_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="--qk-l2-norm and --qk-layernorm both normalize"):
+        check_supported(reference.transformer_config(reference.LLAMA, qk_l2_norm=True))
