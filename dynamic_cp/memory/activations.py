@@ -11,7 +11,8 @@ MLPs counted by their true widths):
     where attention has a gate: its sigmoid in fp32, and the product        gate / TP * (4 + b)
 
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, and needs one
-layer in full while it runs backward; selective recomputation drops the log-sum-exp.
+layer in full while it runs backward; selective recomputation of the attention drops the log-sum-exp, of the MLP the
+inputs and output of its activation function, of the norms what these have put out (half of the first line).
 """
 
 from __future__ import annotations
@@ -62,10 +63,14 @@ def activation_bytes(
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
     whole = 4 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp
-    kept = {"none": whole, "selective": whole - log_sum_exp, "full": hidden}[options.recompute]
+    dropped = {"core_attn": log_sum_exp, "mlp": mlp, "layernorm": 2 * hidden}
+    is_full, repeated = options.recompute == "full", options.repeated
+    kept = hidden if is_full else whole - sum(dropped[name] for name in repeated)
+    # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
+    again = whole if is_full else sum(dropped[name] for name in repeated - {"core_attn"})
     return ActivationBytes(
         per_layer=kept,
-        working=mlp + 2 * hidden + (whole if options.recompute == "full" else 0.0),
+        working=mlp + 2 * hidden + again,
         head=2 * hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size,
         hops=4 * hidden if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,

@@ -5,7 +5,7 @@ tensor    = TPC * tokens / cp                 collectives of tensor and sequence
 attention, exposed                            `mechanisms/`
 forward   = overhead + linear + tensor + attention + exposed
 backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
-            exposed)
+            exposed, and of linear and tensor those of the MLP)
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class StagePrices:
         stage = max(model.stages(topology.pp_size), key=lambda stage: stage.sum(lambda layer: layer.linear_weights))
         self._attention = StageAttention(stage, problem, node_lanes)
         self._hardware = hardware
-        self._recompute = problem.options.recompute
+        self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
         layers = stage.num_layers
+        self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / stage.sum(lambda layer: layer.linear_weights)
         linear_flops_per_token = 2 * stage.sum(lambda layer: layer.linear_weights)
         self._linear_s_per_token = linear_flops_per_token / hardware.linear_flops_per_s / topology.tp_size
         self._tensor_s_per_token = layers * tensor_s_per_token(problem)
@@ -132,12 +133,15 @@ class StagePrices:
         backward = Linear(overhead_back_s).plus(linear, hardware.linear_backward_over_forward).plus(tensor)
         backward = backward.plus(attention_back.linear)
         kinks = attention_back.kinks
-        if self._recompute == "full":
+        if self._is_full:
             backward = backward.plus(forward).plus(Linear(-hardware.recompute_overhead_credit * overhead_s))
             kinks += attention.kinks
-        elif self._recompute == "selective":
-            backward = backward.plus(attention.linear)
-            kinks += attention.kinks
+        elif self._repeated:
+            if "core_attn" in self._repeated:
+                backward = backward.plus(attention.linear)
+                kinks += attention.kinks
+            if "mlp" in self._repeated:  # one of a layer's two collectives is that of its MLP
+                backward = backward.plus(linear, self._mlp_share).plus(tensor, 0.5)
         return Convex(forward, attention.kinks), Convex(backward, merged(kinks))
 
     def _attention_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:

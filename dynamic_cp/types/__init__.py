@@ -50,9 +50,11 @@ from dynamic_cp.types.model import (
 )
 from dynamic_cp.types.options import (
     RECOMPUTE_MODES,
+    RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
     PlanOptions,
     Recompute,
+    RecomputeModule,
     SearchEffort,
 )
 from dynamic_cp.types.placement import Placement, parse_placement
@@ -82,6 +84,7 @@ __all__ = [
     "MAX_LANES",
     "PLACED",
     "RECOMPUTE_MODES",
+    "RECOMPUTE_MODULES",
     "SEARCH_EFFORTS",
     "Attention",
     "Bucket",
@@ -103,6 +106,7 @@ __all__ = [
     "PlannedBatch",
     "Problem",
     "Recompute",
+    "RecomputeModule",
     "Rectangle",
     "Sample",
     "SearchEffort",

@@ -20,6 +20,7 @@ class Layer(NamedTuple):
         num_attention_heads, query_size: query heads, and how wide they are together.
         kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
         gate_size: width of the gate that what attention finds is multiplied by; 0: none.
+        mlp_weights: those of linear_weights that are its MLP's.
         mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
     """
 
@@ -33,6 +34,7 @@ class Layer(NamedTuple):
     kv_size: int
     mask: Causal | Full | Lambda
     gate_size: int = 0
+    mlp_weights: int = 0
 
     @property
     def attention_flops_per_token2(self) -> float:

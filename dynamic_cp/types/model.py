@@ -196,8 +196,12 @@ class ModelShape:
     def linear_weights_per_layer(self) -> int:
         """Weights of the matrices of one transformer layer (QKV, output projection, MLP), without biases and norms."""
         attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
-        mlp_matrices = 3 if self.gated_linear_unit else 2
-        return attention + mlp_matrices * self.hidden_size * self.ffn_hidden_size + self.other_weights_per_layer
+        return attention + self.mlp_weights_per_layer + self.other_weights_per_layer
+
+    @property
+    def mlp_weights_per_layer(self) -> int:
+        """Weights of the matrices of the MLP of one layer."""
+        return (3 if self.gated_linear_unit else 2) * self.hidden_size * self.ffn_hidden_size
 
     @property
     def vocabulary_weights(self) -> int:
@@ -225,6 +229,7 @@ class ModelShape:
             kv_channels=self.kv_channels,
             kv_size=self.kv_size,
             gate_size=self.gate_size,
+            mlp_weights=self.mlp_weights_per_layer,
             mask=CAUSAL if self.causal_attention else FULL,
         )
 

@@ -11,6 +11,9 @@ from dynamic_cp.types.counts import is_power_of_two, require_at_least
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
+RecomputeModule = Literal["core_attn", "mlp", "layernorm"]
+RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
+"""What selective recomputation may repeat in backward: attention with its exchange, the MLP, both norms of a layer."""
 
 SearchEffort = Literal["fast", "thorough"]
 SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
@@ -41,6 +44,7 @@ class PlanOptions:
         cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie.
         inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None = every possible one.
         recompute: activation recomputation of the run.
+        recompute_modules: what selective recomputation repeats; without it they say nothing.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
     """
@@ -52,6 +56,7 @@ class PlanOptions:
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     inner_cp_sizes: tuple[int, ...] | None = None
     recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     bytes_per_element: int = 2
     search: SearchEffort = "fast"
 
@@ -70,6 +75,10 @@ class PlanOptions:
                 )
         if self.recompute not in RECOMPUTE_MODES:
             raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
+        if unknown := [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]:
+            raise InvalidInputError(
+                f"recompute_modules: {unknown[0]!r} is unknown: use some of {', '.join(RECOMPUTE_MODULES)}"
+            )
         if self.search not in SEARCH_EFFORTS:
             raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
         if not isinstance(self.cp_comm_types, tuple) or not self.cp_comm_types:
@@ -84,6 +93,13 @@ class PlanOptions:
                     f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(INNER_SIZES)}, each once",
                     cp_comm_type=exchange,
                 )
+
+    @property
+    def repeated(self) -> frozenset[RecomputeModule]:
+        """What backward computes again."""
+        if self.recompute == "full":
+            return frozenset(RECOMPUTE_MODULES)
+        return frozenset(self.recompute_modules) if self.recompute == "selective" else frozenset()
 
     @property
     def element_bytes(self) -> ElementBytes:

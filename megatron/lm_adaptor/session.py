@@ -63,6 +63,7 @@ class Session:
             bf16=theirs.bf16,
             head_dim=theirs.kv_channels,
             has_windows=planned.settings.has_windows,
+            recomputes_norms=planned.settings.recomputes_norms,
             device=self.device,
         )
         runtime = PlannedRuntime.agree(

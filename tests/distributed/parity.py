@@ -241,7 +241,8 @@ def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
 
 def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
     """Return what the planner says that a rank of `lane` sends for attention in the step, on any stage."""
-    forwards = 2 if "recompute_granularity" in layout.config else 1
+    is_repeated = "core_attn" in layout.config.get("recompute_modules", ["core_attn"])
+    forwards = 2 if "recompute_granularity" in layout.config and is_repeated else 1
     total = 0.0
     for micro_batch in plan.micro_batches:
         bucket = micro_batch.bucket_of_lane(lane)

@@ -43,6 +43,35 @@ TOGETHER = {
 }
 
 
+def recomputing(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+RECOMPUTED = {
+    "mlp": Layout(2, exchange="all_gather", config=recomputing("mlp")),
+    "layernorm": Layout(2, variant="gpt2", config=recomputing("layernorm")),
+    "all, tp2_sp": Layout(2, tp=2, sp=True, config=recomputing("core_attn", "mlp", "layernorm")),
+    "all, pp2_vpp2": Layout(
+        2,
+        pp=2,
+        vpp=2,
+        variant="all_but_yarn",
+        distributed_optimizer=True,
+        config=recomputing("core_attn", "mlp", "layernorm"),
+    ),
+}
+
+
+def test_selective_recomputation_equals_single_process(reference_of: Any) -> None:
+    """And exchanges are repeated with the attention only."""
+    samples = BATCHES["long_tail"]
+    cases = {
+        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+        for name, layout in RECOMPUTED.items()
+    }
+    assert_all_equal_to_reference(cases, bytes_too=True)
+
+
 def test_features_equal_single_process(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {}

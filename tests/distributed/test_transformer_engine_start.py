@@ -56,6 +56,12 @@ def test_masks_of_samples_are_refused_where_the_layers_compute_their_own_only() 
     choose_layers("local", "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
 
 
+def test_norms_inside_matrices_cannot_be_recomputed() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="--recompute-modules layernorm: norms are parts of the matrices"):
+        choose_layers(None, "auto", version="2.20.2", recomputes_norms=True, **GPU)
+    assert choose_layers("local", "auto", version="2.20.2", recomputes_norms=True, **GPU).impl == "local"
+
+
 def test_who_does_an_exchange() -> None:
     def ways(version: str, kv_heads: int) -> list[str]:
         possible = [one for one in CP_COMM_TYPES if one not in missing_exchanges(CP_COMM_TYPES, version)]
@@ -156,6 +162,7 @@ def choose_on_this_rank(
             bf16=True,
             head_dim=64,
             has_windows=False,
+            recomputes_norms=False,
             device=torch.device("cpu"),
         )
     except DynamicCPError as error:

@@ -65,6 +65,7 @@ PLANNING_FLAGS = {
     "use_distributed_optimizer": "distributed_optimizer",
     "distributed_timeout_minutes": "exchange_timeout_s",
     "recompute_granularity": "recompute",
+    "recompute_modules": "recompute_modules",
 }
 
 

@@ -20,8 +20,20 @@ ROOMS = {
         *("peers", "search", "comparison", "report", "sweep", "lengths", "learning", "cli", "calibration"),
     ),
     "megatron.dynamic_cp": (
-        *("agreement", "flags", "measuring", "layout", "attention", "groups", "plans", "data", "model", "step"),
-        *("repairs", "foreign", "calibration", "outside"),
+        *(
+            "agreement",
+            "repairs",
+            "flags",
+            "measuring",
+            "layout",
+            "attention",
+            "groups",
+            "plans",
+            "data",
+            "model",
+            "step",
+        ),
+        *("foreign", "calibration", "outside"),
     ),
     "megatron.trainer": ("data", "flags", "ending", "checkpoints", "weights", "reporting", "setup", "loop"),
 }

@@ -79,7 +79,7 @@ DANGEROUS = [
     ("bias_dropout_fusion", True, {}),
     ("glu_linear_offset", 1.0, {"gated_linear_unit": True}),
     ("activation_func_clamp_value", 7.0, {"gated_linear_unit": True}),
-    ("recompute_modules", ["mlp"], {"recompute_granularity": "selective"}),
+    ("moe_router_topk", 4, {}),
     ("num_layers_in_first_pipeline_stage", 1, {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}),
     ("microbatch_group_size_per_vp_stage", 4, {}),
     ("calculate_per_token_loss", False, {}),

@@ -13,7 +13,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, SEARCH_EFFORTS
+from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, RECOMPUTE_MODULES, SEARCH_EFFORTS, RecomputeModule
 from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.windows import windows_of
 
@@ -313,6 +313,7 @@ ALLOWED = frozenset(
         "bf16",
         "recompute_granularity",
         "recompute_method",
+        "recompute_modules",
         "recompute_num_layers",
         "finalize_model_grads_func",
         "grad_scale_func",
@@ -341,6 +342,28 @@ class _Refuse(argparse.Action):
             raise self.feature.error()
 
 
+def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
+    """Return what selective recomputation repeats, each once; megatron-core's default where nothing is said.
+
+    Args:
+        config: flags or a configuration.
+
+    Raises:
+        UnsupportedFeatureError: modules of experts and latent attention, which no model has here.
+    """
+    given = getattr(config, "recompute_modules", None)
+    names = ["core_attn"] if given is None else list(dict.fromkeys(given))
+    for name in names:
+        if name not in RECOMPUTE_MODULES:
+            raise UnsupportedFeatureError(
+                f"--recompute-modules {name} is not supported: a dense model has {', '.join(RECOMPUTE_MODULES)}; give "
+                "some of them",
+                flag="--recompute-modules",
+                name=name,
+            )
+    return tuple(names)
+
+
 def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> None:
     """Check a TransformerConfig: nothing of the table is on, and only fields in ALLOWED differ from a plain config.
 
@@ -361,6 +384,7 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
             raise feature.error()
     windows_of(config)
     check_norms(config)
+    recompute_modules(config)
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dynamic_cp.mechanisms.registry import serving_windows
-from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology, exchanges_of
+from dynamic_cp.types import CpCommType, PlanOptions, Recompute, RecomputeModule, SearchEffort, Topology, exchanges_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class PlanningSettings:
         static_cp_size: CP size of the static policies; min_cp_size, max_cp_size: of the dynamic one, None: the largest.
         cp_comm_type: the exchange inside a CP group, "auto": the planner chooses.
         inner_cp_sizes: that a2a+p2p may use, None: every possible one.
-        recompute: activation recomputation; bytes_per_element: of an activation, follows from the model's precision.
+        recompute: activation recomputation; recompute_modules: what of it is selective.
+        bytes_per_element: of an activation, follows from the model's precision.
         distributed_optimizer: its state is sharded over the lanes.
         hardware: name or file for the cost and memory model, None: by the device.
         search: effort of the planner.
@@ -50,6 +51,7 @@ class PlanningSettings:
     cp_comm_type: CpCommType | Literal["auto"]
     inner_cp_sizes: tuple[int, ...] | None
     recompute: Recompute
+    recompute_modules: tuple[RecomputeModule, ...]
     bytes_per_element: int
     distributed_optimizer: bool
     hardware: str | None
@@ -75,6 +77,11 @@ class PlanningSettings:
     @property
     def _are_windows_placed(self) -> bool:
         return self.has_windows and self.auto_places
+
+    @property
+    def recomputes_norms(self) -> bool:
+        """Whether --recompute-modules has layernorm."""
+        return self.recompute == "selective" and "layernorm" in self.recompute_modules
 
     def _serving_layers(self, exchanges: tuple[CpCommType, ...]) -> tuple[CpCommType, ...]:
         return serving_windows(exchanges) if self.has_windows and self.cp_comm_type == "auto" else exchanges
@@ -107,6 +114,7 @@ class PlanningSettings:
             cp_comm_types=tuple(one for one in allowed if one not in left_out),
             inner_cp_sizes=self.inner_cp_sizes,
             recompute=self.recompute,
+            recompute_modules=self.recompute_modules,
             bytes_per_element=self.bytes_per_element,
             search=self.search,
         )

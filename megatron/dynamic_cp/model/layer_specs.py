@@ -14,6 +14,7 @@ from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
+from megatron.dynamic_cp.repairs import norm_recomputation
 
 
 def gpt_block_spec(
@@ -30,6 +31,8 @@ def gpt_block_spec(
 
 
 def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+        norm_recomputation.install()
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm

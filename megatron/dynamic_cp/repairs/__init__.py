@@ -1,5 +1,5 @@
 """Fixes to the released megatron-core, each with its reason.
 
 Read in this order: `releases` (what differs between them), `cpu_backend` (CPU ranks), `optimizer_checkpoint` (loading
-without fused optimizers), `triton_imports` (imports without triton).
+without fused optimizers), `norm_recomputation` (without TransformerEngine), `triton_imports` (imports without triton).
 """

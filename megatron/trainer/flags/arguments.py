@@ -212,6 +212,13 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--recompute-granularity", choices=("full", "selective"))
     group.add_argument("--recompute-method", choices=("uniform", "block"))
     group.add_argument("--recompute-num-layers", type=int)
+    group.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        metavar="NAME",
+        help="with --recompute-granularity selective: core_attn (attention with its exchange), mlp, layernorm (both "
+        "norms of a layer, local layers only); default: core_attn",
+    )
     _switch(group, "--recompute-activations", help="same as --recompute-granularity selective")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
+from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
@@ -269,6 +270,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         cp_comm_type=args.cp_comm_type,
         inner_cp_sizes=None if inner_sizes is None else tuple(inner_sizes),
         recompute=args.recompute_granularity or "none",
+        recompute_modules=recompute_modules(args),
         bytes_per_element=2 if args.bf16 else 4,
         distributed_optimizer=args.use_distributed_optimizer,
         hardware=args.dynamic_cp_hardware,
@@ -405,6 +407,11 @@ def _complete_recompute(args: argparse.Namespace) -> None:
         if args.recompute_granularity == "full":
             raise InvalidInputError("--recompute-activations is selective: drop it or --recompute-granularity full")
         args.recompute_granularity = "selective"
+    if args.recompute_modules is not None and args.recompute_granularity != "selective":
+        raise InvalidInputError(
+            f"--recompute-modules {' '.join(args.recompute_modules)} says what to recompute selectively: add "
+            "--recompute-granularity selective, or leave it out"
+        )
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1

@@ -45,6 +45,7 @@ def choose(
     bf16: bool,
     head_dim: int,
     has_windows: bool,
+    recomputes_norms: bool,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -67,6 +68,7 @@ def choose(
             bf16=bf16,
             head_dim=head_dim,
             has_windows=has_windows,
+            recomputes_norms=recomputes_norms,
             version=version,
             why_missing=why_missing,
         )

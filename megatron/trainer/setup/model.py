@@ -118,6 +118,7 @@ def transformer_config(
         sequence_parallel=topology.sequence_parallel,
         use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
         recompute_granularity=None if recompute == "none" else recompute,
+        recompute_modules=list(planning.recompute_modules),
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
         gradient_accumulation_fusion=fused.gradient_accumulation,

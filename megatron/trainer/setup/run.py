@@ -174,6 +174,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         bf16=settings.model.bf16,
         head_dim=settings.model.kv_channels,
         has_windows=settings.planning.has_windows,
+        recomputes_norms=settings.planning.recomputes_norms,
         device=device,
     )
     logger.info("%s", choice.describe())

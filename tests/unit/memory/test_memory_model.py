@@ -63,6 +63,24 @@ def test_a_gate_by_hand():
         assert kept - plain == 8 * 6 / tp_size
 
 
+def test_recomputed_modules_by_hand():
+    """Of 8 channels in bf16: two norms put out 16 bytes each; the MLP keeps 2 * 16 channels; 4 heads a log-sum-exp."""
+    topology, selective = Topology(num_lanes=1), replace(OPTIONS, recompute="selective")
+    plain = activation_bytes(MODEL, topology, OPTIONS)
+    for names, dropped, held in (
+        (("core_attn",), 16, 0),
+        (("mlp",), 64, 64),
+        (("layernorm",), 32, 32),
+        (("core_attn", "mlp", "layernorm"), 112, 96),
+        ((), 0, 0),
+    ):
+        found = activation_bytes(MODEL, topology, replace(selective, recompute_modules=names))
+        assert plain.per_layer - found.per_layer == dropped
+        assert found.working - plain.working == held
+    with pytest.raises(InvalidInputError, match="recompute_modules: 'moe' is unknown: use some of core_attn, mlp, lay"):
+        replace(selective, recompute_modules=("moe",))
+
+
 def test_weights_of_stages_by_hand():
     split = memory(Topology(num_lanes=4, tp_size=2, pp_size=2))
     # Two layers of 448 / 2 + 16 weights; the embedding's half on the first stage, the head's and a norm on the last.

@@ -180,6 +180,18 @@ def test_recomputation_repeats_the_exposed_exchange():
     )
 
 
+def test_recomputed_modules_by_hand():
+    """2 of the 34 weights are the MLP's: of the 4 s of matrices forward, 4 * 2 / 34 are repeated with it."""
+    without, mlp_s = unit_cost().backward_s, 4 * 2 / 34
+    of = {
+        names: unit_cost(recompute="selective", recompute_modules=names).backward_s - without
+        for names in [("mlp",), ("layernorm",), ("mlp", "core_attn"), ()]
+    }
+    assert of["mlp",] == pytest.approx(mlp_s)
+    assert of["layernorm",] == of[()] == 0
+    assert of["mlp", "core_attn"] == pytest.approx(mlp_s + unit_cost().forward_s - 4)
+
+
 def test_a_ring_step_may_have_an_overhead_of_its_own():
     plain, slow = unit_cost(), unit_cost(hardware=replace(UNIT_HARDWARE, ring_step_overhead_s_per_layer=10))
     assert slow.forward_s - plain.forward_s == pytest.approx(3 * 10)

@@ -42,8 +42,11 @@ def test_exchanges_send_what_their_formula_says_over_the_links_of_their_lanes(ex
     (tokens,) = set(lane_tokens(bucket, 2))
     one = sent_by(bucket, tokens, MODEL, 2, 2)
     layers, ranks = MODEL.num_layers, cp_size * 2
-    for recompute, forward_passes in (("none", 1), ("selective", 2), ("full", 2)):
-        problem = problem_of(topology, recompute=recompute)
+    attention, others = ("core_attn",), ("mlp", "layernorm")
+    for recompute, modules, forward_passes in (
+        ("none", attention, 1), ("selective", others, 1), ("selective", attention, 2), ("full", attention, 2)
+    ):  # fmt: skip
+        problem = problem_of(topology, recompute=recompute, recompute_modules=modules)
         rest = tuple(Bucket(first_lane=lane) for lane in range(cp_size, 8))
         plan = Plan(
             topology=topology, max_tokens_per_rank=600, micro_batches=(MicroBatch(buckets=(bucket, *rest)),) * 3

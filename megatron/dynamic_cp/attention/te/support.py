@@ -145,6 +145,7 @@ def choose_layers(
     bf16: bool,
     head_dim: int,
     has_windows: bool = False,
+    recomputes_norms: bool = False,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -159,11 +160,12 @@ def choose_layers(
         bf16: whether it trains in bf16.
         head_dim: --kv-channels.
         has_windows: some layers have a window.
+        recomputes_norms: --recompute-modules has layernorm.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
         UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
-            for.
+            for; its layers recompute no norms.
     """
     if requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
@@ -197,6 +199,12 @@ def choose_layers(
             needed=shown(OLDEST),
         )
     assert version is not None
+    if recomputes_norms:
+        raise UnsupportedFeatureError(
+            "--recompute-modules layernorm: norms are parts of the matrices of TransformerEngine's layers, "
+            "nothing would be recomputed: leave layernorm out, or use --transformer-impl local",
+            flag="--recompute-modules",
+        )
     if exchange == "auto":
         left_out = missing_exchanges(CP_COMM_TYPES, version)
     else:
