@@ -76,7 +76,7 @@ class PricedObservations:
     Attributes:
         measured_s: [observation, forward | backward] seconds.
         num_ignored: observations left out: times that are not finite and > 0, buckets that this topology or these
-            options cannot have.
+            options cannot have, model chunks without layers.
     """
 
     def __init__(self, observations: Iterable[Observation], cost_model: CostModel) -> None:
@@ -96,6 +96,8 @@ class PricedObservations:
         self._squares = np.array([one.tokens_squared for one in kept], np.float64)
         self._rank_tokens = self._tokens / np.array([one.cp_size for one in kept], np.float64)
         pays = [edges_paid(one.stage, one.chunk, pp_size, vp_size) for one in kept]
+        chunks = [cost_model.model.chunks_of_heaviest(one.stage, one.chunk, vp_size) for one in kept]
+        self._chunks: Floats = np.array(chunks, np.float64).reshape(-1, 1)
         self._pays: Floats = np.array(pays, np.float64).reshape(-1, 2)
 
     def __len__(self) -> int:
@@ -110,7 +112,7 @@ class PricedObservations:
         seconds = seconds_of_rows(cost_model.table, self._rows, self._tokens, self._squares)
         embedding, head = cost_model.table.edges_s_per_token.reshape(2, 2)
         edges = self._pays[:, :1] * embedding + self._pays[:, 1:] * head
-        return np.asarray(seconds / cost_model.topology.vp_size + self._rank_tokens[:, None] * edges)
+        return np.asarray(seconds / self._chunks + self._rank_tokens[:, None] * edges)
 
     def error(self, cost_model: CostModel) -> PredictionError:
         """Return how far `cost_model` is from what was measured."""
@@ -140,6 +142,7 @@ def _row(one: Observation, cost_model: CostModel) -> int | None:
         and 0 < one.tokens <= one.tokens_squared
         and 0 <= one.stage < topology.pp_size
         and 0 <= one.chunk < topology.vp_size
+        and isfinite(cost_model.model.chunks_of_heaviest(one.stage, one.chunk, topology.vp_size))
     )
     if not possible:
         return None

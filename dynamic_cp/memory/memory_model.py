@@ -231,7 +231,7 @@ class MemoryModel:
     def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
         """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""
         topology, layers = self._topology, self._stages[stage]
-        kept = layers.sum(lambda layer: self._bytes[layer].per_layer) / topology.vp_size
+        kept = layers.sum(lambda layer: self._bytes[layer].per_layer) / self._largest_chunks(stage)
         of_kinds = [self._bytes[layer] for _, layer in layers.layers]
         activations = alive * kept
         working = most * max(per_token.working + per_token.hops for per_token in of_kinds)
@@ -250,6 +250,13 @@ class MemoryModel:
             logits_bytes=float(logits[lane]),
             exchange_bytes=float(buffers[lane]),
         )
+
+    def _largest_chunks(self, stage: int) -> float:
+        """Return how many of its largest model chunk a stage is made of; all are taken as large as that."""
+        if not self._model.pipeline_layers or self._topology.pp_size == 1:
+            return self._topology.vp_size
+        chunks = self._model.pipeline_layers[stage]
+        return sum(chunks) / max(1, *chunks) or 1.0
 
     def _num_groups(self) -> int:
         """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from dynamic_cp.errors import InvalidInputError
@@ -30,6 +31,8 @@ class ModelShape:
             projection of a DiT's cross-attention).
         window_tokens: keys that a token attends to in layers with a window: itself and those right before it; 0 = no
             layer has one. Megatron's --window-size says one less, without the token itself.
+        pipeline_layers: [stage][model chunk] -> its layers, of a pipeline of so many stages; () = all stages have as
+            many.
         window_attn_skip_freq: which layers have the window, as Megatron says it: with N all but every N-th, or 1 (has
             one) and 0 for each layer; 0 = all.
         window_sink_tokens: first keys of its sequence that a token attends to besides those of the window.
@@ -50,6 +53,7 @@ class ModelShape:
     window_tokens: int = 0
     window_attn_skip_freq: int | tuple[int, ...] = 0
     window_sink_tokens: int = 0
+    pipeline_layers: tuple[tuple[int, ...], ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -72,6 +76,19 @@ class ModelShape:
                 num_query_groups=self.num_query_groups,
             )
         self._check_windows()
+        self._check_pipeline_layers()
+
+    def _check_pipeline_layers(self) -> None:
+        of_stages = tuple(map(tuple, self.pipeline_layers))  # lists where it comes from JSON
+        object.__setattr__(self, "pipeline_layers", of_stages)
+        total = sum(map(sum, of_stages))
+        if of_stages and (total != self.num_layers or min(map(min, of_stages)) < 0):
+            raise InvalidInputError(
+                f"pipeline_layers {[list(one) for one in of_stages]} are {total} layers, num_layers is "
+                f"{self.num_layers}: give each layer to one chunk of one stage",
+                pipeline_layers=of_stages,
+                num_layers=self.num_layers,
+            )
 
     def _check_windows(self) -> None:
         require_at_least(0, window_sink_tokens=self.window_sink_tokens)
@@ -176,7 +193,7 @@ class ModelShape:
             return "TP beyond a node"
         if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
             return "TP does not divide heads, KV heads or the MLP"
-        if self.num_layers % (pp_size * vp_size):
+        if not self.pipeline_layers and self.num_layers % (pp_size * vp_size):
             return "PP x VPP does not divide the layers"
         if vp_size > 1 and pp_size == 1:
             return "VPP without a pipeline"
@@ -234,8 +251,29 @@ class ModelShape:
         )
 
     def stages(self, pp_size: int) -> tuple[Stage, ...]:
-        """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these."""
+        """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these.
+
+        Raises:
+            InvalidInputError: `pipeline_layers` are those of another number of stages.
+        """
         kinds = [(self.num_layers - self.num_windowed_layers, self.layer)]
         if self.window is not None:
             kinds.append((self.num_windowed_layers, self.layer._replace(mask=self.window)))
-        return (Stage(tuple((number / pp_size, layer) for number, layer in kinds if number)),) * pp_size
+        kinds = [(number, layer) for number, layer in kinds if number]
+        if pp_size == 1 or not self.pipeline_layers:
+            return (Stage(tuple((number / pp_size, layer) for number, layer in kinds)),) * pp_size
+        if len(self.pipeline_layers) != pp_size:
+            raise InvalidInputError(
+                f"pipeline_layers are of {len(self.pipeline_layers)} stages, the pipeline has {pp_size}: give them for "
+                "all of them, or leave them out",
+                pp_size=pp_size,
+            )
+        of_stages = [sum(chunks) for chunks in self.pipeline_layers]
+        return tuple(Stage(tuple((n * one / self.num_layers, layer) for n, layer in kinds)) for one in of_stages)
+
+    def chunks_of_heaviest(self, stage: int, chunk: int, vp_size: int) -> float:
+        """Return the layers of the stage that has most over those of a model chunk; inf of one that has none."""
+        if not self.pipeline_layers:
+            return vp_size
+        layers = self.pipeline_layers[stage][chunk]
+        return max(map(sum, self.pipeline_layers)) / layers if layers else inf

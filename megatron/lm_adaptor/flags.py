@@ -25,6 +25,7 @@ from megatron.dynamic_cp.flags.arguments import (
     add_dynamic_cp_arguments,
     tokens_or_auto,
 )
+from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.data.config import OVERLONG_POLICIES
@@ -354,9 +355,14 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     return Planned(settings=settings, arguments=MappingProxyType({**vars(ours), **settings.completed_flags()}))
 
 
-def model_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the numbers of a checkout's model that decide its cost, once its vocabulary is known."""
-    return derive.model_shape(_with_kv_heads(args), args.padded_vocab_size)
+def model_shape(args: argparse.Namespace, pipeline_layers: PipelineLayers = ()) -> ModelShape:
+    """Return the numbers of a checkout's model that decide its cost, once its vocabulary is known.
+
+    Args:
+        args: as Megatron-LM validated them.
+        pipeline_layers: `PlanningSettings.pipeline_layers`.
+    """
+    return derive.model_shape(_with_kv_heads(args), args.padded_vocab_size, pipeline_layers)
 
 
 def _with_kv_heads(args: argparse.Namespace) -> argparse.Namespace:

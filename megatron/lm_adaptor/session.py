@@ -71,7 +71,7 @@ class Session:
             arguments=planned.arguments,
             device=self.device,
             layers=layer_choice,
-            model_shape=model_shape(theirs),
+            model_shape=model_shape(theirs, planned.settings.pipeline_layers),
             hardware=first_hardware(planned.settings, self.device),
         )
         self.runtime = runtime.start()

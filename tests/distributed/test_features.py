@@ -62,6 +62,40 @@ RECOMPUTED = {
 }
 
 
+# [stage][chunk] -> layers: (1)(3); (1,1)(2,2); (0,1)(1,1); (2)(1); (0)(1)(1)(0).
+UNEVEN = {
+    "pp2_first": Layout(2, pp=2, config={"num_layers": 4, "num_layers_in_first_pipeline_stage": 1}),
+    "pp2_vpp2_last": Layout(
+        2, pp=2, vpp=2, distributed_optimizer=True, config={"num_layers": 6, "num_layers_in_last_pipeline_stage": 4}
+    ),
+    "pp2_vpp2_embedding": Layout(
+        2, pp=2, vpp=2, config={"num_layers": 3, "account_for_embedding_in_pipeline_split": True, **FULL_RECOMPUTE}
+    ),
+    "tp2_sp_pp2_loss": Layout(
+        1, tp=2, sp=True, pp=2, config={"num_layers": 3, "account_for_loss_in_pipeline_split": True}
+    ),
+    "pp4_embedding_and_loss": Layout(
+        1,
+        pp=4,
+        variant="llama_tied",
+        config={
+            "num_layers": 2,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ),
+}
+
+
+def test_uneven_stages_equal_single_process(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    cases = {
+        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+        for name, layout in UNEVEN.items()
+    }
+    assert_all_equal_to_reference(cases)
+
+
 def test_selective_recomputation_equals_single_process(reference_of: Any) -> None:
     """And exchanges are repeated with the attention only."""
     samples = BATCHES["long_tail"]

@@ -80,7 +80,7 @@ DANGEROUS = [
     ("glu_linear_offset", 1.0, {"gated_linear_unit": True}),
     ("activation_func_clamp_value", 7.0, {"gated_linear_unit": True}),
     ("moe_router_topk", 4, {}),
-    ("num_layers_in_first_pipeline_stage", 1, {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}),
+    ("pipeline_model_parallel_layout", "Ett|ttL", {}),
     ("microbatch_group_size_per_vp_stage", 4, {}),
     ("calculate_per_token_loss", False, {}),
     ("cross_entropy_loss_fusion", True, {}),

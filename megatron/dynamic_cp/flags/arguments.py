@@ -302,6 +302,10 @@ ALLOWED = frozenset(
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
         "sequence_parallel",
         "expert_tensor_parallel_size",  # follows the tensor-parallel size, also without experts
         "async_tensor_model_parallel_allreduce",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dynamic_cp.mechanisms.registry import serving_windows
 from dynamic_cp.types import CpCommType, PlanOptions, Recompute, RecomputeModule, SearchEffort, Topology, exchanges_of
+from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class PlanningSettings:
         has_windows: some layers have a window, which not all exchanges serve.
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
             samples, which go to groups of lanes.
+        pipeline_layers: layers of every model chunk of every stage, () where all have the same number.
     """
 
     topology: Topology
@@ -66,6 +68,7 @@ class PlanningSettings:
     exchange_timeout_s: float
     has_windows: bool = False
     auto_places: bool = True
+    pipeline_layers: PipelineLayers = ()
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:

@@ -252,6 +252,14 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    for place in ("first", "last"):
+        group.add_argument(
+            f"--decoder-{place}-pipeline-num-layers",
+            type=int,
+            help=f"layers of the {place} stage; the others share the rest evenly; default: as many as every stage",
+        )
+    _switch(group, "--account-for-embedding-in-pipeline-split", help="the embedding counts as a layer of its stage")
+    _switch(group, "--account-for-loss-in-pipeline-split", help="LM head and loss count as a layer of their stage")
     group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
     group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     _switch(group, "--sequence-parallel", help="split activations of norms and dropout over tensor-parallel ranks")

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import choices
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
@@ -25,10 +26,11 @@ def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
     return round_up(vocab_size, lcm(divisor, tp_size))
 
 
-def model_shape(model: Any, vocab_rows: int) -> ModelShape:
+def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = ()) -> ModelShape:
     """Return the numbers of the model that decide its cost, with `vocab_rows` rows of the embedding table.
 
     Args:
+        pipeline_layers: `PlanningSettings.pipeline_layers`.
         model: has them under the names of Megatron-LM's flags: ModelSettings, or the arguments of a checkout.
     """
     windows = windows_of(model)
@@ -46,6 +48,7 @@ def model_shape(model: Any, vocab_rows: int) -> ModelShape:
         window_attn_skip_freq=windows.skip_freq,
         window_sink_tokens=windows.sink_tokens,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        pipeline_layers=pipeline_layers,
         source="command line",
     )
 

@@ -69,6 +69,10 @@ class ModelSettings:
     use_cpu_initialization: bool
     attention_backend: str
     transformer_impl: TransformerImpl | None
+    decoder_first_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
     recompute_method: str | None
     recompute_num_layers: int | None
     gradient_accumulation_fusion: bool | None

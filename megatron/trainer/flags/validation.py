@@ -15,6 +15,7 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import windows_of
@@ -33,6 +34,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels seq_length num_query_groups "
         "global_batch_size train_iters train_samples exit_interval eval_interval save_interval log_interval "
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "distributed_timeout_minutes lr vocab_size recompute_num_layers "
         "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base "
@@ -215,6 +217,21 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
             f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {stages} "
             "say the same: give one of them"
         )
+    for flag in FLAGS:
+        if pp_size < 2 and is_given(args, flag):
+            raise InvalidInputError(
+                f"{flag} shares layers over pipeline stages, --pipeline-model-parallel-size is {pp_size}: drop the "
+                "flag or raise PP",
+                pp_size=pp_size,
+            )
+    own = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if per_stage is not None and own != (None, None):
+        raise InvalidInputError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} is the same for all stages, and one has a number of "
+            "layers of its own: give --num-virtual-stages-per-pipeline-rank instead"
+        )
+    num_shared = args.num_layers + args.account_for_embedding_in_pipeline_split
+    num_shared += args.account_for_loss_in_pipeline_split
     if per_stage is not None or stages is not None:
         if pp_size < 2:
             raise InvalidInputError(
@@ -225,16 +242,17 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
         if per_stage is not None:
             _divides(
                 pp_size * per_stage,
-                args.num_layers,
+                num_shared,
                 "--num-layers",
                 "PP * --num-layers-per-virtual-pipeline-stage",
                 "change one of them",
             )
-            stages = args.num_layers // (pp_size * per_stage)
+            stages = num_shared // (pp_size * per_stage)
         if stages is not None and stages > 1:
             args.virtual_pipeline_model_parallel_size = stages
     chunks = pp_size * (args.virtual_pipeline_model_parallel_size or 1)
-    _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
+    if not pipeline_layers(args):
+        _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
 
 
 def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> PlanningSettings:
@@ -285,6 +303,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows.are_there,
         auto_places=auto_places,
+        pipeline_layers=pipeline_layers(args),
     )
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
@@ -528,8 +547,9 @@ def check_auto_knows_recomputation(args: argparse.Namespace) -> None:
 
 
 def _check_recompute_layers(args: argparse.Namespace) -> None:
-    per_chunk = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
-    number = args.recompute_num_layers
+    even = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
+    of_chunks = sorted({number for stage in pipeline_layers(args) for number in stage} - {0}) or [even]
+    number, per_chunk = args.recompute_num_layers, of_chunks[-1]
     if number > per_chunk:
         raise InvalidInputError(
             f"--recompute-num-layers {number} is more than the {per_chunk} layers of a model chunk: "
@@ -538,4 +558,5 @@ def _check_recompute_layers(args: argparse.Namespace) -> None:
             layers_per_chunk=per_chunk,
         )
     if args.recompute_method == "uniform":
-        _divides(number, per_chunk, "the layers of a model chunk,", "--recompute-num-layers", "change one of them")
+        for per_chunk in of_chunks:
+            _divides(number, per_chunk, "the layers of a model chunk,", "--recompute-num-layers", "change one of them")

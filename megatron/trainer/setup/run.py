@@ -121,7 +121,7 @@ def set_up(settings: Settings) -> Run:
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
         device=device,
         layers=layer_choice,
-        model_shape=derive.model_shape(settings.model, data.vocab_rows),
+        model_shape=derive.model_shape(settings.model, data.vocab_rows, settings.planning.pipeline_layers),
         hardware=hardware,
         has_masks=data.splits.train.has_masks,
     )

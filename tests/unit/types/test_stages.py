@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
@@ -92,3 +94,55 @@ def test_parameters_and_flops_are_sums_over_layers():
     more = batch_flops(model, 100, 10_000).forward - batch_flops(dense, 100, 10_000).forward
     of_experts = 2 * 100 * (EXPERTS.linear_weights - TINY_MODEL.layer.linear_weights)
     assert more == of_experts + 10_000 * TINY_MODEL.layer.attention_flops_per_token2
+
+
+UNEVEN = replace(TINY_MODEL, num_layers=6, pipeline_layers=((1, 1), (2, 2)))
+
+
+def test_stages_have_the_layers_that_they_are_said_to_have():
+    assert [stage.num_layers for stage in UNEVEN.stages(2)] == [2, 4]
+    assert UNEVEN.stages(1) == replace(TINY_MODEL, num_layers=6).stages(1)
+    assert [stage.num_layers for stage in replace(UNEVEN, pipeline_layers=[[0], [6]]).stages(2)] == [0, 6]
+    windowed = replace(UNEVEN, window_tokens=8, window_attn_skip_freq=3)
+    found = [number for stage in windowed.stages(2) for number, _ in stage.layers]
+    assert found == pytest.approx([2 / 3, 4 / 3, 4 / 3, 8 / 3])
+    assert cost(UNEVEN, pp_size=2)[:2] == pytest.approx(cost(replace(TINY_MODEL, num_layers=8), pp_size=2)[:2])
+    with pytest.raises(InvalidInputError, match="pipeline_layers are of 2 stages, the pipeline has 4"):
+        UNEVEN.stages(4)
+    with pytest.raises(InvalidInputError, match="are 5 layers, num_layers is 6: give each layer to one chunk"):
+        replace(UNEVEN, pipeline_layers=((1, 1), (2, 1)))
+
+
+def test_memory_takes_all_chunks_of_a_stage_for_its_largest():
+    topology = Topology(num_lanes=2, pp_size=2, vp_size=2)
+
+    def activations(chunks: tuple[tuple[int, ...], ...]) -> list[float]:
+        model = replace(TINY_MODEL, num_layers=sum(map(sum, chunks)), pipeline_layers=chunks)
+        stages = MemoryModel(model, CURVED_HARDWARE, topology, OPTIONS).peak_at(128)
+        return [stage.activations_bytes for stage in stages]
+
+    even = replace(TINY_MODEL, num_layers=8)
+    two = [one.activations_bytes for one in MemoryModel(even, CURVED_HARDWARE, topology, OPTIONS).peak_at(128)]
+    assert activations(((2, 2), (2, 2))) == pytest.approx(two)
+    assert activations(((1, 2), (2, 2))) == pytest.approx(two)
+    assert activations(((1, 1), (2, 2))) == pytest.approx([two[0] / 2, two[1]])
+    assert activations(((0, 0), (2, 2))) == pytest.approx([0, two[1]])
+
+
+def test_what_was_measured_of_a_chunk_is_compared_with_its_own_layers():
+    """Prices are those of the stage with most layers."""
+    topology = Topology(num_lanes=4, pp_size=2, vp_size=2)
+    model = replace(UNEVEN, num_layers=7, pipeline_layers=((0, 1), (2, 4)))
+    priced = CostModel(model, replace(CURVED_HARDWARE, overhead_s_per_bucket_stage=0), topology, OPTIONS)
+    every = [
+        Observation(
+            cp_size=1, first_lane=0, tokens=64, tokens_squared=4096, forward_s=1, backward_s=1, stage=stage, chunk=chunk
+        )
+        for stage, chunk in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    found = PricedObservations(every, priced)
+    assert found.num_ignored == 1, "a chunk without layers"
+    one, two, four = found.predicted_s(priced)[:, 0]
+    edges = priced.cost(1, 0, 64, 4096)
+    assert two == pytest.approx(2 * one)
+    assert four - edges.head_forward_s == pytest.approx(4 * one)

@@ -1,0 +1,110 @@
+"""Pipeline stages with unlike numbers of layers: told at once if they cannot be, planned, trained and resumed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import model
+from tests.trainer.commandline import command_line
+from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.training_ranks import losses, train
+
+PP = "--pipeline-model-parallel-size"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+
+
+def parsed(flags: str) -> Any:
+    return parse_args(command_line(f"--dynamic-cp {flags}"), 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (f"{PP} 2", ()),
+        (f"{PP} 2 {FIRST} 1", ((1,), (3,))),
+        (f"{PP} 2 {LAST} 1", ((3,), (1,))),
+        (f"--num-layers 8 {PP} 4 {FIRST} 1 {LAST} 3", ((1,), (2,), (2,), (3,))),
+        (f"--num-layers 6 {PP} 2 {FIRST} 2 {CHUNKS} 2", ((1, 1), (2, 2))),
+        (f"--num-layers 6 {PP} 4 {EMBEDDING} {LOSS}", ((1,), (2,), (2,), (1,))),
+        (f"--num-layers 7 {PP} 2 {LOSS} {CHUNKS} 2", ((2, 2), (2, 1))),
+        (f"--num-layers 7 {PP} 2 {EMBEDDING} --num-layers-per-virtual-pipeline-stage 2", ((1, 2), (2, 2))),
+        (f"--num-layers 7 {PP} 4 {EMBEDDING} {CHUNKS} 2", ((0, 1), (1, 1), (1, 1), (1, 1))),
+    ],
+)
+def test_layers_are_where_megatron_core_builds_them(flags: str, layers: Any, monkeypatch: Any) -> None:
+    settings = parsed(flags)
+    assert settings.planning.pipeline_layers == layers
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    topology = settings.planning.topology
+    built = tuple(
+        tuple(
+            get_num_layers_to_build(config, vp_stage=chunk if topology.vp_size > 1 else None, pp_rank=stage)
+            for chunk in range(topology.vp_size)
+        )
+        for stage in range(topology.pp_size)
+    )
+    assert built == (layers or ((2,), (2,)))
+    shape = derive.model_shape(settings.model, 264, settings.planning.pipeline_layers)
+    assert [stage.num_layers for stage in shape.stages(topology.pp_size)] == [sum(chunks) for chunks in built]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (f"{FIRST} 1", f"{FIRST} shares layers over pipeline stages, {PP} is 1: drop the flag or raise PP"),
+        (f"{EMBEDDING}", "shares layers over pipeline stages, --pipeline-model-parallel-size is 1"),
+        (f"{PP} 2 {FIRST} 0", f"{FIRST} is 0, it must be greater than 0"),
+        (f"{PP} 2 {FIRST} 4", f"{FIRST} 4 leave 0 of --num-layers 4 for 1 more stages of {PP} 2"),
+        (f"{PP} 2 {FIRST} 5", "leave -1 of --num-layers 4 for 1 more stages"),
+        (f"{PP} 2 {FIRST} 1 {LAST} 1", f"{FIRST} 1 and {LAST} 1 leave 2 of --num-layers 4 for 0 more stages"),
+        (f"{PP} 4 {FIRST} 2", "leave 2 of --num-layers 4 for 3 more stages .* which share them evenly: change one"),
+        (f"{PP} 2 {FIRST} 1 {LOSS}", f"{FIRST} and {LOSS} both say how many layers a stage has: give one of them"),
+        (f"{PP} 2 {LOSS}", f"{LOSS} make --num-layers 4 5, which 2 stages of 1 chunks cannot share evenly"),
+        (f"{PP} 2 {FIRST} 1 {CHUNKS} 2", "give a stage 1 layers, which its 2 virtual stages cannot share evenly"),
+        (
+            f"{PP} 2 {FIRST} 1 --num-layers-per-virtual-pipeline-stage 1",
+            f"--num-layers-per-virtual-pipeline-stage 1 is the same for all stages, .* give {CHUNKS} instead",
+        ),
+        (
+            f"{PP} 2 {FIRST} 1 --recompute-granularity full --recompute-num-layers 3",
+            "the layers of a model chunk, 1 is not a multiple of --recompute-num-layers 3",
+        ),
+        (
+            f"{PP} 2 {FIRST} 1 --recompute-granularity full --recompute-method block --recompute-num-layers 4",
+            "--recompute-num-layers 4 is more than the 3 layers of a model chunk",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_are_told_at_once(flags: str, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        parsed(flags)
+
+
+def test_a_checkout_without_a_pipeline_may_count_its_embedding() -> None:
+    theirs = SimpleNamespace(
+        num_layers=4,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        account_for_embedding_in_pipeline_split=True,
+    )
+    assert pipeline_layers(theirs) == ()
+
+
+def test_a_run_goes_on_with_other_stages(uninterrupted: Any, saved_by: Any) -> None:
+    """Saved without a pipeline, resumed on stages of 1 and 3 layers, whose times are measured and learned from."""
+    words = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 128 --num-layers 4"
+    more = f"{PP} 2 {FIRST} 1 --dynamic-cp-refine 1 --dynamic-cp-verify full"
+    resumed = train(4, words, TO_LAST, more, f"--load {saved_by(words, 2)}")
+    assert sorted(resumed) == [SAVED + 1, SAVED + 2]
+    assert losses(resumed) == pytest.approx(uninterrupted(words, 2)[SAVED:], rel=1e-5)
