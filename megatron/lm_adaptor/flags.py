@@ -63,6 +63,10 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported(flag="--optimizer-cuda-graph", reason=_LOOP),
     Unsupported(flag="--vision-pretraining", reason=_LOOP),
     Unsupported(flag="--decrease-batch-size-if-needed", reason="a global batch of any size is possible"),
+    Unsupported(
+        flag="--rampup-batch-size",
+        reason="global batches of a checkout are drawn with one size (pretrain_gpt.py of this project has the flag)",
+    ),
     Unsupported(flag="--step-batch-size-schedule", reason="the global batch has one size for the whole run"),
     Unsupported(flag="--eval-global-batch-size", reason="evaluation has the global batch size of training"),
     Unsupported(flag="--eval-micro-batch-size", off=(1,), reason="a micro-batch is a pack of samples"),

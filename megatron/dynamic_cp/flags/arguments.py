@@ -263,7 +263,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(flag="--use-kitchen-config-file", field="use_kitchen", reason=_UNTESTED),
     Unsupported(flag="--reset-position-ids", reason="each document already is a sequence of its own"),
     Unsupported(flag="--reset-attention-mask", reason="each document already is a sequence of its own"),
-    Unsupported(flag="--rampup-batch-size", reason="the global batch has one size for the whole run"),
 )
 
 # Fields of TransformerConfig that may differ from a plain config: the sizes and choices that are tested against stock

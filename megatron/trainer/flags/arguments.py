@@ -202,6 +202,14 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--micro-batch-size", type=int, default=1, help="always 1: a micro-batch is a pack of samples")
     group.add_argument("--global-batch-size", type=int, help="samples of one step; default: one per lane")
+    group.add_argument(
+        "--rampup-batch-size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="START INCREMENT SAMPLES: global batches begin with START samples and grow by INCREMENT, in equal shares "
+        "of the first SAMPLES samples, up to --global-batch-size",
+    )
     group.add_argument("--train-iters", type=int, help="iterations of the whole run, including those before a resume")
     group.add_argument("--train-samples", type=int, help="samples of the whole run, instead of --train-iters")
     group.add_argument("--seed", type=int, default=1234)

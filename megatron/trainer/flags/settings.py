@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.trainer.flags.batch_sizes import BatchSizes
 
 T = TypeVar("T")
 
@@ -103,6 +104,7 @@ class TrainingSettings:
     """
 
     global_batch_size: int
+    rampup_batch_size: tuple[int, ...] | None
     train_iters: int
     train_samples: int
     train_samples_left_out: int
@@ -112,6 +114,11 @@ class TrainingSettings:
     eval_interval: int | None
     eval_iters: int
     dynamic_cp_calibrate: str
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every global batch."""
+        return BatchSizes.of(self.global_batch_size, self.rampup_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

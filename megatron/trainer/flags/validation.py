@@ -19,6 +19,7 @@ from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import windows_of
+from megatron.trainer.flags.batch_sizes import BatchSizes
 from megatron.trainer.flags.launcher import environment_number
 from megatron.trainer.flags.settings import Settings, settings_of
 
@@ -356,16 +357,20 @@ def _complete_schedule(args: argparse.Namespace) -> None:
         raise InvalidInputError(
             f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give exactly one"
         )
+    sizes = BatchSizes.of(args.global_batch_size, args.rampup_batch_size)
     if args.train_iters is None:
-        args.train_iters = args.train_samples // args.global_batch_size
+        args.train_iters, whole_batches = sizes.iterations_in(args.train_samples)
         if args.train_iters == 0:
             raise InvalidInputError(
-                f"--train-samples {args.train_samples} is less than --global-batch-size {args.global_batch_size}: "
-                "raise it",
+                f"--train-samples {args.train_samples} is less than --global-batch-size {sizes.start}: raise it"
+                if args.rampup_batch_size is None
+                else f"--train-samples {args.train_samples} is less than the {sizes.start} that --rampup-batch-size "
+                "begins with: raise it",
                 train_samples=args.train_samples,
-                global_batch_size=args.global_batch_size,
+                global_batch_size=sizes.start,
             )
-    whole_batches = args.train_iters * args.global_batch_size
+    else:
+        whole_batches = sizes.samples_of(args.train_iters)
     # `setup.run` says how many.
     args.train_samples_left_out = 0 if args.train_samples is None else args.train_samples - whole_batches
     args.train_samples = whole_batches
@@ -389,8 +394,10 @@ def _samples(args: argparse.Namespace, name: str, default: Any) -> Any:
         raise InvalidInputError(
             f"{_flag(name)}-iters {iters} and {_flag(name)}-samples {samples} say the same: give one of them"
         )
-    if iters is not None:
+    if iters is not None and name == "lr_wsd_decay":  # the last ones, behind any ramp
         return iters * args.global_batch_size
+    if iters is not None:
+        return BatchSizes.of(args.global_batch_size, args.rampup_batch_size).samples_of(iters)
     return default if samples is None else samples
 
 

@@ -246,10 +246,11 @@ class Loop:
 
 def _batches(stream: SampleStream, position: Position, training: TrainingSettings) -> Iterator[tuple[int, GlobalBatch]]:
     """Yield (iteration, samples) of every iteration after `position`, which may move on meanwhile."""
-    consumed_samples = position.consumed_samples
+    consumed_samples, sizes = position.consumed_samples, training.batch_sizes
     for iteration in range(position.iteration + 1, training.train_iters + 1):
-        yield iteration, stream.global_batch(consumed_samples, training.global_batch_size)
-        consumed_samples += training.global_batch_size
+        num_samples = sizes.at(consumed_samples)
+        yield iteration, stream.global_batch(consumed_samples, num_samples)
+        consumed_samples += num_samples
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

@@ -163,7 +163,7 @@ def _check_windows(settings: Settings) -> None:
 
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
     """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
-    return stream.global_batch(0, settings.training.global_batch_size) if stream.has_masks else ()
+    return stream.global_batch(0, settings.training.batch_sizes.at(0)) if stream.has_masks else ()
 
 
 def _layers(settings: Settings, device: torch.device) -> LayerChoice:
@@ -273,9 +273,10 @@ def _log_choices(run: Run) -> None:
     training, topology = run.settings.training, run.runtime.topology
     if training.train_samples_left_out:
         logger.info(
-            "--train-samples is rounded down to %d, %d iterations of %d samples: %d are left out",
+            "--train-samples is rounded down to %d, %d iterations of %s%d samples: %d are left out",
             training.train_samples,
             training.train_iters,
+            "" if training.rampup_batch_size is None else "at last ",
             training.global_batch_size,
             training.train_samples_left_out,
         )
