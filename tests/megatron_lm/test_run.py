@@ -116,14 +116,15 @@ def test_equals_the_checkout_without_dynamic_cp() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling "
-        "--rotary-seq-len-interpolation-factor 2 --recompute-granularity selective --recompute-modules mlp layernorm",
+        "--attention-output-gate --no-rope-freq 2 --use-rope-scaling "
+        "--rotary-seq-len-interpolation-factor 2 --recompute-granularity selective --recompute-modules mlp layernorm "
+        "--disable-bias-linear",
         "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --qk-layernorm",
     ],
     ids=["features", "uneven"],
 )
 def test_features_equal_the_checkout_without_dynamic_cp(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # gates and norms of megatron-core are compiled, ours are not
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # megatron-core's gates are compiled, ours are not
     stock = flags.replace("mlp layernorm", "mlp")  # which it cannot recompute without TransformerEngine
     static, dynamic = megatron_lm(stock), megatron_lm(f"{flags} --dynamic-cp --max-seqlen-per-dp-cp-rank 128")
     assert set().union(*cp_sizes(dynamic)) > {1}

@@ -55,12 +55,19 @@ def parsed(flags: str) -> Any:
         ("--recompute-modules mlp", "--recompute-modules mlp says what to recompute selectively: add"),
         ("--recompute-modules mlp --recompute-granularity full", "add --recompute-granularity selective, or leave it"),
         ("--recompute-activations --recompute-modules mlp moe", "--recompute-modules moe is not supported: a dense mo"),
+        (
+            "--num-layers 2 --recompute-activations --recompute-modules mlp --biases",
+            "--recompute-modules mlp is not supported with biases: megatron-core recomputes the MLP's bias as well",
+        ),
         ("--qk-l2-norm --qk-layernorm", "--qk-l2-norm and --qk-layernorm both normalize queries and keys: give one"),
     ],
 )
 def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
+    words = command_line(f"--dynamic-cp {flags}")
+    if "--biases" in words:
+        words = [word for word in words if word not in ("--biases", "--disable-bias-linear")]
     with pytest.raises(DynamicCPError, match=says):
-        parsed(flags)
+        parse_args(words, 4)
 
 
 def test_flags_reach_megatron_core() -> None:

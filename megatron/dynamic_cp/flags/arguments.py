@@ -352,7 +352,7 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
         config: flags or a configuration.
 
     Raises:
-        UnsupportedFeatureError: modules of experts and latent attention, which no model has here.
+        UnsupportedFeatureError: modules of experts and latent attention, which no model has here, or an MLP with bias.
     """
     given = getattr(config, "recompute_modules", None)
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
@@ -364,7 +364,18 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
                 flag="--recompute-modules",
                 name=name,
             )
+    if "mlp" in names and getattr(config, "recompute_granularity", None) == "selective" and _has_biases(config):
+        raise UnsupportedFeatureError(
+            "--recompute-modules mlp is not supported with biases: megatron-core recomputes the MLP's bias as well, "
+            "which so becomes its own input: backward never ends; add --disable-bias-linear, or leave mlp out",
+            flag="--recompute-modules",
+            name="mlp",
+        )
     return tuple(names)
+
+
+def _has_biases(config: Any) -> bool:
+    return bool(config.add_bias_linear if hasattr(config, "add_bias_linear") else not config.disable_bias_linear)
 
 
 def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> None:
