@@ -220,7 +220,7 @@ def test_a_pack_fills_its_bucket(rank_tokens: int, cp_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 6, 8])
-@pytest.mark.parametrize("exchanges", [("p2p",), ("a2a",), CP_COMM_TYPES])
+@pytest.mark.parametrize("exchanges", [("p2p",), ("a2a",), CP_COMM_TYPES, (*CP_COMM_TYPES, "blocks")])
 def test_lanes_warm_the_same_in_their_groups(num_lanes: int, exchanges: tuple[str, ...]) -> None:
     """Each pack of a group is in the lists of all its lanes, in one order; each lane meets what plans may ask of it."""
     of_lane = []
@@ -229,6 +229,7 @@ def test_lanes_warm_the_same_in_their_groups(num_lanes: int, exchanges: tuple[st
         two_levels = two_level_blocks(lane, blocks, (2, 4) if "a2a+p2p" in exchanges else ())
         packs = warm_up_packs(blocks, two_levels, exchanges, max_tokens_per_rank=3000, query_heads=4)
         assert [pack.rank_tokens for pack in packs[:3]] == [1024, 2048, 3000]
+        assert "blocks" not in {pack.cp_comm_type for pack in packs}, "there is no programme to run"
         assert {(pack.cp_size, pack.cp_comm_type) for pack in packs} >= {(1, "p2p")} | {
             (size, one)
             for _, size in blocks

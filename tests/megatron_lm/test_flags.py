@@ -162,6 +162,15 @@ def test_without_grouped_queries_every_head_has_its_own_keys() -> None:
     assert flags.model_shape(args).num_query_groups == 2
 
 
+def test_windows_of_a_checkout_are_not_placed() -> None:
+    """Samples of a foreign iterator go to groups of lanes; our own trainer's `auto` has blocks, too."""
+    found = planned("--cp-comm-type", "auto", window_size=(15, 0), num_layers=4).settings
+    assert found.has_windows
+    assert found.exchanges == found.options(64).cp_comm_types == ("a2a", "all_gather")
+    with pytest.raises(UnsupportedFeatureError, match="use --cp-comm-type all_gather or a2a or auto, or --max-dynamic"):
+        planned("--cp-comm-type", "p2p", window_size=(15, 0), num_layers=4)
+
+
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
@@ -208,6 +217,7 @@ def test_values_that_cannot_be(argv: tuple[str, ...], message: str) -> None:
         ("--dynamic-cp-dump", "there"),
         ("--dynamic-cp-replay", "there"),
         ("--dynamic-cp-refine", "5"),
+        ("--window-sink-tokens", "4"),
         ("--use-varlen-dataset",),
     ],
 )

@@ -46,6 +46,13 @@ MODELS = {
     "full-attention": replace(DEEP_MODEL, causal_attention=False),
     "many-heads": replace(DEEP_MODEL, num_attention_heads=16, num_query_groups=16, kv_channels=8),
 }
+WINDOWED = {
+    "windows": replace(DEEP_MODEL, window_tokens=9),
+    "some-windows": replace(DEEP_MODEL, window_tokens=30, window_attn_skip_freq=2),
+    "windows-with-sink": replace(MODELS["many-heads"], window_tokens=3, window_attn_skip_freq=3, window_sink_tokens=2),
+}
+"""Models of cases that may be placed, besides MODELS."""
+_ALL_MODELS = {**MODELS, **WINDOWED}
 _FREE = replace(
     TINY_HARDWARE,
     name="free",
@@ -117,13 +124,13 @@ class Case:
 
     @property
     def cost_model(self) -> CostModel:
-        return CostModel(MODELS[self.model], HARDWARE[self.hardware], self.topology, self.options)
+        return CostModel(_ALL_MODELS[self.model], HARDWARE[self.hardware], self.topology, self.options)
 
     def plan(self, policy: str = "dynamic", samples: tuple[Sample, ...] | None = None) -> PlannedBatch:
         return plan_global_batch(
             self.samples if samples is None else samples,
             topology=self.topology,
-            model=MODELS[self.model],
+            model=_ALL_MODELS[self.model],
             hardware=HARDWARE[self.hardware],
             options=self.options,
             policy=policy,
@@ -172,14 +179,15 @@ def draw_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int 
 
 
 def draw_masked_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
-    """Return a random case whose samples mostly bring masks and whose attention may be placed."""
+    """Return a random case whose samples mostly bring masks, or whose layers have windows, and that may be placed."""
     case = draw_case(rng, most_lanes, most_samples)
     rules = [parse_mask_rule(text) for text in _MASK_RULES]
     is_plain = rng.integers(4) == 0
     masks = [None if is_plain else rules[rng.integers(len(rules))](seqlen) for seqlen in case.seqlens]
+    model = "tiny" if case.model == "full-attention" else case.model
     return replace(
         case,
-        model="tiny" if case.model == "full-attention" else case.model,
+        model=str(rng.choice([model, *WINDOWED])) if is_plain else model,
         options=replace(case.options, static_cp_size=None, cp_comm_types=PLACING[rng.integers(len(PLACING))]),
         masks=tuple(None if mask is None else str(mask) for mask in masks),
     )
@@ -303,6 +311,7 @@ def check_masked_case(case: Case, seed: int) -> Counter[str]:
             "placed on lanes no power of two": placed and case.topology.num_lanes & (case.topology.num_lanes - 1),
             "placed over nodes": placed and case.topology.spans_nodes(0, case.topology.num_lanes),
             "placed with masks": any(one.mask is not None for bucket in placed for one in bucket.samples),
+            "placed with windows": placed and case.model in WINDOWED,
             "placed with tokens padded": placed and case.topology.rank_token_multiple > 1,
             "served by placement alone": placed and isinstance(others, DynamicCPError),
             "not placed though it might be": not placed and case.topology.num_lanes > 1,

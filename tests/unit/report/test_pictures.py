@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.placement.narrow import narrowed
 from dynamic_cp.report import drawing
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.drawing import MEDIUM_IN, NARROW_IN, WIDE_IN, inline_svg, look, png_bytes, save, svg_text
@@ -25,7 +26,7 @@ from dynamic_cp.report.placed_tiles import lanes_of_color, placed_tiles
 from dynamic_cp.report.run import RunRecord
 from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
 from dynamic_cp.report.theme import CSS, DARK, LIGHT
-from dynamic_cp.types import CAUSAL, Topology
+from dynamic_cp.types import CAUSAL, Lambda, Topology
 from tests.unit.report.support import CASES, LENGTHS, placed, timelines
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
@@ -334,6 +335,19 @@ def test_lanes_hold_compute_and_send_what_the_placement_says():
     between = SMALL.sent.between(SMALL.nodes)
     largest = max(between[0, 1], between[1, 0])
     assert f"from node to node: largest {drawing.format_bytes(largest)}" in texts(svg_text(OTHERS["links"], LIGHT))
+
+
+def test_pairs_are_the_mean_over_layers_with_and_without_a_window():
+    window = Lambda(2, 100)
+    placement = SMALL.bucket.placement
+    mixed = replace(SMALL.bucket, placement=replace(placement, layer_masks=(CAUSAL, window)))
+    alone = replace(SMALL.bucket, placement=narrowed(placement, window, 4, 4))
+    args = SMALL.sent, SMALL.nodes
+    full, some = lane_shares(SMALL.bucket, CAUSAL, *args), lane_shares(mixed, CAUSAL, *args, (0.75, window))
+    of_window = lane_shares(alone, window, *args)["pairs computed"]
+    assert 0 < of_window.sum() < 0.7 * full["pairs computed"].sum()
+    assert some["pairs computed"] == pytest.approx(0.25 * full["pairs computed"] + 0.75 * of_window)
+    assert some["tokens held"].tolist() == full["tokens held"].tolist()
 
 
 def test_bytes_have_units():
