@@ -57,8 +57,8 @@ COPY --from=transformer-engine /wheels /wheels
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/transformer_engine*.whl
 COPY docker/constraints.txt /opt/dynamic-cp/docker/
 RUN python3 -c "import numpy, torch; print(f'numpy=={numpy.__version__}')" > /tmp/kept.txt \
- && grep -E '^(numba|llvmlite|click|rich|einops|psutil|xxhash)==' /opt/dynamic-cp/docker/constraints.txt >> /tmp/kept.txt \
- && pip install --no-cache-dir --constraint /tmp/kept.txt numba click rich einops psutil xxhash packaging tensorboard \
+ && grep -E '^(numba|llvmlite|click|rich|einops|psutil|xxhash|safetensors)==' /opt/dynamic-cp/docker/constraints.txt >> /tmp/kept.txt \
+ && pip install --no-cache-dir --constraint /tmp/kept.txt numba click rich einops psutil xxhash safetensors packaging tensorboard \
  && pip install --no-cache-dir --no-deps $(grep '^megatron-core==' /opt/dynamic-cp/docker/constraints.txt)
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps /wheels/megatron_dynamic_cp*.whl
