@@ -4,7 +4,8 @@ Counting of one layer, b bytes an element, flash attention, no dropout (Korthika
 section 4, whose 34 * hidden_size bytes hold 2 for dropout masks and 4 for two norm inputs; grouped KV heads and gated
 MLPs counted by their true widths):
 
-    the inputs of both norms, of the QKV and of the first MLP matrix        4 * hidden_size * b, not split by TP alone
+    the inputs of both norms (the residual, which may be in fp32), of the
+    QKV and of the first MLP matrix                                         4 * hidden_size * b, not split by TP alone
     queries, keys, values; the attention's output                           (2 * query + 2 * kv) / TP * b
     inputs and output of the activation function (2 or 3 inner widths)      2 or 3 * ffn / TP * b
     the attention's log-sum-exp in fp32                                     4 * heads / TP
@@ -56,23 +57,24 @@ def activation_bytes(
     layer = layer or model.layer
     element, tp_size = options.element_bytes.activation, topology.tp_size
     hidden = model.hidden_size * element / topology.rank_token_multiple  # TP splits it only with sequence parallelism
+    residual = model.hidden_size * options.element_bytes.residual / topology.rank_token_multiple
     query = layer.query_size * element / tp_size
     # With fewer KV heads than TP ranks every rank keeps a whole head.
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
     mlp = layer.mlp_kept_channels * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
-    whole = 4 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp
+    whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp
     dropped = {"core_attn": log_sum_exp, "mlp": mlp, "layernorm": 2 * hidden}
     is_full, repeated = options.recompute == "full", options.repeated
-    kept = hidden if is_full else whole - sum(dropped[name] for name in repeated)
+    kept = residual if is_full else whole - sum(dropped[name] for name in repeated)
     # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
     again = whole if is_full else sum(dropped[name] for name in repeated - {"core_attn"})
     return ActivationBytes(
         per_layer=kept,
-        working=mlp + 2 * hidden + again,
-        head=2 * hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size,
-        hops=4 * hidden if topology.pp_size > 1 else 0.0,
+        working=mlp + 2 * residual + again,
+        head=residual + hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size,
+        hops=4 * residual if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,
         a2a_queries=2 * query,
     )

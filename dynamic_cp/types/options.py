@@ -23,12 +23,14 @@ class ElementBytes(NamedTuple):
     """Bytes of an element of each kind of tensor.
 
     Attributes:
-        activation: what layers keep, and send to the next stage and between TP ranks.
+        activation: what layers keep, and send between TP ranks.
+        residual: what goes from layer to layer, and to the next stage.
         exchanged: queries, keys, values and outputs that lanes of a CP group send each other.
         weight: parameters; gradients and optimizer state have their own constants.
     """
 
     activation: int
+    residual: int
     exchanged: int
     weight: int
 
@@ -46,6 +48,7 @@ class PlanOptions:
         recompute: activation recomputation of the run.
         recompute_modules: what selective recomputation repeats; without it they say nothing.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
+        fp32_residual: the residual takes 4 bytes whatever the others take.
         search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
     """
 
@@ -58,6 +61,7 @@ class PlanOptions:
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     bytes_per_element: int = 2
+    fp32_residual: bool = False
     search: SearchEffort = "fast"
 
     def __post_init__(self) -> None:
@@ -103,5 +107,11 @@ class PlanOptions:
 
     @property
     def element_bytes(self) -> ElementBytes:
-        """Bytes of an element of each kind of tensor; today all have the same."""
-        return ElementBytes(self.bytes_per_element, self.bytes_per_element, self.bytes_per_element)
+        """Bytes of an element of each kind of tensor."""
+        residual = 4 if self.fp32_residual else self.bytes_per_element
+        return ElementBytes(
+            activation=self.bytes_per_element,
+            residual=residual,
+            exchanged=self.bytes_per_element,
+            weight=self.bytes_per_element,
+        )

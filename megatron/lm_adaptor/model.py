@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -62,6 +63,8 @@ class DynamicCPGPTModel(GPTModel):
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
         set_sinks(config, self.window_sink_tokens)
+        if config.fp32_residual_connection:
+            config.pipeline_dtype = torch.float32  # which 0.16.1 leaves at the dtype of parameters
         check_supported(config, also_allowed=NO_EFFECT | NUM_WEIGHT_SHARDS)
         spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
         super().__init__(config, spec, *args, **kwargs)

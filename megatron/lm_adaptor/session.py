@@ -64,6 +64,7 @@ class Session:
             head_dim=theirs.kv_channels,
             has_windows=planned.settings.has_windows,
             recomputes_norms=planned.settings.recomputes_norms,
+            fp32_residual=planned.settings.fp32_residual,
             device=self.device,
         )
         runtime = PlannedRuntime.agree(

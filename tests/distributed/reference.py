@@ -49,6 +49,13 @@ GPT2 = ModelVariant("gpt2", position_embedding="learned_absolute", config={"norm
 NO_POSITIONS = ModelVariant("no_positions", position_embedding="none", config={"normalization": "RMSNorm"})
 # RoPE on half of the channels, interleaved pairs, as GPT-J.
 PARTIAL_ROPE = ModelVariant("partial_rope", config={"normalization": "RMSNorm", "rotary_interleaved": True})
+# In float32, where only the way of adding differs.
+FP32_RESIDUAL = ModelVariant("fp32_residual", config={**LLAMA.config, "fp32_residual_connection": True})
+FP32_RESIDUAL_GPT2 = ModelVariant(
+    "fp32_residual_gpt2",
+    position_embedding="learned_absolute",
+    config={**GPT2.config, "fp32_residual_connection": True},
+)
 _NO_NORMS = {**LLAMA.config, "qk_layernorm": False}
 _SCALED = {"rope_scaling": True, "rope_scaling_factor": 16.0}
 # Every feature of attention and positions alone, and together those that can be.
@@ -75,7 +82,18 @@ ALL_WITH_YARN = ModelVariant(
     config={**GATED.config, **UNROTATED.config},
     yarn={**YARN.yarn, "mscale": 0.8, "mscale_all_dim": 0.3, "yarn_correction_range_round_to_int": False},
 )
-FEATURES = (GATED, L2_NORMS, SCALED, INTERPOLATED, UNROTATED, YARN, ALL_BUT_YARN, ALL_WITH_YARN)
+FEATURES = (
+    FP32_RESIDUAL,
+    FP32_RESIDUAL_GPT2,
+    GATED,
+    L2_NORMS,
+    SCALED,
+    INTERPOLATED,
+    UNROTATED,
+    YARN,
+    ALL_BUT_YARN,
+    ALL_WITH_YARN,
+)
 VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE, *FEATURES)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.model import norm
 from megatron.dynamic_cp.step import loss
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
@@ -25,6 +29,8 @@ from tests.distributed.test_parity import BATCHES
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 LAYOUTS = {"dp4": Layout(4, config=BF16), "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16)}
+PP2 = Layout(2, pp=2, config=BF16)
+FP32_RESIDUAL = Layout(2, pp=2, config={**BF16, "fp32_residual_connection": True})
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     initialize_model_parallel(layout.tp, layout.pp)
     groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
     config, (chunk,) = parity.build_chunks(layout, reference.VARIANTS[layout.variant])
-    config.pipeline_dtype = torch.bfloat16
+    config.pipeline_dtype = torch.float32 if config.fp32_residual_connection else torch.bfloat16
+    check_supported(config)
     config.finalize_model_grads_func = finalize_model_grads
 
     def counterpart(name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -94,6 +101,10 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     return Step(*total.tolist(), {p.dtype for p in chunk.parameters()}, kv_dtypes, gradients)
 
 
+def median_error(steps: list[Step]) -> float:
+    return median(1 - cosine for step in steps for cosine, _ in step.gradients.values())
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
@@ -108,3 +119,45 @@ def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
         for parameter, (cosine, ratio) in step.gradients.items():
             assert cosine > 0.998, parameter
             assert ratio == pytest.approx(1, abs=0.02), parameter
+
+
+def stream_dtypes(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Any:
+    """Return the step, and the dtypes of (residual, output of norms, message between stages)."""
+    found: tuple[set[torch.dtype], ...] = (set(), set(), set())
+    forward = TransformerLayer.forward
+
+    def watched(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, hidden_states, *args, **kwargs)
+        found[0].update((hidden_states.dtype, output[0].dtype))
+        return output
+
+    TransformerLayer.forward = watched
+    original = norm._RMSNormOfFloat32.forward
+
+    def watched_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        output = original(self, x)
+        found[1].add(output.dtype)
+        return output
+
+    norm._RMSNormOfFloat32.forward = watched_norm
+    isend = dist.P2POp.__init__
+
+    def watched_send(self: Any, op: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        isend(self, op, tensor, *args, **kwargs)
+        found[2].add(tensor.dtype)
+
+    dist.P2POp.__init__ = watched_send  # type: ignore[method-assign]
+    return run_bf16_step(layout, samples, plan, expected), found
+
+
+def test_a_residual_in_float32_is_nowhere_rounded_and_closer_to_float32(reference_of) -> None:
+    samples = BATCHES["long_tail"]
+    expected = reference_of(FP32_RESIDUAL, "long_tail")
+    plan = mixed_plan(samples, FP32_RESIDUAL)
+    results = run_ranks(4, stream_dtypes, FP32_RESIDUAL, samples, plan, expected)
+    for step, (residual, of_norms, messages) in results:
+        assert residual == {torch.float32}
+        assert of_norms == step.parameter_dtypes == step.kv_dtypes == {torch.bfloat16}
+        assert torch.float32 in messages
+    plain = run_ranks(4, run_bf16_step, PP2, samples, plan, expected)
+    assert median_error([step for step, _ in results]) < 0.95 * median_error(plain)

@@ -163,6 +163,7 @@ def choose_on_this_rank(
             head_dim=64,
             has_windows=False,
             recomputes_norms=False,
+            fp32_residual=False,
             device=torch.device("cpu"),
         )
     except DynamicCPError as error:

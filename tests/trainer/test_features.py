@@ -52,6 +52,7 @@ def parsed(flags: str) -> Any:
         (f"{YARN} --rotary-interleaved", "--rotary-interleaved: YaRN rotates halves"),
         (f"{YARN} --rotary-percent 0.5", "--rotary-percent is 0.5, YaRN rotates whole heads"),
         (f"{YARN} --yarn-beta-fast 0", "--yarn-beta-fast is 0.0, it must be greater than 0"),
+        ("--fp32-residual-connection", "--fp32-residual-connection says what stays in float32: add --bf16, or leave"),
         ("--recompute-modules mlp", "--recompute-modules mlp says what to recompute selectively: add"),
         ("--recompute-modules mlp --recompute-granularity full", "add --recompute-granularity selective, or leave it"),
         ("--recompute-activations --recompute-modules mlp moe", "--recompute-modules moe is not supported: a dense mo"),
@@ -168,3 +169,17 @@ def test_a_resumed_run_is_that_of_one_lane(features: str, uninterrupted: Any, sa
     resumed = train(2, alone, TO_LAST, f"--load {saved_by(words, 2)}")
     assert losses(resumed) == pytest.approx(first[SAVED:], rel=1e-5)
     assert {size for record in resumed.values() for size in record.cp_histogram} == {1}
+
+
+def test_a_residual_in_float32_is_planned_and_trained() -> None:
+    flags = f"{DYNAMIC} --pipeline-model-parallel-size 2 --max-seqlen-per-dp-cp-rank 128 --bf16"
+    settings = parsed(f"{flags} --fp32-residual-connection")
+    assert settings.planning.options(128).element_bytes == (2, 4, 2, 2)
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    assert (config.params_dtype, config.pipeline_dtype) == (torch.bfloat16, torch.float32)
+    rounded, exact = (
+        losses(train(2, flags, more, "--train-iters 2 --lr-warmup-iters 0"))
+        for more in ("", "--fp32-residual-connection")
+    )
+    assert exact != rounded
+    assert exact == pytest.approx(rounded, rel=1e-3)

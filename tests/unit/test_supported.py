@@ -28,6 +28,7 @@ TRAINER_WORDS = [
     "--recompute-activations",
     "--recompute-granularity full",
     "--normalization LayerNorm --qk-layernorm --rotary-interleaved --add-qkv-bias --norm-epsilon 1e-6",
+    "--bf16 --fp32-residual-connection --pipeline-model-parallel-size 2",
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling",
     "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",
 ]
@@ -69,7 +70,6 @@ def test_what_the_parity_suite_compares_is_supported(monkeypatch, layout):
 DANGEROUS = [
     ("layernorm_zero_centered_gamma", True, {}),
     ("apply_residual_connection_post_layernorm", True, {}),
-    ("fp32_residual_connection", True, {}),
     ("softmax_scale", 0.5, {}),
     ("softmax_type", "learnable", {}),
     ("attention_softmax_in_fp32", False, {}),
@@ -89,6 +89,7 @@ DANGEROUS = [
     ("use_te_rng_tracker", True, {}),
     ("deallocate_pipeline_outputs", True, {}),
     ("pipeline_dtype", torch.float16, {}),
+    ("pipeline_dtype", torch.bfloat16, {"fp32_residual_connection": True}),
 ]
 
 

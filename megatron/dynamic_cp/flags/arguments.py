@@ -255,7 +255,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         reason="the block-wise attention has no dropout (set it to 0)",
     ),
     Unsupported(flag="--qk-clip", field="qk_clip", reason=_UNTESTED),
-    Unsupported(flag="--fp32-residual-connection", field="fp32_residual_connection", reason=_UNTESTED),
     Unsupported(
         flag="--apply-query-key-layer-scaling", field="apply_query_key_layer_scaling", reason="it needs fp16 training"
     ),
@@ -278,6 +277,7 @@ ALLOWED = frozenset(
         "window_size",
         "window_attn_skip_freq",
         "normalization",
+        "fp32_residual_connection",
         "layernorm_epsilon",
         "qk_layernorm",
         "qk_l2_norm",
@@ -416,6 +416,12 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
                 field=name,
                 value=repr(value),
             )
+    if config.fp32_residual_connection and str(config.pipeline_dtype) not in ("None", "torch.float32"):
+        raise UnsupportedFeatureError(
+            f"--fp32-residual-connection with TransformerConfig.pipeline_dtype {config.pipeline_dtype}: stages send "
+            "each other the residual, set it to torch.float32",
+            flag="--fp32-residual-connection",
+        )
     for name in sorted(_DTYPE_FIELDS):
         value = getattr(config, name)
         if str(value) not in ("None", "torch.float32", "torch.bfloat16"):

@@ -28,6 +28,7 @@ class PlanningSettings:
         inner_cp_sizes: that a2a+p2p may use, None: every possible one.
         recompute: activation recomputation; recompute_modules: what of it is selective.
         bytes_per_element: of an activation, follows from the model's precision.
+        fp32_residual: the residual stays in float32 where other activations do not.
         distributed_optimizer: its state is sharded over the lanes.
         hardware: name or file for the cost and memory model, None: by the device.
         search: effort of the planner.
@@ -69,6 +70,7 @@ class PlanningSettings:
     has_windows: bool = False
     auto_places: bool = True
     pipeline_layers: PipelineLayers = ()
+    fp32_residual: bool = False
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
@@ -119,6 +121,7 @@ class PlanningSettings:
             recompute=self.recompute,
             recompute_modules=self.recompute_modules,
             bytes_per_element=self.bytes_per_element,
+            fp32_residual=self.fp32_residual,
             search=self.search,
         )
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
+from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
 from megatron.dynamic_cp.repairs import norm_recomputation
 
@@ -36,6 +37,8 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
+    if config.fp32_residual_connection:
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add_to_residual
     attention = layer.submodules.self_attention
     attention.module = DynamicCPSelfAttention
     attention.submodules.core_attention = TorchTHDAttention

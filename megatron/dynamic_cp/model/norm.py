@@ -21,11 +21,30 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
     ) -> torch.nn.Module:
-        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        kinds: dict[str, type[torch.nn.Module]] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+        if config.fp32_residual_connection:
+            kinds = {"RMSNorm": _RMSNormOfFloat32, "LayerNorm": _LayerNormOfFloat32}
+        kind = kinds[config.normalization]
         norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class _RMSNormOfFloat32(torch.nn.RMSNorm):
+    """Computes in the dtype of its input; its output has that of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(x.dtype)
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+
+
+class _LayerNormOfFloat32(torch.nn.LayerNorm):
+    """As `_RMSNormOfFloat32`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 class TorchL2Norm(torch.nn.Module):

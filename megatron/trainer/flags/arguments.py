@@ -132,6 +132,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "choice; passed on to TransformerEngine where its layers are used",
     )
     _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
+    _switch(
+        group,
+        "--fp32-residual-connection",
+        help="with --bf16: what attention and MLP add up stays in float32 from layer to layer (local layers only)",
+    )
     _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")
     group.add_argument(
         "--transformer-impl",

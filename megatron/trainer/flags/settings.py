@@ -67,6 +67,7 @@ class ModelSettings:
     init_method_std: float
     hidden_dropout: float
     bf16: bool
+    fp32_residual_connection: bool
     use_cpu_initialization: bool
     attention_backend: str
     transformer_impl: TransformerImpl | None

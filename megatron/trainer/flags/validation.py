@@ -167,6 +167,8 @@ def _complete_model(args: argparse.Namespace) -> None:
         )
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
+    if args.fp32_residual_connection and not args.bf16:
+        raise InvalidInputError("--fp32-residual-connection says what stays in float32: add --bf16, or leave it out")
     check_norms(args)
     check_positions(args)
     _refuse_without_effect(args)
@@ -291,6 +293,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         recompute=args.recompute_granularity or "none",
         recompute_modules=recompute_modules(args),
         bytes_per_element=2 if args.bf16 else 4,
+        fp32_residual=args.fp32_residual_connection,
         distributed_optimizer=args.use_distributed_optimizer,
         hardware=args.dynamic_cp_hardware,
         search=args.dynamic_cp_search,

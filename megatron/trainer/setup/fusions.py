@@ -93,6 +93,7 @@ def choose(model: ModelSettings, device: torch.device) -> Fusions:
 def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     cannot_compile = why_not_compiled(device)
     reason_to_leave = _ON_CPU if device.type == "cpu" else ""
+    own_sum = "--fp32-residual-connection adds in float32" if model.fp32_residual_connection else ""
     no_bias = "--disable-bias-linear leaves no bias" if model.disable_bias_linear and not model.swiglu else ""
     if model.swiglu:
         activation = ("SwiGLU", "--bias-swiglu-fusion", model.bias_swiglu_fusion)
@@ -107,7 +108,7 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
             why_no_kernel(),
         ),
         ("activation", *activation, no_bias or cannot_compile),
-        ("dropout", "dropout", "--bias-dropout-fusion", model.bias_dropout_fusion, cannot_compile),
+        ("dropout", "dropout", "--bias-dropout-fusion", model.bias_dropout_fusion, own_sum or cannot_compile),
     ]
     decided: dict[str, bool] = {}
     on: list[str] = []

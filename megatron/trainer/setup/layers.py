@@ -46,6 +46,7 @@ def choose(
     head_dim: int,
     has_windows: bool,
     recomputes_norms: bool,
+    fp32_residual: bool,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -69,6 +70,7 @@ def choose(
             head_dim=head_dim,
             has_windows=has_windows,
             recomputes_norms=recomputes_norms,
+            fp32_residual=fp32_residual,
             version=version,
             why_missing=why_missing,
         )

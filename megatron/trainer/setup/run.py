@@ -175,6 +175,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         head_dim=settings.model.kv_channels,
         has_windows=settings.planning.has_windows,
         recomputes_norms=settings.planning.recomputes_norms,
+        fp32_residual=settings.planning.fp32_residual,
         device=device,
     )
     logger.info("%s", choice.describe())

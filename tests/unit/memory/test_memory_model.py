@@ -81,6 +81,17 @@ def test_recomputed_modules_by_hand():
         replace(selective, recompute_modules=("moe",))
 
 
+def test_a_residual_in_float32_by_hand():
+    """Of 8 channels: two inputs of norms a layer, two that the layer at work holds, one of the last norm, four hops."""
+    topology, rounded = Topology(num_lanes=1, pp_size=2), OPTIONS
+    exact = replace(OPTIONS, fp32_residual=True)
+    more, plain = (activation_bytes(MODEL, topology, options) for options in (exact, rounded))
+    assert [a - b for a, b in zip(more, plain, strict=True)] == [2 * 16, 2 * 16, 16, 4 * 16, 0, 0]
+    full = activation_bytes(MODEL, topology, replace(exact, recompute="full"))
+    assert full.per_layer == 32
+    assert replace(exact, bytes_per_element=4).element_bytes == replace(OPTIONS, bytes_per_element=4).element_bytes
+
+
 def test_weights_of_stages_by_hand():
     split = memory(Topology(num_lanes=4, tp_size=2, pp_size=2))
     # Two layers of 448 / 2 + 16 weights; the embedding's half on the first stage, the head's and a norm on the last.

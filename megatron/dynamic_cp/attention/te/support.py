@@ -146,6 +146,7 @@ def choose_layers(
     head_dim: int,
     has_windows: bool = False,
     recomputes_norms: bool = False,
+    fp32_residual: bool = False,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -161,6 +162,7 @@ def choose_layers(
         head_dim: --kv-channels.
         has_windows: some layers have a window.
         recomputes_norms: --recompute-modules has layernorm.
+        fp32_residual: --fp32-residual-connection.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
@@ -187,6 +189,8 @@ def choose_layers(
         obstacle = f"TransformerEngine's attention cannot be placed (--cp-comm-type {exchange})"
     elif has_windows:
         obstacle = "layers with a window (--window-size) are checked with local layers only"
+    elif fp32_residual:
+        obstacle = "a residual in float32 (--fp32-residual-connection) is checked with local layers only"
     else:
         obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
     if obstacle is not None and requested is None:
