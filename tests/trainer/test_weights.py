@@ -579,10 +579,11 @@ def test_a_checkpoint_that_no_family_has_is_named(name, imported, tmp_path):
 
 
 def test_a_checkpoint_that_does_not_say_its_vocabulary_asks(imported, folder_of, tmp_path):
-    """As Megatron-LM's, which also says otherwise that heads share no keys."""
+    """As Megatron-LM's, which also has other words for heads that share no keys, and for the norms."""
     release = imported("llama, all heads, biases, tied") / "release"
+    theirs = {"norm_epsilon": None, "layernorm_epsilon": 1e-6}
     folder = with_flags(
-        release, tmp_path / "release", num_token_ids=None, group_query_attention=False, num_query_groups=1
+        release, tmp_path / "release", num_token_ids=None, group_query_attention=False, num_query_groups=1, **theirs
     )
     with pytest.raises(DynamicCPError, match=f"how many of its {VOCAB_SIZE} rows are token ids: give --vocab-size"):
         export_weights(str(folder), str(tmp_path / "new"))
@@ -593,6 +594,11 @@ def test_a_checkpoint_that_does_not_say_its_vocabulary_asks(imported, folder_of,
     table = "model.embed_tokens.weight"
     assert torch.equal(after.pop(table), before.pop(table)[:90])
     assert all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["rms_norm_eps"] == 1e-6
+    (tmp_path / "less").mkdir()
+    less = with_flags(release, tmp_path / "less" / "release", norm_epsilon=None)
+    with pytest.raises(DynamicCPError, match="does not say layernorm_epsilon of its model"):
+        export_weights(str(less), str(tmp_path / "other"))
 
 
 # --- the command and the example

@@ -30,6 +30,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
     "window_sink_tokens": (0,),
     "apply_layernorm_1p": (),
+    "layernorm_zero_centered_gamma": (),
     "squared_relu": (),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
@@ -61,13 +62,23 @@ def described(folder: Path) -> Described:
             raise UnsupportedFeatureError(
                 f"{folder} was trained with --{name.replace('_', '-')} {value}, which cannot be exported yet", name=name
             )
+    try:
+        return _described(args)
+    except AttributeError as error:
+        raise CheckpointError(
+            f"{folder} does not say {error.name} of its model: export one of this program or of Megatron-LM"
+        ) from None
+
+
+def _described(args: argparse.Namespace) -> Described:
     if not getattr(args, "group_query_attention", True):
         args.num_query_groups = args.num_attention_heads
     biases = getattr(args, "add_bias_linear", None)
     biases = not args.disable_bias_linear if biases is None else biases
+    epsilon = getattr(args, "norm_epsilon", None)
     architecture = Architecture(
         normalization=args.normalization,
-        norm_epsilon=args.norm_epsilon,
+        norm_epsilon=args.layernorm_epsilon if epsilon is None else epsilon,  # as Megatron-LM keeps it
         position_embedding_type=args.position_embedding_type,
         add_bias_linear=biases,
         add_qkv_bias=bool(getattr(args, "add_qkv_bias", False)) and not biases,
