@@ -34,10 +34,10 @@ def rotate_with_the_static_group() -> None:
     """As megatron-core 0.16.1 does: its static group has one rank, so a shard's positions count from 0."""
     original = self_attention.rotary_cos_sin
 
-    def static_positions(frequencies, params, dtype):
+    def static_positions(frequencies, params, dtype, concentration):
         cp_size = params.cp_group.size()
         params.positions = torch.cat([torch.arange(seqlen // cp_size) for seqlen in params.padded_seqlens])
-        return original(frequencies, params, dtype)
+        return original(frequencies, params, dtype, concentration)
 
     self_attention.rotary_cos_sin = static_positions
 

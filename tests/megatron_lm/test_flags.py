@@ -127,6 +127,7 @@ def planned(*argv: str, **validated: Any) -> flags.Planned:
         "recompute_method": None,
         "recompute_num_layers": None,
         "bf16": True,
+        "fp32_residual_connection": False,
         "use_distributed_optimizer": False,
         "distributed_timeout_minutes": 10,
     }
