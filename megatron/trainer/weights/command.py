@@ -42,6 +42,7 @@ def command() -> None:
 @command.command(
     "import",
     cls=Command,
+    short_help="Write a checkpoint with the weights of a Hugging Face model.",
     epilog="""\b
 Examples:
   dynamic-cp weights import Qwen3-8B --output qwen3
@@ -90,6 +91,7 @@ def import_(folder: str, output: str, tp_size: int, pp_size: int) -> None:
 @command.command(
     "export",
     cls=Command,
+    short_help="Write the weights of a checkpoint as a Hugging Face model.",
     epilog="""\b
 Examples:
   dynamic-cp weights export runs/chat --output chat-model --like Qwen3-8B
