@@ -300,6 +300,8 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         "tie_word_embeddings": shape.share_embeddings_and_output_weights,
         "attention_dropout": 0.0,
     }
+    if architecture.use_rope_scaling:
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": architecture.rope_scaling_factor, **_LLAMA_3}
     if model_type == "llama":
         values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
     elif model_type == "mistral":

@@ -54,8 +54,10 @@ SMALL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}),
+    "llama 3.1": ("llama", {"head_dim": 32, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA_3}}),
     "llama, all heads, biases, tied": (
         "llama",
         {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -539,7 +541,7 @@ def test_a_config_of_another_model_is_refused(folder_of, imported, tmp_path):
 
 OTHER_FLAGS = {
     "experts": ({"num_experts": 8}, r"was trained with --num-experts 8, which cannot be exported yet"),
-    "scaled positions": ({"use_rope_scaling": True}, r"--use-rope-scaling True"),
+    "stretched positions": ({"rotary_seq_len_interpolation_factor": 4}, r"--rotary-seq-len-interpolation-factor 4"),
     "pairs of channels": ({"rotary_interleaved": True}, r"--rotary-interleaved True"),
     "learned positions": (
         {"position_embedding_type": "learned_absolute"},

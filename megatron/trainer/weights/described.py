@@ -23,7 +23,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "attention_output_gate": (),
     "qk_l2_norm": (),
     "no_rope_freq": (),
-    "use_rope_scaling": (),
     "rotary_seq_len_interpolation_factor": (1, 1.0),
     "rotary_interleaved": (),
     "rotary_percent": (1.0,),
@@ -76,6 +75,9 @@ def _described(args: argparse.Namespace) -> Described:
     biases = getattr(args, "add_bias_linear", None)
     biases = not args.disable_bias_linear if biases is None else biases
     epsilon = getattr(args, "norm_epsilon", None)
+    scaling: dict[str, Any] = {}
+    if getattr(args, "use_rope_scaling", False):
+        scaling = {"use_rope_scaling": True, "rope_scaling_factor": float(args.rope_scaling_factor)}
     architecture = Architecture(
         normalization=args.normalization,
         norm_epsilon=args.layernorm_epsilon if epsilon is None else epsilon,  # as Megatron-LM keeps it
@@ -84,6 +86,7 @@ def _described(args: argparse.Namespace) -> Described:
         add_qkv_bias=bool(getattr(args, "add_qkv_bias", False)) and not biases,
         qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
         rotary_base=args.rotary_base,
+        **scaling,
         max_position_embeddings=args.max_position_embeddings,
         init_method_std=args.init_method_std,
     )

@@ -151,6 +151,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 1024}
 WRITTEN_BACK = {
     "llama": {},
     "tied": {"tie_word_embeddings": True, "rope_theta": 10000.0},
+    "llama 3.1": {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **hugging_face._LLAMA_3}},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": "gone"},
     "mistral": {"model_type": "mistral", "sliding_window": 4096, "head_dim": 64},
     "qwen2": {"model_type": "qwen2"},
