@@ -44,14 +44,15 @@ EVERY_SECOND = {**ALL, "window_attn_skip_freq": 2}
 WITH_SINK = {**EVERY_SECOND, "window_sink_tokens": 3}
 LAYOUTS = {
     "dp4_a2a": Layout(4, exchange="a2a", config=ALL),
-    "dp4_all_gather": Layout(4, exchange="all_gather", config=EVERY_SECOND),
+    # With a gate, norms of queries and keys, scaled positions, and layers without positions.
+    "dp4_all_gather": Layout(4, exchange="all_gather", variant="all_but_yarn", config=EVERY_SECOND),
     "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
     "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=WITH_SINK),
 }
 # Micro-batches placed at random, and others; and the planner's own, with the limit of tokens per rank.
 PLACED_LAYOUTS = {
     "dp4_placed": Layout(4, exchange="all_gather", config=EVERY_SECOND, ranks_per_node=2),
-    "pp2_placed": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
+    "pp2_placed": Layout(2, pp=2, exchange="a2a", variant="all_with_yarn", config=WITH_SINK),
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PLANNED_BLOCKS = {
