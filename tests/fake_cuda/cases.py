@@ -124,20 +124,23 @@ def bucket(
     )
 
 
-def placed_bucket(rank: int) -> PackedBucket:
+def placed_bucket(rank: int, inner: int = 1) -> PackedBucket:
     """Return a placed bucket of 8 lanes on nodes of two, which holds causal samples and full ones."""
+    num_groups, group = 8 // inner, rank // inner
     samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33, 90)))
-    placement = random_placement(np.random.default_rng(2), samples, 8, 4)
-    programme = programmes_of(placement, 8, 0, 2)[rank]
-    num_tokens = programme.num_tokens + 1
-    held = tuple(samples[number] for number in placement.samples_of(rank))
+    placement = random_placement(np.random.default_rng(2), samples, num_groups, 4)
+    programme = programmes_of(placement, num_groups, 0, 2 // inner)[group]
+    num_tokens = programme.num_tokens // inner + 1
+    held = tuple(samples[number] for number in placement.samples_of(group))
     return PackedBucket(
         first_lane=0,
         cp_size=8,
         cp_comm_type="blocks",
-        inner_cp_size=1,
+        inner_cp_size=inner,
         padded_seqlens=(num_tokens,),
-        placed=PlacedLane(programme=programme, samples=held, num_tokens=num_tokens),
+        placed=PlacedLane(
+            programme=programme, samples=held, num_tokens=num_tokens, inner_cp_size=inner, inner_rank=rank % inner
+        ),
     )
 
 
@@ -153,6 +156,7 @@ def all_buckets(rank: int) -> list[PackedBucket]:
         bucket("a2a+p2p", rank, 8, 2),
         bucket("a2a+p2p", rank, 8, 4),
         placed_bucket(rank),
+        placed_bucket(rank, inner=2),
     ]
 
 
@@ -210,7 +214,7 @@ def _num_transfers(params: DynamicPackedSeqParams) -> int:
     if size == 1:
         return 0
     if params.placed is not None:
-        return _num_messages(params.placed.programme)
+        return _num_messages(params.placed.programme) + (0 if params.heads_group is None else 4)
     if params.cp_comm_type == "all_gather":
         return 3  # keys and values twice, their gradients once
     shifts = (ring - 1) + (ring - 1) + (ring - 1)  # keys and values in both passes, and their gradients

@@ -8,7 +8,7 @@ import torch
 from megatron.dynamic_cp.attention.kernels.choice import FLASH, PORTABLE
 from tests.distributed import emulated_lanes
 from tests.distributed.naive_attention import DIM, naive_samples
-from tests.distributed.test_placed_attention import BF16_CASE, Case, attended, lanes_of
+from tests.distributed.test_placed_attention import BF16_CASE, Case, attend, attended, lanes_of, whole_of
 from tests.gpu.judge import assert_close, exact, random_inputs
 from tests.gpu.test_attention_kernels import skip_unless_usable
 
@@ -36,11 +36,13 @@ def test_lanes_equal_the_whole_sequence_in_float32(exchange: str) -> None:
     assert_close(emulated_lanes.attend(inputs, seqlens, 4, PORTABLE, exchange), expected, torch.float32)
 
 
-@pytest.mark.parametrize("num_lanes", [2, 4, 8])
-def test_placed_lanes_equal_a_dense_softmax(num_lanes: int) -> None:
-    """float32, every mask, on nodes of two lanes, with buffers that are used again."""
-    case = Case(num_lanes, 2, 8)
-    out, _, *grads = attended(case, lanes_of(case), kernel=PORTABLE.name, device="cuda")
+@pytest.mark.parametrize(("num_lanes", "inner"), [(2, 1), (4, 1), (8, 1), (4, 2)])
+def test_placed_lanes_equal_a_dense_softmax(num_lanes: int, inner: int) -> None:
+    """float32, every mask, on nodes of two lanes, with buffers that are used again; or lanes that exchange heads."""
+    case, lanes = Case(num_lanes, 2, 8, inner=inner), lanes_of(Case(num_lanes, 2, 8, inner=inner))
+    found = attend(case, lanes, PORTABLE.name, device="cuda")
+    parts = [[x.cpu() for x in (one.tensors[0], *one.tensors[2:])] for one in found]
+    out, *grads = whole_of(lanes, case.samples, parts)
     expected_out, _, *expected = case.expected
     assert_close([out, *grads], [expected_out, *expected], torch.float32)
 
