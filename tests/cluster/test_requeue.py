@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.conftest import Cluster
 from tests.trainer.commandline import NO_COMPILE, command_line
 
@@ -17,6 +19,7 @@ SMALL = command_line(
 )
 
 
+@pytest.mark.nightly
 def test_a_signalled_job_saves_is_requeued_and_resumes(cluster: Cluster) -> None:
     words = ["--nodes=1", "examples/slurm/requeue.sbatch", *SMALL]
     environment = {

@@ -13,6 +13,7 @@ from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
 from benchmarks.planner.report import inserted
 
 
+@pytest.mark.nightly
 def test_quick_run(tmp_path):
     pytest.importorskip("pulp", reason="the FlexSP peer needs it")
     main(["--quick", "--output", str(tmp_path)])

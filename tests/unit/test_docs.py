@@ -191,14 +191,14 @@ def num_ranks_of(example: Path) -> int:
 
 
 UNDER_TORCHRUN = ROOT / "examples" / "own_iterator.py"
-"""It starts as its reader starts it; the ranks of the others are forked, so that torch is imported once for all."""
+"""Each night it starts as its reader starts it, too; ranks are forked, so that torch is imported once for all."""
 
 
 @pytest.fixture(scope="module")
 def examples_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the examples ran."""
     folder = tmp_path_factory.mktemp("examples")
-    words = [f"{num_ranks_of(example)}:{example}" for example in EXAMPLES if example != UNDER_TORCHRUN]
+    words = [f"{num_ranks_of(example)}:{example}" for example in EXAMPLES]
     command = [sys.executable, str(ROOT / "tests" / "forked_example.py"), str(folder), *words]
     subprocess.run(command, check=True, timeout=900, cwd=folder)
     return folder
@@ -206,7 +206,7 @@ def examples_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, id=path.stem) for path in EXAMPLES if path != UNDER_TORCHRUN],
+    [pytest.param(path, id=path.stem) for path in EXAMPLES],
 )
 def test_examples_run(example: Path, examples_ran: Path) -> None:
     status, out, err = (

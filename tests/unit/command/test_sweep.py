@@ -294,6 +294,7 @@ def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept
     assert ("--dynamic-cp " in flags) == (pays != "no")
 
 
+@pytest.mark.nightly
 def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})  # to start processes takes longer than to plan
     data, _ = swept
