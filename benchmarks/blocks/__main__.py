@@ -22,7 +22,7 @@ from benchmarks.planner.__main__ import machine
 from benchmarks.planner.report import Row, inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("compared", "ablations", "steps")
+SECTIONS = ("compared", "ablations", "steps", "windows")
 QUICK = Setting(num_nodes=2, node_lanes=4, num_tokens=16384)
 QUICK_CELLS = tuple(compared.Cell("sft_longalign", mask, 0.25) for mask in compared.MASKS)
 
@@ -62,6 +62,8 @@ def measure(section: str) -> dict[str, str]:
         samples = masked([9000, 500], "causal")
         ours.price(ours.chosen(samples, H100_NODES), H100_NODES)
         return ablation_tables(ablations.measure(H100_NODES))
+    if section == "windows":
+        return window_tables(on_all_cores(_windows, steps.WINDOW_CASES))
     return step_tables(on_all_cores(_case, steps.CASES))
 
 
@@ -72,6 +74,8 @@ def measure_quick(section: str) -> dict[str, str]:
         return compared_tables(rows, rows)
     if section == "ablations":
         return ablation_tables(ablations.measure(QUICK, 1))
+    if section == "windows":
+        return window_tables([steps.measure_windows(steps.WINDOWS[2], "github_bal", QUICK_LAYOUT)])
     return step_tables([steps.measure_case(QUICK_LAYOUT, "github_bal", mask) for mask in steps.MASKS[:2]])
 
 
@@ -83,6 +87,10 @@ def on_all_cores(measure_one: Callable[..., Row], cases: Iterable[object]) -> li
 
 def _case(case: tuple[steps.Layout, str, str]) -> Row:
     return steps.measure_case(*case)
+
+
+def _windows(case: tuple[steps.Windows, str]) -> Row:
+    return steps.measure_windows(*case)
 
 
 def compared_tables(rows: Sequence[Row], of_paper: Sequence[Row]) -> dict[str, str]:
@@ -105,6 +113,10 @@ def ablation_tables(rows: Sequence[Row]) -> dict[str, str]:
 
 def step_tables(rows: Sequence[Row]) -> dict[str, str]:
     return {"blocks-steps-summary": steps.summary_markdown(rows), "blocks-steps": steps.markdown(rows)}
+
+
+def window_tables(rows: Sequence[Row]) -> dict[str, str]:
+    return {"blocks-windows": steps.windows_markdown(rows)}
 
 
 def write(output: Path, tables: dict[str, str]) -> None:

@@ -61,6 +61,35 @@ LAYOUTS = (
 CASES = tuple(product(LAYOUTS, DATA, MASKS))
 
 
+class Windows(NamedTuple):
+    """Which layers of a model have a window: its keys, the token's own among them, and first tokens that all see.
+
+    Attributes:
+        but_every: layers whose number this divides have none; 0: all have it.
+    """
+
+    tokens: int
+    but_every: int = 0
+    sink_tokens: int = 0
+
+    def describe(self) -> tuple[str, str]:
+        """Return the cells of a table: the window, and the layers with it."""
+        sink = f" and a sink of {self.sink_tokens}" if self.sink_tokens else ""
+        layers = {0: "all", 2: "all but every second", 6: "all but every sixth"}[self.but_every]
+        return f"{self.tokens:,}{sink}", layers
+
+
+WINDOWS = (
+    Windows(4 * K),
+    Windows(K),
+    Windows(K, 2),
+    Windows(K, 6),
+    Windows(128, 2),
+    Windows(K, 2, 64),
+)
+WINDOW_CASES = tuple(product(WINDOWS, DATA))
+
+
 def problem_of(layout: Layout) -> Problem:
     """Return the problem of a layout without placed attention; its limit fits into the device's memory."""
     topology = Topology(num_lanes=NUM_LANES, tp_size=layout.tp, pp_size=layout.pp, sequence_parallel=layout.tp > 1)
@@ -84,6 +113,26 @@ def measure_case(layout: Layout, data: str, mask: str, seed: int = 0) -> Row:
     pieces = separate(samples)
     seconds["separate_s"] = _step_s(without, pieces, CP_COMM_TYPES) if len(pieces) > len(samples) else None
     return {"layout": layout.name, "data": data, "mask": mask, **seconds}
+
+
+def measure_windows(windows: Windows, data: str, layout: Layout = LAYOUTS[0]) -> Row:
+    """Return seconds of a step of a model with windows: without placed attention, and with it."""
+    problem = problem_of(layout)
+    model = replace(
+        problem.model,
+        window_tokens=windows.tokens,
+        window_attn_skip_freq=windows.but_every,
+        window_sink_tokens=windows.sink_tokens,
+    )
+    lengths = draw_lengths(data, layout.samples, 0, MAX_SEQLEN).tolist()
+    samples = [Sample(sample_id=number, seqlen=size) for number, size in enumerate(lengths)]
+    problem = replace(problem, model=model)
+    return {
+        "windows": windows,
+        "data": data,
+        "without_s": _step_s(problem, samples, CP_COMM_TYPES),
+        "with_s": _step_s(problem, samples, (*CP_COMM_TYPES, *PLACED)),
+    }
 
 
 def separate(samples: Sequence[Sample]) -> list[Sample]:
@@ -121,6 +170,18 @@ def markdown(rows: Sequence[Row]) -> str:
         lines.append((row["layout"], row["data"], row["mask"].partition(":")[0], *seconds, *ratios))
     header = "model, layout | lengths | mask | without | blocks alone | with | without / with | separate / with"
     return table(header, lines, left=3)
+
+
+def windows_markdown(rows: Sequence[Row]) -> str:
+    """Return a line for each kind of windows, with seconds without and with placed attention for each data."""
+    data = list(dict.fromkeys(row["data"] for row in rows))
+    lines = []
+    for windows in dict.fromkeys(row["windows"] for row in rows):
+        own = {row["data"]: row for row in rows if row["windows"] == windows}
+        lines.append(
+            (*windows.describe(), *(f"{own[name]['without_s']:.3f} → {own[name]['with_s']:.3f}" for name in data))
+        )
+    return table(f"window | layers with it | {' | '.join(data)}", lines, left=4)
 
 
 def summary_markdown(rows: Sequence[Row]) -> str:

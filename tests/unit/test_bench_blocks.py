@@ -114,6 +114,9 @@ def test_the_page_has_a_place_for_every_table(cells: list[Row], step: Row, tmp_p
     tables = command.compared_tables(cells, cells)
     tables |= command.ablation_tables(ablations.measure(command.QUICK, 1, compared.MASKS[:1]))
     tables |= command.step_tables([step])
+    windows = steps.measure_windows(steps.WINDOWS[2], "github_bal", command.QUICK_LAYOUT)
+    assert windows["with_s"] <= windows["without_s"]
+    tables |= command.window_tables([windows])
     command.write(tmp_path, tables)
     page = (tmp_path / "blocks.md").read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- begin (\S+) -->", page)) == set(tables)
