@@ -51,7 +51,7 @@ class BatchSizes(NamedTuple):
     def at(self, consumed_samples: int) -> int:
         """Return the samples of the global batch that comes after `consumed_samples`.
 
-        Source: megatron-core's `RampupBatchsizeNumMicroBatchesCalculator`, rounding included.
+        Source: megatron-core 0.16.1's `RampupBatchsizeNumMicroBatchesCalculator`, rounding included (0.19.2 has none).
         """
         if self.start == self.full or consumed_samples > self.ramp_samples:
             return self.full

@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+from megatron.core import num_microbatches_calculator
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.flags.batch_sizes import BatchSizes
 
+# 0.19.2 has schedules of steps in its place.
+CALCULATOR = getattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator", None)
 RAMPS = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 400))
 
 
+@pytest.mark.skipif(CALCULATOR is None, reason="this release of megatron-core has no ramp to compare with")
 @given(RAMPS)
 def test_sizes_are_those_of_megatron_core(ramp: tuple[int, int, int, int]) -> None:
     start, increment, num_increments, ramp_samples = ramp
     full = start + num_increments * increment
     sizes = BatchSizes.of(full, [start, increment, ramp_samples])
-    theirs = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, ramp_samples)
+    theirs = CALCULATOR(full, 1, 1, False, 1, start, increment, ramp_samples)
     consumed, seen = 0, []
     while consumed <= ramp_samples + 2 * full:
         theirs.update(consumed, consistency_check=True)
