@@ -39,17 +39,7 @@ class Blocks(Mechanism):
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         sizes = (1 << k for k in range((cp_size // 2).bit_length() - 1, -1, -1))
-        return tuple(
-            size
-            for size in sizes
-            if size == 1
-            or (
-                cp_size % size == 0
-                and size <= sharing.node_lanes
-                and (sharing.allowed is None or size in sharing.allowed)
-                and sharing.is_even(size)
-            )
-        )
+        return tuple(size for size in sizes if size == 1 or (cp_size % size == 0 and sharing.may_be_inner(size)))
 
     def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
         from dynamic_cp.placement.programme import buffer_tokens_of

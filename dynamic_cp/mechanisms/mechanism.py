@@ -42,6 +42,10 @@ class Sharing(NamedTuple):
         """Return whether this number of lanes can share out the query heads evenly."""
         return inner_cp_size == 1 or (self.heads is not None and self.heads[0] % inner_cp_size == 0)
 
+    def may_be_inner(self, size: int) -> bool:
+        """Return whether an inner group inside a node may have this size."""
+        return size <= self.node_lanes and (self.allowed is None or size in self.allowed) and self.is_even(size)
+
     @property
     def query_heads(self) -> int | str:
         """Query heads of a TP rank, for words."""

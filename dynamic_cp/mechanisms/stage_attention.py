@@ -122,7 +122,7 @@ class StageAttention:
         """
         if inner == 1:
             return self
-        copies = kv_heads_of(*(self.heads or (1, 1)), inner).copies
+        copies = self._copies(inner)
         one = copy(self)
         one.sides = self.sides[0].of_heads(1 / inner), self.sides[1].of_heads(1 / inner)
         one.query_bytes, one.lse_bytes = self.query_bytes / inner, self.lse_bytes / inner
@@ -133,8 +133,11 @@ class StageAttention:
 
     def heads_of_group(self, inner: int) -> Linear:
         """Return what the all-to-alls of a whole inner group in a node take, in one direction, for its tokens."""
-        copies = kv_heads_of(*(self.heads or (1, 1)), inner).copies
-        return self.exchanged_heads(inner, inner, copies, IN_NODE)
+        return self.exchanged_heads(inner, inner, self._copies(inner), IN_NODE)
+
+    def _copies(self, inner: int) -> int:
+        """Return how often KV heads are repeated for an inner group; heads that are no whole numbers share nothing."""
+        return kv_heads_of(*(self.heads or (1, 1)), inner).copies
 
     def alone(self) -> tuple[Convex, Convex]:
         """Return (forward, backward) of a lane by itself."""

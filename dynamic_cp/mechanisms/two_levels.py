@@ -19,13 +19,7 @@ class TwoLevels(Mechanism):
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         sizes = (1 << k for k in range(cp_size.bit_length() - 2, 0, -1))
-        return tuple(
-            size
-            for size in sizes
-            if size <= sharing.node_lanes
-            and (sharing.allowed is None or size in sharing.allowed)
-            and sharing.is_even(size)
-        )
+        return tuple(size for size in sizes if sharing.may_be_inner(size))
 
     def size_rule(self, sharing: Sharing) -> str | None:
         return (

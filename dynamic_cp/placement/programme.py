@@ -84,7 +84,7 @@ class Programme(NamedTuple):
         Raises:
             UnsupportedFeatureError: it was planned for layers with other masks.
         """
-        wanted = str(mask) if isinstance(mask, Lambda) else ""
+        wanted = _name_of(mask)
         if self.mask == wanted:
             return self
         if self.narrower is not None and self.narrower.mask == wanted:
@@ -140,6 +140,11 @@ def _entries(sides: Any) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
     return tuple((lane, tuple((number, kind) for number, kind in entries)) for lane, entries in sides)
 
 
+def _name_of(mask: Mask) -> str:
+    """Return `Programme.mask` of layers with `mask`."""
+    return str(mask) if isinstance(mask, Lambda) else ""
+
+
 def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[Programme]:
     """Return what each lane does, in layers of all masks.
 
@@ -148,12 +153,11 @@ def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_la
         node_lanes: lanes of a node.
     """
     samples_of = [placement.samples_of(lane) for lane in range(num_lanes)]
-    of_masks = [
-        _programmes(placement_under(placement, mask, num_lanes, node_lanes), samples_of, first_lane, node_lanes)
-        for mask in placement.layer_masks or (CAUSAL,)
-    ]
-    masks = [str(mask) if isinstance(mask, Lambda) else "" for mask in placement.layer_masks or (CAUSAL,)]
-    named = [[one._replace(mask=mask) for one in lanes] for mask, lanes in zip(masks, of_masks, strict=True)]
+    named = []
+    for mask in placement.layer_masks or (CAUSAL,):
+        own = placement_under(placement, mask, num_lanes, node_lanes)
+        lanes = _programmes(own, samples_of, first_lane, node_lanes)
+        named.append([one._replace(mask=_name_of(mask)) for one in lanes])
     if len(named) == 1:
         return named[0]
     return [one._replace(narrower=narrower) for one, narrower in zip(*named, strict=True)]

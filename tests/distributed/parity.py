@@ -217,6 +217,14 @@ def planned_blocks(samples: tuple[Sample, ...], layout: Layout, max_tokens_per_r
     ).plan
 
 
+def plans_of_blocks(
+    samples: tuple[Sample, ...], placed: Mapping[str, Layout], planned: Mapping[str, tuple[Layout, int]]
+) -> dict[str, tuple[Layout, Plan]]:
+    """Return `placed_plan` of the layouts of `placed`, `planned_blocks` of those of `planned` with their limits."""
+    plans = {name: (layout, placed_plan(samples, layout)) for name, layout in placed.items()}
+    return plans | {name: (layout, planned_blocks(samples, layout, limit)) for name, (layout, limit) in planned.items()}
+
+
 def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCommType, int]:
     """Return (exchange, inner size) of a bucket: the layout's where its size and the heads allow it, else the ring.
 

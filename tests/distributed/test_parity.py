@@ -16,8 +16,7 @@ from tests.distributed.parity import (
     assert_equal_to_reference,
     exchanges_of,
     mixed_plan,
-    placed_plan,
-    planned_blocks,
+    plans_of_blocks,
     run_step,
     static_plan,
 )
@@ -150,12 +149,8 @@ def test_head_exchanges_equal_single_process(nightly: bool, reference_of) -> Non
 
 def test_placed_attention_equals_single_process(reference_of) -> None:
     samples = BATCHES["long_tail"]
-    plans = {name: (layout, placed_plan(samples, layout)) for name, layout in PLACED_LAYOUTS.items()}
-    plans |= {
-        name: (layout, planned_blocks(samples, layout, limit)) for name, (layout, limit) in PLANNED_BLOCKS.items()
-    }
     cases = {}
-    for name, (layout, plan) in plans.items():
+    for name, (layout, plan) in plans_of_blocks(samples, PLACED_LAYOUTS, PLANNED_BLOCKS).items():
         check_plan(plan, samples)
         placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
         assert len(placements) >= (2 if name in PLACED_LAYOUTS else 1)

@@ -33,8 +33,8 @@ from tests.distributed.parity import (
     in_jobs_of_their_own,
     mixed_plan,
     placed_plan,
-    planned_blocks,
     planned_bytes,
+    plans_of_blocks,
     run_step,
 )
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
@@ -125,12 +125,8 @@ def test_training_with_windows_equals_a_single_process(reference_of: Any) -> Non
 
 def test_placed_training_with_windows_equals_a_single_process(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
-    plans = {name: (layout, placed_plan(samples, layout)) for name, layout in PLACED_LAYOUTS.items()}
-    plans |= {
-        name: (layout, planned_blocks(samples, layout, limit)) for name, (layout, limit) in PLANNED_BLOCKS.items()
-    }
     cases = {}
-    for name, (layout, plan) in plans.items():
+    for name, (layout, plan) in plans_of_blocks(samples, PLACED_LAYOUTS, PLANNED_BLOCKS).items():
         check_plan(plan, samples)
         placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
         assert len(placements) >= (2 if name in PLACED_LAYOUTS else 1)

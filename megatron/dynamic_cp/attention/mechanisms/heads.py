@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from dynamic_cp.mechanisms.heads import kv_heads_of
 from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
+from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer, all_to_all_heads
@@ -75,10 +76,12 @@ class HeadExchange:
         return query.flatten(1, 2), self._returned_kv(key), self._returned_kv(value)
 
 
-class _HeadsAround:
+class _HeadsAround(ShardExecutor):
     """What comes before and after an executor that works with the rows of an inner group: exchanges of heads."""
 
-    _exchange: HeadExchange
+    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        super().__init__(params, query_heads, kv_heads, device)
+        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return q_RHD and kv_2RHD, views of what came."""
@@ -105,10 +108,6 @@ class HeadsAroundRing(_HeadsAround, Ring):
     Where the inner group is the whole CP group, the ring is of this lane alone.
     """
 
-    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
-        super().__init__(params, query_heads, kv_heads, device)
-        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
-
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
         """Return the all-to-all of the inner group, and the shift round the ring of outer lanes."""
@@ -117,10 +116,6 @@ class HeadsAroundRing(_HeadsAround, Ring):
 
 class HeadsAroundBlocks(_HeadsAround, Blocks):
     """The programme of this lane's inner group as an `executor.Executor`, for its share of the heads."""
-
-    def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
-        super().__init__(params, query_heads, kv_heads, device)
-        self._exchange = HeadExchange(query_heads, kv_heads, params, device)
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
