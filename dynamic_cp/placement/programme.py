@@ -18,6 +18,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.placement.buffers import places_in_buffer
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
 from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement
@@ -192,7 +193,7 @@ def _programmes(
             home, kind = int(fetches.home[fetch]), int(fetches.kind[fetch])
             numbers[home, kind] = len(entries)
             sample, start, stop, _ = homes[home]
-            entries.append(Held(sample_numbers[sample], start, stop, kind, places[fetch]))
+            entries.append(Held(sample_numbers[sample], start, stop, kind, int(places[fetch])))
         held.append(entries)
         number_of.append(numbers)
     exchanges = _exchanges(fetches, number_of, num_lanes)
@@ -251,38 +252,23 @@ def _exchanges(
     return rounds
 
 
-def _places(
-    fetches: Fetches, placement: Placement, of_lane: Sequence[Ints]
-) -> tuple[dict[int, int], list[tuple[int, int]]]:
+def _places(fetches: Fetches, placement: Placement, of_lane: Sequence[Ints]) -> tuple[Ints, list[tuple[int, int]]]:
     """Return where each fetch lies in the buffer of its kind, and the tokens of both buffers of each lane.
 
     A place is taken from the round that fills it, begun two divisions ahead (one inside the node), until what is given
     back for it has been sent, which is waited for before the division after the next.
     """
-    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).tolist()
-    places: dict[int, int] = {}
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1])[fetches.home]
+    begins = fetches.first - np.where(fetches.crosses > 0, 2, 1)
+    ends = fetches.last + 2
+    places = np.zeros(len(tokens), np.int64)
     buffers = []
     for own in of_lane:
-        sizes = []
+        sizes = {}
         for kind in (ROW, COLUMN):
             mine = own[fetches.kind[own] == kind]
-            begins = fetches.first[mine] - np.where(fetches.crosses[mine] > 0, 2, 1)
-            size = 0
-            free: list[tuple[int, int, int]] = []  # (free from division, place, tokens)
-            for index in np.argsort(begins, kind="stable").tolist():
-                fetch = int(mine[index])
-                needed = tokens[int(fetches.home[fetch])]
-                fitting = [one for one in free if one[0] <= begins[index] and one[2] >= needed]
-                if fitting:
-                    taken = min(fitting, key=lambda one: (one[2], one[1]))
-                    free.remove(taken)
-                    if taken[2] > needed:
-                        free.append((taken[0], taken[1] + needed, taken[2] - needed))
-                    places[fetch] = taken[1]
-                else:
-                    places[fetch] = size
-                    size += needed
-                free.append((int(fetches.last[fetch]) + 2, places[fetch], needed))
-            sizes.append(size)
+            mine = mine[np.argsort(begins[mine], kind="stable")]
+            places[mine], size = places_in_buffer(begins[mine], ends[mine], tokens[mine])
+            sizes[kind] = int(size)
         buffers.append((sizes[ROW], sizes[COLUMN]))
     return places, buffers

@@ -1,0 +1,49 @@
+"""Where what a lane fetches lies in its buffer: a place is used again once what was there is no longer needed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Ints
+
+
+@compiled
+def places_in_buffer(begins: Ints, ends: Ints, tokens: Ints) -> tuple[Ints, int]:
+    """Return the first token of each fetch in one buffer, and the tokens of the buffer.
+
+    The smallest free place that is large enough is taken, of equal ones the first; what is too much of it stays free.
+
+    Args:
+        begins, ends: [fetch] first division in which its place is needed, ascending, and the first in which it no
+            longer is.
+        tokens: [fetch] how much it needs.
+    """
+    num_fetches = len(begins)
+    places = np.zeros(num_fetches, np.int64)
+    size = 0
+    # [free] from which division, where, how much: each fetch leaves one behind, and a rest if its place was larger.
+    since = np.zeros(2 * num_fetches, np.int64)
+    where, much = np.zeros_like(since), np.zeros_like(since)
+    num_free = 0
+    for fetch in range(num_fetches):
+        needed = tokens[fetch]
+        taken = -1
+        for free in range(num_free):
+            is_fit = since[free] <= begins[fetch] and much[free] >= needed
+            if is_fit and (taken < 0 or (much[free], where[free]) < (much[taken], where[taken])):
+                taken = free
+        if taken < 0:
+            places[fetch] = size
+            size += needed
+            taken = num_free
+            num_free += 1
+        else:
+            places[fetch] = where[taken]
+            if much[taken] > needed:
+                since[num_free] = since[taken]
+                where[num_free] = where[taken] + needed
+                much[num_free] = much[taken] - needed
+                num_free += 1
+        since[taken], where[taken], much[taken] = ends[fetch], places[fetch], needed
+    return places, size
