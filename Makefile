@@ -61,7 +61,7 @@ newest:
 		$(MAKE) --no-print-directory -j 2 VENV=.venv-3.12 PYTHON="$$python" quick parity
 
 parity: kernels
-	$(BIN)/python -m pytest -q tests/distributed/test_parity.py -k layouts
+	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py -k layouts
 
 # The whole suite, and what each test costs into tests/costs.json.
 costs: kernels

@@ -13,12 +13,12 @@ TRIALS = [
         victim="rank", rank=1, signal="SIGKILL", save="after a signal", moment="writes", delay_s=0.0, beside=True,
         launched=True,
     ),
+]  # fmt: skip
+MORE_TRIALS = [
     Trial(
         victim="planner", rank=0, signal="SIGSTOP", save="middle", moment="names", delay_s=0.0, beside=True,
         launched=False,
     ),
-]  # fmt: skip
-MORE_TRIALS = [
     Trial(
         victim="rank", rank=0, signal="SIGSTOP", save="middle", moment="renames", delay_s=0.0, beside=False,
         launched=True,
@@ -34,7 +34,7 @@ MORE_TRIALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("trials", [TRIALS, pytest.param(MORE_TRIALS, marks=pytest.mark.nightly)], ids=["two", "more"])
+@pytest.mark.parametrize("trials", [TRIALS, pytest.param(MORE_TRIALS, marks=pytest.mark.nightly)], ids=["one", "more"])
 def test_whoever_is_killed_or_stopped_while_saving_the_job_ends_or_goes_on_and_resumes_equal(
     trials, tmp_path, capfd, no_compile
 ):

@@ -37,6 +37,8 @@ EXAMPLES = sorted(
     ROOT / "examples" / name
     for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "how-to" / "examples.md").read_text(encoding="utf-8"))
 )
+EACH_NIGHT = {"accelerate_hugging_face", "shared_questions", "torch_device_mesh"}
+"""The costly examples of what tests/distributed tries, too."""
 KNOWN_LANGUAGES = {"python", "sh", "text"}
 
 
@@ -195,10 +197,12 @@ UNDER_TORCHRUN = ROOT / "examples" / "own_iterator.py"
 
 
 @pytest.fixture(scope="module")
-def examples_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the examples ran."""
+def examples_ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the examples ran of which a test is to be run."""
     folder = tmp_path_factory.mktemp("examples")
-    words = [f"{num_ranks_of(example)}:{example}" for example in EXAMPLES]
+    asked = {item.name for item in request.session.items}
+    ran = [path for path in EXAMPLES if path.stem == "video_dit" or f"test_examples_run[{path.stem}]" in asked]
+    words = [f"{num_ranks_of(example)}:{example}" for example in ran]
     command = [sys.executable, str(ROOT / "tests" / "forked_example.py"), str(folder), *words]
     subprocess.run(command, check=True, timeout=900, cwd=folder)
     return folder
@@ -206,7 +210,10 @@ def examples_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, id=path.stem) for path in EXAMPLES],
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in EACH_NIGHT else [])
+        for path in EXAMPLES
+    ],
 )
 def test_examples_run(example: Path, examples_ran: Path) -> None:
     status, out, err = (

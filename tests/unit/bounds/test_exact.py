@@ -105,7 +105,7 @@ FROZEN = [
 
 @pytest.mark.parametrize(
     ("pp_size", "num_lanes", "limit", "lengths", "optimum_s"),
-    FROZEN,
+    [*FROZEN[:3], *(pytest.param(*case, marks=pytest.mark.nightly) for case in FROZEN[3:])],
     ids=lambda value: f"{len(value)} samples" if isinstance(value, list) else None,
 )
 def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):
