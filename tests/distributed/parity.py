@@ -31,7 +31,7 @@ from dynamic_cp.types import (
     Topology,
 )
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
-from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
@@ -346,6 +346,19 @@ def tensor_parallel_part(parameter: Any, full: torch.Tensor, gated: bool) -> tor
     return full.chunk(size, dim=parameter.partition_dim)[rank]
 
 
+def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
+    """Run a step by the schedule of megatron-core."""
+    get_forward_backward_func()(
+        forward_step_func=forward_step_func,
+        data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=step.num_microbatches,
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
 class Case(NamedTuple):
     """A step, and the single-process reference that it must equal."""
 
@@ -407,6 +420,7 @@ def run_step(
     plan: Plan,
     expected: dict[str, Any],
     sabotage: Callable[[], None] | None,
+    schedule: Callable[[list[Any], StepData, Callable[..., Any]], None] = run_stock_schedule,
 ) -> Comparison:
     """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
     if sabotage is not None:
@@ -464,15 +478,7 @@ def run_step(
 
     for chunk in model:
         chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=recording_forward_step,
-        data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=step.num_microbatches,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    schedule(model, step, recording_forward_step)
     if layout.distributed_optimizer:
         gather_owned_gradients(model)
     gradient_errors = {}

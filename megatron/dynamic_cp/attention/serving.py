@@ -1,0 +1,34 @@
+"""Attention of other ranks' tokens, by a rank that brings none of its own: a stage without a micro-batch in a tick."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.thd import executor_of
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+
+
+@torch.no_grad()
+def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward: bool) -> None:
+    """Compute the tiles that the programme of `params` gives this rank in one direction of one layer.
+
+    The members of the group that bring tokens run the same direction of the same layer meanwhile.
+    """
+    config = layer.config
+    tp_size = config.tensor_model_parallel_size
+    query_heads, kv_heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
+    query, key = (
+        torch.empty(0, heads, config.kv_channels, dtype=config.params_dtype, device=params.positions.device)
+        for heads in (query_heads, kv_heads)
+    )
+    kernel = kernel_for(query, layer.backend)
+    executor = executor_of(params, query_heads, kv_heads, query.device)
+    query, kv = executor.enter(query, key, key)
+    if backward:
+        lse_HT = torch.empty(query_heads, 0, device=query.device)
+        executor.attend_backward(RowGradients(query, query, query, lse_HT, kernel, layer.softmax_scale), kv)
+    else:
+        executor.attend(RowSums(query, kernel, layer.softmax_scale), kv)

@@ -1,0 +1,354 @@
+"""A schedule of pipeline stages in which all of them are in the same phase, so that any of them may compute attention.
+
+A *tick* is one forward or one backward pass of one micro-batch on each stage, layer by layer beside each other. In it
+the ranks of all stages and lanes that have the same tensor-parallel rank are one group, the *pool*: each brings the
+tokens of its own micro-batch, and computes whatever tiles the tick's placement gives it. A stage that has no
+micro-batch in a tick (while the pipeline fills or drains) brings no tokens and serves the others.
+
+    stages 0..p-1, micro-batches 0..m-1:   F tick t: stage s has micro-batch t - s
+                                           B tick u: stage s has micro-batch u - (p - 1 - s)
+    order:                                 F 0 .. F p-1, B 0, F p, B 1, .. , F m+p-2, B m-1, .. , B m+p-2
+
+Other micro-batches meet in a backward tick than in a forward tick, so each has a placement of its own: backward fetches
+what it needs anew, and so does what is recomputed. Before its backward, stage s holds 2p - 1 - 2s micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.attention.serving import serve
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
+
+
+class Tick(NamedTuple):
+    """One tick, as one stage sees it.
+
+    Attributes:
+        is_forward: whether micro-batches go forward in it.
+        number: of the tick, among those of its direction.
+        micro_batch: which one the stage has; None: it serves the others.
+    """
+
+    is_forward: bool
+    number: int
+    micro_batch: int | None
+
+
+def ticks_of(stage: int, pp_size: int, num_microbatches: int, *, forward_only: bool = False) -> list[Tick]:
+    """Return what a stage does, in order; the ticks themselves are the same on all stages."""
+
+    def tick(is_forward: bool, number: int) -> Tick:
+        micro_batch = number - (stage if is_forward else pp_size - 1 - stage)
+        return Tick(is_forward, number, micro_batch if 0 <= micro_batch < num_microbatches else None)
+
+    num_ticks = num_microbatches + pp_size - 1
+    order = [tick(True, number) for number in range(num_ticks)]
+    if forward_only:
+        return order
+    mixed = order[: pp_size - 1]
+    for number in range(num_ticks):
+        if pp_size - 1 + number < num_ticks:
+            mixed.append(order[pp_size - 1 + number])
+        mixed.append(tick(False, number))
+    return mixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pool:
+    """What this rank computes of attention in each tick.
+
+    Attributes:
+        group: the ranks of all stages and lanes with this one's tensor-parallel rank, stage after stage.
+        forward, backward: [tick] its part; a lane of the placement is a member of the group. Its own tokens are those
+            of its micro-batch, in the same order; none where it has no micro-batch.
+    """
+
+    group: ProcessGroup
+    forward: tuple[PlacedLane, ...]
+    backward: tuple[PlacedLane, ...]
+
+    def lane_of(self, tick: Tick) -> PlacedLane:
+        """Return this rank's part of a tick."""
+        return (self.forward if tick.is_forward else self.backward)[tick.number]
+
+
+def run_ticks(
+    model: torch.nn.Module,
+    data_iterator: Iterator[dict[str, Any]],
+    pool: Pool,
+    communicator: PlannedP2PCommunicator,
+    groups: ProcessGroupCollection,
+    *,
+    num_microbatches: int,
+    forward_step_func: Callable[..., Any],
+    stats: ExchangeStats,
+    forward_only: bool = False,
+) -> list[dict[str, Any]]:
+    """Run all micro-batches forward (and backward) by ticks; return what the loss function logged.
+
+    Gradients are summed up and finished as megatron-core's schedules do it.
+
+    Args:
+        model: the one chunk of this stage.
+        data_iterator: yields this lane's micro-batches.
+        communicator: of the pass; groups: what `pipeline_p2p.schedule_groups` returns.
+        stats: counter of the step.
+
+    Raises:
+        UnsupportedFeatureError: a configuration under which ranks would not run the same layers at once.
+        DisagreementError: the pool has other ticks than the pass, or other tokens than a micro-batch.
+    """
+    config = get_model_config(model)
+    check_config(config)
+    stage, pp_size = communicator.pp_group.rank(), communicator.pp_group.size()
+    ticks = ticks_of(stage, pp_size, num_microbatches, forward_only=forward_only)
+    check_number(pool, num_microbatches + pp_size - 1, forward_only=forward_only)
+    mine = _Microbatches(
+        model, data_iterator, config, groups.cp.size(), forward_step_func, num_microbatches, stage == pp_size - 1
+    )
+    idle = _Server(model, pool.group, stats, repeats=repeats_attention(config))
+    sync = _GradientSync(config, is_first=stage == 0)
+    # What the other stages have sent for the next tick of each direction.
+    came: dict[bool, Tensor | None] = {True: None, False: None}
+    for at, tick in enumerate(ticks):
+        left = None
+        with span("%s tick %d", "forward" if tick.is_forward else "backward", tick.number):
+            if tick.micro_batch is None:
+                idle.serve(pool.lane_of(tick), is_forward=tick.is_forward)
+            elif tick.is_forward:
+                left = mine.forward(pool.group, pool.lane_of(tick), came[True], tick.micro_batch, keep=not forward_only)
+            else:
+                sync.before_backward(is_last=tick.micro_batch == num_microbatches - 1)
+                left = mine.backward(pool.lane_of(tick), came[False])
+        following = next((one for one in ticks[at + 1 :] if one.is_forward == tick.is_forward), None)
+        comes = following is not None and following.micro_batch is not None
+        if tick.is_forward:
+            sent = left if stage < pp_size - 1 else None
+            came[True] = communicator.send_forward_recv_forward(sent, comes and stage > 0, _FROM_PLAN)
+        else:
+            sent = left if stage > 0 else None
+            came[False] = communicator.send_backward_recv_backward(sent, comes and stage < pp_size - 1, _FROM_PLAN)
+    communicator.finish()
+    if not forward_only:
+        sync.finish(model)
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func([model], mine.num_tokens, pg_collection=groups)
+    return mine.logged
+
+
+_FROM_PLAN = (0, 0, 0)
+"""Shapes come from the plan (`PlannedP2PCommunicator`)."""
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+def layers_of(model: torch.nn.Module) -> list[TorchTHDAttention]:
+    """Return the attention of each layer of a stage, in order.
+
+    Raises:
+        UnsupportedFeatureError: there is none that places attention.
+    """
+    layers = [module for module in model.modules() if isinstance(module, TorchTHDAttention)]
+    if not layers:
+        raise UnsupportedFeatureError(
+            "the model has no attention of ours on this stage, and attention of a pool is placed: use "
+            "--transformer-impl local, or plan without the pool"
+        )
+    return layers
+
+
+def repeats_attention(config: Any) -> bool:
+    """Return whether backward computes attention a second time."""
+    granularity = config.recompute_granularity
+    return granularity == "full" or (granularity == "selective" and "core_attn" in config.recompute_modules)
+
+
+def check_config(config: Any) -> None:
+    """Raise UnsupportedFeatureError where ranks would not run the same layers at once."""
+    if config.virtual_pipeline_model_parallel_size not in (None, 1):
+        raise UnsupportedFeatureError(
+            f"{config.virtual_pipeline_model_parallel_size} virtual stages: a pool needs ticks, which are built for "
+            "one chunk on each stage; leave out --num-layers-per-virtual-pipeline-stage, or plan without the pool"
+        )
+    uneven = next((name for name in _UNEVEN if getattr(config, name, None)), None)
+    if uneven is not None:
+        raise UnsupportedFeatureError(
+            f"{uneven} gives stages different numbers of layers, in a pool all of them run layer by layer beside each "
+            "other: leave it out, or plan without the pool"
+        )
+    method = config.recompute_method, config.recompute_num_layers
+    if config.recompute_granularity == "full" and method != ("uniform", 1):
+        raise UnsupportedFeatureError(
+            f"full recomputation with the method {method[0]} and {method[1]} layers: "
+            "in a pool all ranks recompute layer by layer; give --recompute-method uniform --recompute-num-layers 1"
+        )
+
+
+def check_number(pool: Pool, num_ticks: int, *, forward_only: bool) -> None:
+    """Raise DisagreementError unless the pool has a part for each tick of the pass."""
+    for name, planned in (("forward", len(pool.forward)), ("backward", len(pool.backward))):
+        if planned != num_ticks and not (forward_only and name == "backward"):
+            raise DisagreementError(
+                f"the pool has {planned} {name} ticks, the pass has {num_ticks}: one for each micro-batch and one for "
+                "each stage but the first; plan this step again",
+                planned=planned,
+                needed=num_ticks,
+            )
+
+
+class _Microbatches:
+    """The micro-batches of this stage: those that have gone forward and not yet back are kept.
+
+    Attributes:
+        logged: what the loss function logged. num_tokens: with a loss, so far.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        data_iterator: Iterator[dict[str, Any]],
+        config: Any,
+        cp_size: int,
+        forward_step_func: Callable[..., Any],
+        num_microbatches: int,
+        is_last_stage: bool,
+    ) -> None:
+        self._model, self._data_iterator, self._config = model, data_iterator, config
+        self._cp_size, self._forward_step_func = cp_size, forward_step_func
+        self._num_microbatches, self._is_last_stage = num_microbatches, is_last_stage
+        self._kept: deque[tuple[DynamicPackedSeqParams, Tensor | None, Tensor]] = deque()
+        self.logged: list[dict[str, Any]] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(model.parameters()).device)
+
+    def forward(
+        self, group: ProcessGroup, lane: PlacedLane, came: Tensor | None, micro_batch: int, *, keep: bool
+    ) -> Tensor:
+        """Run the next one and return what the next stage gets (the loss on the last one)."""
+        batch = next(self._data_iterator)
+        params = _in_pool(batch["packed_seq_params"], group, lane)
+        output, num_tokens = schedules.forward_step(
+            self._forward_step_func,
+            iter([{**batch, "packed_seq_params": params}]),
+            self._model,
+            self._num_microbatches,
+            came,
+            self.logged,
+            self._config,
+            cp_group_size=self._cp_size,
+            current_microbatch=micro_batch,
+            is_last_stage=self._is_last_stage,
+        )
+        self.num_tokens += num_tokens
+        if isinstance(output, list):
+            (output,) = output
+        if keep:
+            self._kept.append((params, came, output))
+        return output
+
+    def backward(self, lane: PlacedLane, came: Tensor | None) -> Tensor | None:
+        """Run the oldest one backward and return what the previous stage gets."""
+        params, given, output = self._kept.popleft()
+        move_to(lane, params)
+        if given is not None:
+            given.retain_grad()
+        if came is None and self._config.grad_scale_func is not None:
+            output = self._config.grad_scale_func(output)
+        torch.autograd.backward(output, grad_tensors=came)
+        return None if given is None else given.grad
+
+
+class _Server:
+    """A stage in the ticks in which it has no micro-batch."""
+
+    def __init__(self, model: torch.nn.Module, group: ProcessGroup, stats: ExchangeStats, *, repeats: bool) -> None:
+        self._layers, self._repeats = layers_of(model), repeats
+        self._params = DynamicPackedSeqParams(
+            cp_group=group,
+            local_cp_size=group.size(),
+            positions=torch.empty(0, dtype=torch.int64, device=next(model.parameters()).device),
+            cp_comm_type="blocks",
+            stats=stats,
+            label="a stage without a micro-batch",
+        )
+
+    def serve(self, lane: PlacedLane, *, is_forward: bool) -> None:
+        """Compute what the tick's placement gives this rank, layer by layer, in the order of those with tokens."""
+        move_to(lane, self._params)
+        for layer in self._layers if is_forward else reversed(self._layers):
+            if is_forward or self._repeats:
+                serve(layer, self._params, backward=False)
+            if not is_forward:
+                serve(layer, self._params, backward=True)
+
+
+def _in_pool(params: DynamicPackedSeqParams, group: ProcessGroup, lane: PlacedLane) -> DynamicPackedSeqParams:
+    """Return the parameters of a micro-batch whose attention the pool computes."""
+    placed = replace(params, cp_group=group, cp_comm_type="blocks", heads_group=None, ring_group=None, packs={})
+    move_to(lane, placed)
+    return placed
+
+
+def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
+    """Have a micro-batch computed by the programme of a tick.
+
+    Raises:
+        DisagreementError: the tick has other tokens of this rank than the micro-batch.
+    """
+    if lane.num_tokens != len(params.positions):
+        raise DisagreementError(
+            f"a tick has {lane.num_tokens} tokens of this rank, its micro-batch has {len(params.positions)}: "
+            "the placement of the tick is that of other micro-batches; this is a bug",
+            planned=lane.num_tokens,
+            tokens=len(params.positions),
+        )
+    params.placed = lane
+    params.packs.clear()
+    params.of_masks.clear()
+
+
+class _GradientSync:
+    """When data-parallel sums of gradients begin: with the last backward, as in megatron-core's schedules."""
+
+    def __init__(self, config: Any, *, is_first: bool) -> None:
+        self._config, self._is_first = config, is_first
+        self._context: contextlib.AbstractContextManager[Any] | None = (config.no_sync_func or contextlib.nullcontext)()
+        self._context.__enter__()
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Let the sums begin with the last backward, unless a function of the user's begins them."""
+        if is_last and (self._config.grad_sync_func is None or self._is_first):
+            self._enable()
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """Begin what has not begun."""
+        if self._context is not None:
+            self._enable()
+            if self._config.grad_sync_func is not None:
+                self._config.grad_sync_func(model.parameters())
+
+    def _enable(self) -> None:
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
