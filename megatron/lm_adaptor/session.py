@@ -65,6 +65,7 @@ class Session:
             has_windows=planned.settings.has_windows,
             recomputes_norms=planned.settings.recomputes_norms,
             fp32_residual=planned.settings.fp32_residual,
+            softmax_type=theirs.softmax_type,
             device=self.device,
         )
         runtime = PlannedRuntime.agree(

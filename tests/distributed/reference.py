@@ -59,6 +59,9 @@ FP32_RESIDUAL_GPT2 = ModelVariant(
 _NO_NORMS = {**LLAMA.config, "qk_layernorm": False}
 _SCALED = {"rope_scaling": True, "rope_scaling_factor": 16.0}
 # Every feature of attention and positions alone, and together those that can be.
+# A score that all tokens see besides, learned or 0.
+LEARNED_OFFSET = ModelVariant("learned_offset", config={**LLAMA.config, "softmax_type": "learnable"})
+OFF_BY_ONE = ModelVariant("off_by_one", config={**LLAMA.config, "softmax_type": "off-by-one"})
 GATED = ModelVariant("gated", config={**LLAMA.config, "attention_output_gate": True})
 L2_NORMS = ModelVariant("l2_norms", config={**_NO_NORMS, "qk_l2_norm": True})
 SCALED = ModelVariant("scaled", config=LLAMA.config, model=_SCALED)
@@ -72,19 +75,27 @@ YARN = ModelVariant(
 )
 ALL_BUT_YARN = ModelVariant(
     "all_but_yarn",
-    config={**L2_NORMS.config, **UNROTATED.config, "attention_output_gate": True, "qk_layernorm": False},
+    config={
+        **L2_NORMS.config,
+        **UNROTATED.config,
+        **LEARNED_OFFSET.config,
+        "attention_output_gate": True,
+        "qk_layernorm": False,
+    },
     model={**_SCALED, **INTERPOLATED.model},
 )
 ALL_WITH_YARN = ModelVariant(
     "all_with_yarn",
     position_embedding="yarn",
     tied=True,
-    config={**GATED.config, **UNROTATED.config},
+    config={**UNROTATED.config, **LEARNED_OFFSET.config, "attention_output_gate": True},
     yarn={**YARN.yarn, "mscale": 0.8, "mscale_all_dim": 0.3, "yarn_correction_range_round_to_int": False},
 )
 FEATURES = (
     FP32_RESIDUAL,
     FP32_RESIDUAL_GPT2,
+    LEARNED_OFFSET,
+    OFF_BY_ONE,
     GATED,
     L2_NORMS,
     SCALED,

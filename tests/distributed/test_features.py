@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.attention import merge
+from megatron.dynamic_cp.attention.mechanisms import heads
+from megatron.dynamic_cp.attention.te.support import choose_layers
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.positions import concentration
 from megatron.dynamic_cp.model import norm, rotary, self_attention
@@ -30,6 +33,7 @@ from tests.distributed.test_parity import FULL_RECOMPUTE, plan_of_exchanges
 
 # Alone where lanes mix CP sizes, together in every kind of layout.
 ALONE = {variant.name: Layout(2, variant=variant.name) for variant in reference.FEATURES}
+ALONE["learned_offset"] = Layout(2, variant="learned_offset", exchange="a2a")
 TOGETHER = {
     f"{variant}, {name}": Layout(**{**layout, "variant": variant})
     for variant in ("all_but_yarn", "all_with_yarn")
@@ -175,12 +179,47 @@ def lose_the_stretch(monkeypatch: Any) -> None:
     monkeypatch.setattr(rotary.RotaryEmbedding, "get_emb", unstretched)
 
 
+def forget_the_offset(monkeypatch: Any) -> None:
+    monkeypatch.setattr(merge.RowSums, "add_offset", lambda self, offset_H: None)
+
+
+def forget_the_offset_in_backward(monkeypatch: Any) -> None:
+    original = merge.RowSums.add_offset
+
+    def without_sum(self: Any, offset_H: Any) -> None:
+        lse_HT = self.lse_HT
+        original(self, offset_H)
+        self.lse_HT = lse_HT
+
+    monkeypatch.setattr(merge.RowSums, "add_offset", without_sum)
+
+
+def learn_no_offset(monkeypatch: Any) -> None:
+    original = merge.RowGradients.offset_gradient
+    monkeypatch.setattr(merge.RowGradients, "offset_gradient", lambda self, offset_H: 0 * original(self, offset_H))
+
+
+def take_offsets_of_others(monkeypatch: Any) -> None:
+    """As if a lane computed the first heads, whichever it has."""
+    built = heads.HeadExchange.__init__
+
+    def first(self: Any, *args: Any) -> None:
+        built(self, *args)
+        self.heads = slice(0, self.heads.stop - self.heads.start)
+
+    monkeypatch.setattr(heads.HeadExchange, "__init__", first)
+
+
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "a layer that is not to be rotated": ("unrotated", rotate_every_layer),
     "the other layers": ("unrotated", rotate_the_other_layers),
     "YaRN without its concentration": ("yarn", forget_the_concentration),
     "no gate": ("gated", leave_the_gate_open),
     "gates of other heads": ("gated", gate_by_heads_of_others),
+    "no score beside those of keys": ("learned_offset", forget_the_offset),
+    "a score that backward forgets": ("learned_offset", forget_the_offset_in_backward),
+    "a score that is not learned": ("learned_offset", learn_no_offset),
+    "scores of other heads": ("learned_offset", take_offsets_of_others),
     "another norm": ("l2_norms", normalize_the_sum),
     "frequencies that are not scaled": ("scaled", lose_the_stretch),
     "positions that are not divided": ("interpolated", lose_the_stretch),
@@ -226,3 +265,12 @@ def test_the_concentration_is_that_of_megatron_core(stretch: float, scales: tupl
 def test_two_norms_of_queries_and_keys_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="--qk-l2-norm and --qk-layernorm both normalize"):
         check_supported(reference.transformer_config(reference.LLAMA, qk_l2_norm=True))
+
+
+def test_layers_of_transformer_engine_have_no_score_beside_those_of_keys() -> None:
+    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": True, "backend": "auto", "bf16": True}
+    settings |= {"head_dim": 128, "version": "2.20.0"}
+    assert choose_layers(None, "p2p", **settings).impl == "transformer_engine"
+    assert choose_layers(None, "p2p", softmax_type="learnable", **settings).impl == "local"
+    with pytest.raises(UnsupportedFeatureError, match=r"--softmax-type off-by-one.* with local layers only"):
+        choose_layers("transformer_engine", "p2p", softmax_type="off-by-one", **settings)

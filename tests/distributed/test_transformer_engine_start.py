@@ -164,6 +164,7 @@ def choose_on_this_rank(
             has_windows=False,
             recomputes_norms=False,
             fp32_residual=False,
+            softmax_type="vanilla",
             device=torch.device("cpu"),
         )
     except DynamicCPError as error:

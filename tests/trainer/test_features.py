@@ -22,7 +22,7 @@ from tests.trainer.training_ranks import losses, train
 YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 FEATURES = (
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling --rope-scaling-factor 32 "
-    "--rotary-seq-len-interpolation-factor 2"
+    "--rotary-seq-len-interpolation-factor 2 --softmax-type learnable"
 )
 
 
@@ -75,6 +75,7 @@ def test_flags_reach_megatron_core() -> None:
     settings = parsed(FEATURES)
     config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
     assert (config.attention_output_gate, config.qk_l2_norm, config.no_rope_freq) == (True, True, [0, 1, 0, 1])
+    assert config.softmax_type == "learnable"
     assert not hasattr(config, "yarn_mscale")
     listed = parsed("--no-rope-freq [0,0,1,0]")
     config = model.transformer_config(listed.model, listed.planning, torch.device("cpu"))
@@ -126,7 +127,13 @@ def test_checkpoints_know_what_is_on() -> None:
     assert identity("--no-rope-freq 0") == identity("--rotary-seq-len-interpolation-factor 1") == plain
 
 
-@pytest.mark.parametrize("flags", ["--attention-output-gate", "--qk-l2-norm", "--no-rope-freq 4", "--use-rope-scaling"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--attention-output-gate", "--qk-l2-norm", "--no-rope-freq 4", "--use-rope-scaling"),
+        "--softmax-type off-by-one",
+    ],
+)
 def test_a_checkpoint_of_another_model_is_refused_in_both_directions(flags: str) -> None:
     name = flags.split()[0].removeprefix("--").removeprefix("use-").replace("-", "_")
     for own, saved in (("", flags), (flags, "")):

@@ -71,7 +71,6 @@ DANGEROUS = [
     ("layernorm_zero_centered_gamma", True, {}),
     ("apply_residual_connection_post_layernorm", True, {}),
     ("softmax_scale", 0.5, {}),
-    ("softmax_type", "learnable", {}),
     ("attention_softmax_in_fp32", False, {}),
     ("attention_dropout", 0.1, {}),
     ("apply_rope_fusion", True, {}),

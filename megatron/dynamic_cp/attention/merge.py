@@ -90,6 +90,16 @@ class RowSums:
             self.out_THD.index_copy_(0, rows, new_out)
             self.lse_HT.index_copy_(1, rows, new_lse)
 
+    def add_offset(self, offset_H: Tensor) -> None:
+        """Let every row see one more score of a value of 0, once all packs are added; backward needs no more than that.
+
+        Args:
+            offset_H: the score, for each head.
+        """
+        lse_HT, offset_H1 = self.lse_HT.to(SUM_DTYPE), offset_H.to(SUM_DTYPE)[:, None]
+        self.out_THD = self.out_THD * torch.sigmoid(lse_HT - offset_H1).t()[..., None].to(self.out_THD.dtype)
+        self.lse_HT = torch.logaddexp(lse_HT, offset_H1)
+
 
 class RowGradients:
     """What the backward pass of any pack needs of its rows, and their gradient as it grows.
@@ -115,6 +125,12 @@ class RowGradients:
         rows._is_first = False
         rows.grad_q_THD = torch.zeros_like(q_THD, dtype=SUM_DTYPE)
         return rows
+
+    def offset_gradient(self, offset_H: Tensor) -> Tensor:
+        """Return the gradient of `RowSums.add_offset`'s offset, float32 [heads]: minus its share of what rows get."""
+        grad_THD, _, out_THD, lse_TH = self.tensors
+        share_TH = torch.exp(offset_H.to(SUM_DTYPE) - lse_TH)
+        return -(share_TH * (grad_THD.to(SUM_DTYPE) * out_THD.to(SUM_DTYPE)).sum(dim=-1)).sum(dim=0)
 
     def take(self, rows: RowGradients) -> None:
         """Make the first rows of `rows` these ones."""

@@ -36,6 +36,7 @@ def attention_thd(
     params: DynamicPackedSeqParams,
     softmax_scale: float,
     backend: str = "auto",
+    softmax_offset_H: Tensor | None = None,
 ) -> Tensor:
     """Return attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
 
@@ -47,11 +48,14 @@ def attention_thd(
     Args:
         q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads.
         backend: one of `kernels.choice.BACKENDS`.
+        softmax_offset_H: [heads], for each head a score that every token sees besides, of a value of 0 (a learned
+            sink); None: there is none.
 
     Raises:
         UnsupportedFeatureError: no kernel for these tensors, or see `executor_of`.
     """
-    out: Tensor = Attention.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel_for(q_THD, backend))
+    kernel = kernel_for(q_THD, backend)
+    out: Tensor = Attention.apply(q_THD, k_THD, v_THD, softmax_offset_H, params, softmax_scale, kernel)
     return out
 
 
@@ -94,6 +98,7 @@ class Attention(torch.autograd.Function):
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        offset_H: Tensor | None,
         params: DynamicPackedSeqParams,
         scale: float,
         kernel: Kernel,
@@ -102,16 +107,22 @@ class Attention(torch.autograd.Function):
         query, kv = executor.enter(q_THD, k_THD, v_THD)
         sums = RowSums(query, kernel, scale)
         executor.attend(sums, kv)
+        if offset_H is not None:
+            sums.add_offset(offset_H[executor.heads])
         out = sums.out_THD.to(query.dtype)
-        ctx.save_for_backward(query, kv, out, sums.lse_HT)
+        ctx.save_for_backward(query, kv, out, sums.lse_HT, offset_H)
         ctx.executor, ctx.params, ctx.scale, ctx.kernel = executor, params, scale, kernel
         return executor.leave(out)
 
     @staticmethod
     @attention_backward
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        query, kv, out, lse_HT = ctx.saved_tensors
+        query, kv, out, lse_HT, offset_H = ctx.saved_tensors
         executor: Executor = ctx.executor
         rows = RowGradients(executor.enter_gradient(grad_THD), query, out, lse_HT, ctx.kernel, ctx.scale)
         grad_kv = executor.attend_backward(rows, kv)
-        return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), None, None, None
+        grad_offset_H = None
+        if offset_H is not None:
+            grad_offset_H = torch.zeros_like(offset_H)
+            grad_offset_H[executor.heads] = rows.offset_gradient(offset_H[executor.heads]).to(offset_H.dtype)
+        return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), grad_offset_H, None, None, None

@@ -7,9 +7,13 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
@@ -85,6 +89,22 @@ class TorchTHDAttention(MegatronModule):
         self.window = windows_of(config).of_layer(layer_number)
         self.backend = config.attention_backend.name
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._add_softmax_offset(config)
+
+    def _add_softmax_offset(self, config: TransformerConfig) -> None:
+        """Make the score that each head sees besides, named as in megatron-core, alike for any number of TP ranks."""
+        offset_H = torch.zeros(config.num_attention_heads, dtype=config.params_dtype)
+        if config.softmax_type == "learnable" and config.perform_initialization:
+            config.init_method(offset_H)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        own_H = offset_H.chunk(config.tensor_model_parallel_size)[tp_rank].clone()
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(own_H)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        else:  # in no checkpoint: it follows from the flag
+            self.register_buffer(
+                "softmax_offset", own_H if config.softmax_type == "off-by-one" else None, persistent=False
+            )
 
     def forward(
         self,
@@ -100,5 +120,18 @@ class TorchTHDAttention(MegatronModule):
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         params = packed_seq_params if self.window is None else packed_seq_params.with_mask(self.window)
-        out_THD = attention_thd(query, key, value, params, self.softmax_scale, self.backend)
+        out_THD = attention_thd(
+            query, key, value, params, self.softmax_scale, self.backend, softmax_offset_H=self.softmax_offset
+        )
         return out_THD.reshape(len(out_THD), 1, -1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the offsets of this tensor-parallel rank's heads, where they are learned; see megatron-core's."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )

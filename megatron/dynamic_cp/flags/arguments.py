@@ -203,7 +203,7 @@ _FSDP = "parameters are replicated or sharded by DDP and the distributed optimiz
 _MOE = "only dense models are supported; experts couple all lanes"
 _GRAPHS = "shapes change with every micro-batch"
 _OFFLOAD = "activations and weights stay on their device"
-_ATTENTION = "attention is causal, without bias or sink"
+_ATTENTION = "attention is that of a softmax over causal scores"
 _PRECISION = "train in fp32 or --bf16"
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -247,7 +247,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         flag="--fine-grained-activation-offloading", field="fine_grained_activation_offloading", reason=_OFFLOAD
     ),
-    Unsupported(flag="--softmax-type", field="softmax_type", off=("vanilla",), reason=_ATTENTION),
     Unsupported(
         flag="--attention-dropout",
         field="attention_dropout",
@@ -276,6 +275,7 @@ ALLOWED = frozenset(
         "kv_channels",
         "window_size",
         "window_attn_skip_freq",
+        "softmax_type",
         "normalization",
         "fp32_residual_connection",
         "layernorm_epsilon",

@@ -12,6 +12,9 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
 
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+"""Values of --softmax-type: scores of keys alone, with one of 0 besides, or with a learned one for each head."""
+
 ROTARY = ("rope", "yarn")
 """Values of --position-embedding-type that rotate queries and keys."""
 
@@ -28,13 +31,13 @@ YARN: dict[str, tuple[str, Any]] = {
 
 CHOICES = frozenset(
     {
-        *("attention_output_gate", "qk_l2_norm", "no_rope_freq"),
+        *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type"),
         *("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
         *(attribute for attribute, _ in YARN.values()),
     }
 )
 """All names that `choices` may return."""
-STRETCHED = CHOICES - {"attention_output_gate", "qk_l2_norm", "no_rope_freq"}
+STRETCHED = CHOICES - {"attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type"}
 """Those that say how far positions reach: training may go on with others, as with another base of RoPE."""
 
 _PATTERN = "give a number, or 1 (no rotation) and 0 (rotation) for each layer, such as [0,0,0,1]*4"
@@ -182,6 +185,8 @@ def choices(flags: Any) -> dict[str, Any]:
         for name in ("attention_output_gate", "qk_l2_norm", "use_rope_scaling")
         if getattr(flags, name, False)
     }
+    if getattr(flags, "softmax_type", None) not in (None, SOFTMAX_TYPES[0]):
+        found["softmax_type"] = flags.softmax_type
     if "use_rope_scaling" in found:
         found["rope_scaling_factor"] = float(getattr(flags, "rope_scaling_factor", 8.0))
     interpolation = getattr(flags, "rotary_seq_len_interpolation_factor", None)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
-from megatron.dynamic_cp.flags.positions import no_rope_freq
+from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.flags.launcher import environment_number
@@ -115,6 +115,13 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     _switch(group, "--qk-layernorm", help="normalize queries and keys")
     _switch(group, "--qk-l2-norm", help="normalize queries and keys without weights, as Llama 4")
     _switch(group, "--attention-output-gate", help="multiply what attention finds by a gate of its own, as Qwen3-Next")
+    group.add_argument(
+        "--softmax-type",
+        choices=SOFTMAX_TYPES,
+        default=SOFTMAX_TYPES[0],
+        help="scores of keys alone; or one of 0, or a learned one for each head, beside them, as gpt-oss (local layers "
+        "only)",
+    )
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     _switch(group, "--swiglu", help="gated MLP with SiLU")

@@ -57,6 +57,7 @@ class ModelSettings:
     qk_layernorm: bool
     qk_l2_norm: bool
     attention_output_gate: bool
+    softmax_type: str
     normalization: str
     norm_epsilon: float
     swiglu: bool

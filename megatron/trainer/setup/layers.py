@@ -47,6 +47,7 @@ def choose(
     has_windows: bool,
     recomputes_norms: bool,
     fp32_residual: bool,
+    softmax_type: str,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -71,6 +72,7 @@ def choose(
             has_windows=has_windows,
             recomputes_norms=recomputes_norms,
             fp32_residual=fp32_residual,
+            softmax_type=softmax_type,
             version=version,
             why_missing=why_missing,
         )

@@ -103,6 +103,7 @@ def transformer_config(
         qk_layernorm=model.qk_layernorm,
         qk_l2_norm=model.qk_l2_norm,
         attention_output_gate=model.attention_output_gate,
+        softmax_type=model.softmax_type,  # type: ignore[arg-type]  # one of three, as checked
         no_rope_freq=list(unrotated) if isinstance(unrotated, tuple) else unrotated,
         rotary_interleaved=model.rotary_interleaved,
         init_method_std=model.init_method_std,

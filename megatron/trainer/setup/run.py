@@ -176,6 +176,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         has_windows=settings.planning.has_windows,
         recomputes_norms=settings.planning.recomputes_norms,
         fp32_residual=settings.planning.fp32_residual,
+        softmax_type=settings.model.softmax_type,
         device=device,
     )
     logger.info("%s", choice.describe())

@@ -28,9 +28,11 @@ class Executor(Protocol):
     Attributes:
         grows_with_group: whether kernels meet more keys in a larger group; else its inner size alone decides what they
             meet.
+        heads: which of the shard's query heads this lane computes.
     """
 
     grows_with_group: ClassVar[bool]
+    heads: slice
 
     def __init__(
         self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device
@@ -61,6 +63,8 @@ class Executor(Protocol):
 
 class ShardExecutor:
     """What executors share whose lanes compute the queries of their zigzag shards: rows come and go as they are."""
+
+    heads = slice(None)
 
     def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
         self._params = params

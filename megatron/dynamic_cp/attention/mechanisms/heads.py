@@ -29,7 +29,11 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class HeadExchange:
-    """The two all-to-alls of a layer; P lanes, T rows on each, R = P * T rows of the inner group."""
+    """The two all-to-alls of a layer; P lanes, T rows on each, R = P * T rows of the inner group.
+
+    Attributes:
+        heads: this lane's share of the query heads.
+    """
 
     def __init__(self, query_heads: int, kv_heads: int, params: DynamicPackedSeqParams, device: torch.device) -> None:
         assert params.heads_group is not None
@@ -38,6 +42,8 @@ class HeadExchange:
         # Raises before anything is sent, on all lanes.
         self._copies, self._kv_share = kv_heads_of(query_heads, kv_heads, self._num_lanes)
         self._query_share = query_heads // self._num_lanes
+        first = self._group.rank() * self._query_share
+        self.heads = slice(first, first + self._query_share)
         # Around blocks, what lanes have one after the other is in order.
         self._order = row_order(params, device) if params.placed is None else None
 
@@ -82,6 +88,7 @@ class _HeadsAround(ShardExecutor):
     def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
         super().__init__(params, query_heads, kv_heads, device)
         self._exchange = HeadExchange(query_heads, kv_heads, params, device)
+        self.heads = self._exchange.heads
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return q_RHD and kv_2RHD, views of what came."""

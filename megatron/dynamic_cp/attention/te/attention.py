@@ -34,6 +34,7 @@ from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
 from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, way
+from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -54,6 +55,10 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if attn_mask_type != AttnMaskType.causal or attention_type != "self":
             raise UnsupportedFeatureError(
                 f"{attention_type} attention with mask {attn_mask_type} is not supported, only causal self-attention"
+            )
+        if config.softmax_type != SOFTMAX_TYPES[0]:
+            raise UnsupportedFeatureError(
+                f"--softmax-type {config.softmax_type} is checked with local layers only: use --transformer-impl local"
             )
         if windows_of(config).of_layer(layer_number) is not None:
             raise UnsupportedFeatureError(

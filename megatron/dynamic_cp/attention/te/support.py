@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, PLACED, CpCommType
 from megatron.dynamic_cp.attention.te.kernels import Capability, why_no_kernel
+from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 
 if TYPE_CHECKING:
     import torch  # parsing flags must not wait for it
@@ -147,6 +148,7 @@ def choose_layers(
     has_windows: bool = False,
     recomputes_norms: bool = False,
     fp32_residual: bool = False,
+    softmax_type: str = SOFTMAX_TYPES[0],
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -163,6 +165,7 @@ def choose_layers(
         has_windows: some layers have a window.
         recomputes_norms: --recompute-modules has layernorm.
         fp32_residual: --fp32-residual-connection.
+        softmax_type: --softmax-type.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
@@ -191,6 +194,8 @@ def choose_layers(
         obstacle = "layers with a window (--window-size) are checked with local layers only"
     elif fp32_residual:
         obstacle = "a residual in float32 (--fp32-residual-connection) is checked with local layers only"
+    elif softmax_type != SOFTMAX_TYPES[0]:
+        obstacle = f"a score beside those of keys (--softmax-type {softmax_type}) is checked with local layers only"
     else:
         obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
     if obstacle is not None and requested is None:
