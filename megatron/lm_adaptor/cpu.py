@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -22,40 +22,13 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint, releases
 from megatron.dynamic_cp.repairs.cpu_backend import Shim
 
-
-class _NoStream:
-    """Stands in for torch.cuda.Stream: work on a CPU is in order."""
-
-    def wait_stream(self, _other: Any) -> None:
-        """Nothing to wait for."""
-
-
-@contextlib.contextmanager
-def _in_order(_stream: Any) -> Iterator[None]:
-    yield
-
-
 SHIMS: tuple[Shim, ...] = (
     Shim(
-        name="stream",
+        name="stream_context",
         reason="get_model wraps the model in DDP on a side stream",
         owner=torch.cuda,
-        attribute="Stream",
-        replacement=_NoStream,
-    ),
-    Shim(
-        name="current_stream",
-        reason="... and lets it wait for the current one",
-        owner=torch.cuda,
-        attribute="current_stream",
-        replacement=lambda device=None: _NoStream(),
-    ),
-    Shim(
-        name="stream_context",
-        reason="... and back",
-        owner=torch.cuda,
         attribute="stream",
-        replacement=_in_order,
+        replacement=lambda _stream: contextlib.nullcontext(),
     ),
 )
 

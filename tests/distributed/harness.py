@@ -135,10 +135,14 @@ def _send(sender: Any, outcome: tuple[bool, Any]) -> None:
     sender.send_bytes(buffer.getvalue())
 
 
-def initialize_model_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, seed: int = 7) -> None:
+def initialize_model_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, seed: int = 7) -> None:
     """Set up megatron-core's groups and random states as the trainer does."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -74,6 +75,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    ep: int = 1
     sp: bool = False
     variant: str = "llama"
     distributed_optimizer: bool = False
@@ -298,6 +300,8 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         sequence_parallel=layout.sp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
@@ -331,6 +335,12 @@ def reference_name(chunk: Any, name: str) -> str:
         local = name.split(".")[2]
         layer = chunk.decoder.layers[int(local)].layer_number - 1
         name = name.replace(f"decoder.layers.{local}.", f"decoder.layers.{layer}.", 1)
+    if ".local_experts." in name:
+        before, local, after = re.split(r"(?<=\.local_experts\.)(\d+)", name)
+        first = parallel_state.get_expert_model_parallel_rank() * (
+            chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        )
+        name = f"{before}{first + int(local)}{after}"
     # TransformerEngine's linear layers have the norm before them inside.
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
@@ -426,7 +436,7 @@ def run_step(
     if sabotage is not None:
         sabotage()
     variant = reference.VARIANTS[layout.variant]
-    initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
+    initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.ep)
     exchanges = sorted({exchange for exchange, _ in exchanges_of(plan)} | {"p2p"})
     groups = DynamicCPGroups.build(
         layout.topology, timeout_s=60, exchanges=exchanges, inner_sizes=sorted({i for _, i in exchanges_of(plan)})
@@ -442,6 +452,8 @@ def run_step(
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.copy_(counterpart(chunk, name, parameter, expected["initial"]))
+            for name, bias in expert_biases(chunk):
+                bias.copy_(expected["expert_biases"][reference_name(chunk, name)][0])
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap_grad_reduce,
@@ -487,15 +499,25 @@ def run_step(
             wanted = counterpart(chunk, name, parameter, expected["gradients"])
             worst = (parameter.main_grad - wanted).abs().max() / wanted.abs().max()
             gradient_errors[reference_name(chunk, name)] = worst.item()
+        for name, bias in expert_biases(chunk):
+            before, after = expected["expert_biases"][reference_name(chunk, name)]
+            gradient_errors[reference_name(chunk, name)] = (
+                (bias - after).abs().max() / (after - before).abs().max()
+            ).item()
     seen, loss_error = compare_losses(plan, groups, recorded, expected["losses"])
     return Comparison(loss_error, gradient_errors, seen, wrapper.exchange_stats.bytes_sent)
 
 
+def expert_biases(chunk: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, values) of what shifts the choice of experts; a step moves it, no gradient does."""
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
+
+
 def gather_owned_gradients(model: list[Any]) -> None:
     """Fill every gradient buffer from the shards that the distributed optimizer leaves on each lane."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for chunk in model:
-        for buffer in chunk.buffers:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 bucket.grad_data.zero_()
@@ -542,7 +564,7 @@ def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, exp
     assert not errors, f"gradients differ: {errors}"
     assert max(c.loss_error for c in comparisons) <= TOLERANCE, "losses differ"
     compared = {name for c in comparisons for name in c.gradient_errors}
-    assert compared == set(expected["gradients"]), "some gradient was not compared"
+    assert compared == set(expected["gradients"]) | set(expected["expert_biases"]), "some gradient was not compared"
     seen = sum((c.tokens_seen for c in comparisons), Counter())
     assert len(seen) == expected["num_tokens"] >= 2000
     assert set(seen.values()) == {layout.tp}, "a token was counted more or less than once per TP rank"

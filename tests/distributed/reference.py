@@ -1,6 +1,7 @@
 """The judge of the parity suite: a stock megatron-core model in one process, one unpacked, unpadded sequence at a time.
 
-SBHD, context_parallel_size 1, megatron-core's own layer spec and attention; nothing of this project but the CPU shims.
+SBHD, context_parallel_size 1, megatron-core's own layer spec and attention; nothing of this project but what
+lets it run on a CPU.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from unittest import mock
 import torch
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig, utils
 
 from dynamic_cp.types import Sample
+from megatron.dynamic_cp.repairs import expert_routing
 from tests.distributed.harness import initialize_model_parallel
 
 VOCAB_SIZE = 256
@@ -91,6 +93,48 @@ ALL_WITH_YARN = ModelVariant(
     config={**UNROTATED.config, **LEARNED_OFFSET.config, "attention_output_gate": True},
     yarn={**YARN.yarn, "mscale": 0.8, "mscale_all_dim": 0.3, "yarn_correction_range_round_to_int": False},
 )
+# Experts: as Qwen3-MoE; as DeepSeek-V3, in every other layer; one for each token beside a shared one.
+_EXPERTS = {
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 64,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.05,
+}
+MOE = ModelVariant("moe", config={**LLAMA.config, **_EXPERTS})
+MOE_SIGMOID = ModelVariant(
+    "moe_sigmoid",
+    config={
+        **LLAMA.config,
+        **_EXPERTS,
+        "moe_layer_freq": 2,
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_z_loss_coeff": None,
+    },
+)
+MOE_TOP_1 = ModelVariant(
+    "moe_top_1",
+    config={
+        **LLAMA.config,
+        **_EXPERTS,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.2],
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_shared_expert_gate": True,
+        "moe_router_dtype": "fp64",
+    },
+)
+EXPERTS = (MOE, MOE_SIGMOID, MOE_TOP_1)
 FEATURES = (
     FP32_RESIDUAL,
     FP32_RESIDUAL_GPT2,
@@ -105,7 +149,9 @@ FEATURES = (
     ALL_BUT_YARN,
     ALL_WITH_YARN,
 )
-VARIANTS = {v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE, *FEATURES)}
+VARIANTS = {
+    v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE, *FEATURES, *EXPERTS)
+}
 
 
 # As Megatron-LM names and fills them for megatron-core; not taken from the code under test.
@@ -212,14 +258,19 @@ def reference_step(
     )
     config = transformer_config(variant, num_layers=num_layers, **of_config)
     torch.compiler.set_stance("force_eager")  # compiling for each length takes longer than all the rest
-    spec = get_gpt_layer_local_spec(
+    spec: Any = get_gpt_layer_local_spec(
         normalization=config.normalization, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
     )
+    if config.num_moe_experts is not None:
+        expert_routing.install()
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     model = gpt_model(config, variant, spec)
     with torch.no_grad():
         for parameter in model.parameters():
             # Away from the symmetric start (norms at 1, biases at 0), where errors could hide.
             parameter.add_(torch.randn_like(parameter) * 0.02)
+        for bias in (buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")):
+            bias.copy_(torch.randn_like(bias) * 0.05)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = {}
     for sample in samples:
@@ -230,4 +281,24 @@ def reference_step(
         token_losses.sum().backward()
     num_tokens = sum(sample.seqlen for sample in samples)
     gradients = {name: p.grad / num_tokens for name, p in model.named_parameters()}
-    return {"initial": initial, "gradients": gradients, "losses": losses, "num_tokens": num_tokens}
+    return {
+        "initial": initial,
+        "gradients": gradients,
+        "losses": losses,
+        "num_tokens": num_tokens,
+        "expert_biases": moved_expert_biases(model, config),
+    }
+
+
+def moved_expert_biases(model: GPTModel, config: TransformerConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return name -> (values before, after the step): experts with fewer tokens than the average get more bias.
+
+    Source: Wang et al. 2024 (arXiv 2408.15664), algorithm 1.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if getattr(module, "expert_bias", None) is not None:
+            tokens, bias = module.local_tokens_per_expert, module.expert_bias
+            moved = bias + config.moe_router_bias_update_rate * torch.sign(tokens.mean() - tokens)
+            found[f"{name}.expert_bias"] = bias.clone(), moved
+    return found

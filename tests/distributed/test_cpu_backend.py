@@ -19,6 +19,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import _get_current_function_mode_stack
 
 from dynamic_cp.errors import InvalidInputError
@@ -116,14 +118,23 @@ def build_gradient_buffers() -> None:
     assert module.weight.main_grad.tolist() == [[1.0] * 4] * 4
 
 
-def reduce_gradients() -> None:
-    initialize_model_parallel()
-    module = torch.nn.Linear(4, 4)
-    config = reference.transformer_config(reference.LLAMA)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
-    model(torch.ones(1, 4)).sum().backward()
-    model.finish_grad_sync()
-    assert module.weight.main_grad.tolist() == [[1.0] * 4] * 4
+def share_out_experts() -> None:
+    """Each token reaches the experts of its choice on both ranks, and comes back."""
+    initialize_model_parallel(ep=2)
+    config = reference.transformer_config(
+        reference.MOE, num_moe_experts=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    groups = moe_utils.get_default_pg_collection()
+    first = 2 * groups.ep.rank()
+    dispatcher = MoEAlltoAllTokenDispatcher(2, [first, first + 1], config=config, pg_collection=groups)
+    routing_map = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)
+    tokens = torch.arange(6.0).view(3, 1, 2) + 10 * groups.ep.rank()
+    sent, probs = dispatcher.dispatch_preprocess(tokens, routing_map, routing_map * 0.5)
+    received, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(sent, probs))
+    assert counts.tolist() == [[4, 2], [4, 2]][groups.ep.rank()]
+    computed = dispatcher.combine_preprocess(2 * received * weights[:, None])
+    found = dispatcher.combine_postprocess(dispatcher.token_combine(computed))
+    torch.testing.assert_close(found, 2 * tokens)
 
 
 def send_a_shape_and_a_tensor() -> None:
@@ -194,7 +205,9 @@ ABLATIONS = {
     "tensor_cuda_method": (2, tie_embeddings_across_stages, NO_CUDA),
     "current_device": (1, build_gradient_buffers, NO_CUDA),
     "synchronize": (2, send_a_shape_and_a_tensor, NO_CUDA),
-    "current_stream": (1, reduce_gradients, NO_CUDA),
+    "current_stream": (2, share_out_experts, NO_CUDA),
+    "new_stream": (2, share_out_experts, f"requires CUDA support|{NO_CUDA}"),
+    "split_sizes": (2, share_out_experts, "TypeError"),
     "get_rng_state": (1, initialize_model_parallel, NO_CUDA),
     "manual_seed": (1, seed_a_region, "the region's sequence is not that of its seed"),
     "tracker_get_rng_state": (1, recompute_dropout, NO_CUDA),
@@ -208,9 +221,6 @@ def test_every_shim_has_its_ablation() -> None:
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_shim_is_needed(name: str) -> None:
-    (shim,) = (shim for shim in cpu_backend.SHIMS if shim.name == name)
-    if shim.since is not None and not shim.since.here:
-        pytest.skip(f"only from megatron-core {shim.since.since} on")
     world_size, operation, symptom = ABLATIONS[name]
     run_ranks(world_size, operation, timeout_s=60)
     with pytest.raises(RankError, match=symptom):

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import megatron.core as core
@@ -16,8 +17,9 @@ import pytest
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -48,9 +50,8 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
         "async_tensor_model_parallel_allreduce" not in TransformerConfig.__dataclass_fields__
     ),
     releases.READ_ALONE: lambda: "no_dist=True" in inspect.getsource(TorchDistLoadShardedStrategy.load),
-    releases.GRADIENTS_WAIT_FOR_GRAPHS: lambda: (
-        "_cudagraph_wgrad_ready_event" in inspect.getsource(param_and_grad_buffer)
-    ),
+    releases.PRODUCT_IS_NONE: lambda: "te_general_gemm,\n    ) = (None" in inspect.getsource(moe_utils),
+    releases.EXPERTS_BY_FUNCTION: lambda: isinstance(get_moe_module_spec(use_te=False, num_experts=2), partial),
 }
 """What shows each in the sources of megatron-core."""
 

@@ -69,6 +69,11 @@ class PackedBucket:
     placed: PlacedLane | None = None
 
     @property
+    def is_empty_place(self) -> bool:
+        """Whether no token is a sample's."""
+        return self.seqlens is None and self.placed is None
+
+    @property
     def rank_tokens(self) -> int:
         """Padded tokens on this lane."""
         if self.placed is not None:
@@ -272,6 +277,7 @@ def micro_batches(
                 mask=mask,
                 masked_samples=bucket.masked_samples,
                 placed=placed,
+                is_empty_place=bucket.is_empty_place,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,

@@ -64,6 +64,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
         seqlens: tokens of each sequence without its padding, whose keys no other token may see; an empty place has
             padding alone, which counts as tokens.
+        is_empty_place: no token is a sample's.
         mask: of the layers that get these parameters, or more than one: see `with_mask`.
         masked_samples: the samples of the pack, where one brings a mask of its own; padding behind a sample is a causal
             sequence of its own. None: all have that of the layers.
@@ -76,6 +77,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
+        owners_cache: whose the local tokens are, filled by the first layer that asks (`token_owners`).
         placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
         packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
         of_masks: the same for layers with other masks, filled by the first layer of each.
@@ -83,6 +85,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     padded_seqlens: tuple[int, ...] = ()
     seqlens: tuple[int, ...] = ()
+    is_empty_place: bool = False
     mask: Mask = CAUSAL
     masked_samples: tuple[Sample, ...] | None = None
     positions: torch.Tensor | None = None
@@ -93,6 +96,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
     row_order_cache: torch.Tensor | None = None
+    owners_cache: torch.Tensor | None = None
     placed: Any = None
     packs: dict[str, Any] = field(default_factory=dict)
     of_masks: dict[Mask, DynamicPackedSeqParams] = field(default_factory=dict)
@@ -141,6 +145,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         mask: Mask = CAUSAL,
         masked_samples: tuple[Sample, ...] | None = None,
         placed: Any = None,
+        is_empty_place: bool = False,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
@@ -148,7 +153,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
             seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples, placed: as the attributes.
+            mask, masked_samples, placed, is_empty_place: as the attributes.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -166,6 +171,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cp_group=cp_group,
             padded_seqlens=padded_seqlens,
             seqlens=padded_seqlens if seqlens is None else seqlens,
+            is_empty_place=is_empty_place,
             mask=mask,
             masked_samples=masked_samples,
             placed=placed,

@@ -9,13 +9,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.flags.experts import layers_with_experts
+from megatron.dynamic_cp.model.experts import LayerWithExperts, use_router
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
-from megatron.dynamic_cp.repairs import norm_recomputation
+from megatron.dynamic_cp.repairs import expert_routing, norm_recomputation
 
 
 def gpt_block_spec(
@@ -26,15 +29,24 @@ def gpt_block_spec(
     Args:
         transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
     """
-    layer, norm = _local_layer(config) if transformer_impl == "local" else _transformer_engine_layer(config)
+    make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
+    layer, norm = make(config, num_experts=None)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    layers = [layer] * num_layers
+    if config.num_moe_experts is not None:
+        with_experts, _ = make(config, num_experts=config.num_moe_experts)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        have_some = layers_with_experts(config.moe_layer_freq, config.num_layers)[first : first + num_layers]
+        layers = [with_experts if has_some else layer for has_some in have_some]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         norm_recomputation.install()
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts, normalization=config.normalization, qk_layernorm=config.qk_layernorm
+    )
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
     if config.fp32_residual_connection:
@@ -45,21 +57,32 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = TorchNorm
     _normalize_without_weights(attention, config)
+    _route_by_sample(layer, num_experts)
     return layer, TorchNorm
 
 
-def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     # Here: neither can be built without TransformerEngine.
     from megatron.core.extensions.transformer_engine import TENorm
 
     from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+    )
     attention = layer.submodules.self_attention
     attention.module = DynamicCPSelfAttention
     attention.submodules.core_attention = TransformerEngineAttention
     _normalize_without_weights(attention, config)
+    _route_by_sample(layer, num_experts)
     return layer, TENorm
+
+
+def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
+    if num_experts is not None:
+        expert_routing.install()
+        layer.module = LayerWithExperts
+        use_router(layer.submodules.mlp)
 
 
 def _normalize_without_weights(attention: ModuleSpec, config: TransformerConfig) -> None:

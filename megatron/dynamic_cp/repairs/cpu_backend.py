@@ -17,27 +17,41 @@ from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.repairs import releases
 
 _CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "BFloat16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shim:
-    """One replacement. `owner.attribute` is set to `replacement`; `owner` None = a rule of the function mode.
-
-    `since`: only with a megatron-core that differs in this; None: with every one.
-    """
+    """One replacement. `owner.attribute` is set to `replacement`; `owner` None = a rule of the function mode."""
 
     name: str
     reason: str
-    since: releases.Difference | None = None
     owner: Any = None
     attribute: str = ""
     replacement: Callable[..., Any] | None = None
+
+
+class _Stream:
+    """The one stream of a CPU rank, on which all is done when it is asked for; also the event that it records."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        """Return an event, which is over."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _cpu_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
@@ -77,11 +91,25 @@ SHIMS: tuple[Shim, ...] = (
     ),
     Shim(
         name="current_stream",
-        reason="before gradients are reduced, the stream waits for CUDA graphs, of which there are none",
-        since=releases.GRADIENTS_WAIT_FOR_GRAPHS,
+        reason="the dispatcher of experts compares it with a stream of its own; from 0.19 on gradients wait for it",
         owner=torch.cuda,
         attribute="current_stream",
-        replacement=lambda device=None: None,
+        replacement=lambda device=None: _Stream(),
+    ),
+    Shim(
+        name="new_stream",
+        reason="the dispatcher of experts copies the sizes of what it sends on a stream of its own; Megatron-LM wraps "
+        "models on one",
+        owner=torch.cuda,
+        attribute="Stream",
+        replacement=_Stream,
+    ),
+    Shim(
+        name="split_sizes",
+        reason="the dispatcher of experts makes sizes lists only where they come from a device; gloo takes no tensors",
+        owner=token_dispatcher,
+        attribute="maybe_move_tensor_to_cpu",
+        replacement=_split_sizes,
     ),
     Shim(
         name="get_rng_state",
@@ -166,7 +194,7 @@ def enable(without: Iterable[str] = ()) -> None:
         )
     left_out = frozenset(without)
     for shim in SHIMS:
-        if shim.owner is not None and shim.name not in left_out and (shim.since is None or shim.since.here):
+        if shim.owner is not None and shim.name not in left_out:
             setattr(shim.owner, shim.attribute, shim.replacement)
     logging.getLogger(megatron_random.__name__).addFilter(_not_the_rng_warning)
     _enabled_mode = _CudaToCpu(frozenset(s.name for s in SHIMS if s.owner is None) - left_out)

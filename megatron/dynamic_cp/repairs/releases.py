@@ -85,26 +85,30 @@ NO_ASYNC_ALLREDUCE = Difference(
     what="TransformerConfig has no `async_tensor_model_parallel_allreduce`",
     why="configurations are compared field by field with those that are supported; one that is gone is nobody's",
 )
+PRODUCT_IS_NONE = Difference(
+    since="0.17",
+    what="without TransformerEngine the product of an experts' router is None; before, it is no name at all",
+    why="a repair makes it None, or the first forward pass ends with NameError",
+)
 READ_ALONE = Difference(
     since="0.18",
     what="each rank reads its tensors alone; before, the reading of all ranks failed if that of one did",
     why="ranks tell each other what they could not read, or the others would wait for one that has ended",
+)
+EXPERTS_BY_FUNCTION = Difference(
+    since="0.18",
+    what="the experts of a layer spec are a partial function; before, a ModuleSpec",
+    why="our router is put into either",
 )
 COMMON_AS_OBJECT = Difference(
     since="0.19",
     what="the values beside the tensors are an object among them, and there is no common.pt",
     why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
 )
-GRADIENTS_WAIT_FOR_GRAPHS = Difference(
-    since="0.19",
-    what="reducing gradients asks for the current CUDA stream, which may have to wait for CUDA graphs",
-    why="CPU ranks have neither: a shim more",
-)
-
 DIFFERENCES = (
-    *(ASYNC_STRATEGIES, COMMON_BY_FUNCTION, NO_ASYNC_ALLREDUCE),
-    READ_ALONE,
-    *(COMMON_AS_OBJECT, GRADIENTS_WAIT_FOR_GRAPHS),
+    *(ASYNC_STRATEGIES, COMMON_BY_FUNCTION, NO_ASYNC_ALLREDUCE, PRODUCT_IS_NONE),
+    *(READ_ALONE, EXPERTS_BY_FUNCTION),
+    COMMON_AS_OBJECT,
 )
 
 

@@ -1,0 +1,235 @@
+"""Experts as Megatron says them: how many, which layers have them, how tokens are routed and what balances their load.
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. A configuration calls the number
+of experts `num_moe_experts`; the other names are those of the flags.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import PLACED, is_power_of_two
+from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
+
+BALANCING = ("aux_loss", "seq_aux_loss", "none")
+"""Values of --moe-router-load-balancing-type. Routers have losses of sequences only, so the first two are the same."""
+DISPATCHER = "alltoall"
+_PATTERN = "give a number, or 1 (experts) and 0 (none) for each layer, such as [0]+[1]*3"
+_UNBALANCED = {
+    "global_aux_loss": "it would depend on which micro-batches came before",
+    "sinkhorn": "it would depend on what is packed together",
+    "quantile_balancing": "it would depend on what is packed together",
+}
+
+
+def layer_freq(text: str) -> int | tuple[int, ...]:
+    """Return the value of --moe-layer-freq; an argparse type."""
+    return layer_pattern(text, _PATTERN)
+
+
+def num_experts(flags: Any) -> int | None:
+    """Return the number of experts of a layer that has some, None for a dense model.
+
+    Args:
+        flags: of this trainer or of a checkout, or a configuration.
+    """
+    return getattr(flags, "num_moe_experts", None) or getattr(flags, "num_experts", None)
+
+
+def layers_with_experts(freq: Any, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts.
+
+    Args:
+        freq: --moe-layer-freq: every so many-th layer has some, the first among them, or 1 and 0 for each.
+
+    Raises:
+        InvalidInputError: it does not fit the layers.
+    """
+    if isinstance(freq, int):
+        if freq < 1:
+            raise InvalidInputError(f"--moe-layer-freq is {freq}, the smallest allowed number is 1: {_PATTERN}")
+        return tuple(index % freq == 0 for index in range(num_layers))
+    if len(freq) != num_layers or set(freq) - {0, 1}:
+        raise InvalidInputError(
+            f"--moe-layer-freq {shown(freq)} has {len(freq)} entries, the model has {num_layers} layers: {_PATTERN}",
+            num_layers=num_layers,
+        )
+    return tuple(map(bool, freq))
+
+
+def aux_loss_coeff(flags: Any) -> float:
+    """Return the coefficient of the load-balancing loss of a sequence, 0.0 for none: the sum of those given."""
+    types, coeffs = _losses(flags)
+    return sum(coeff for name, coeff in zip(types, coeffs, strict=True) if name != "none")
+
+
+def check_experts(flags: Any, *, num_lanes: int | None = None) -> None:
+    """Check what is said of experts, each part against the others.
+
+    Args:
+        flags: of this trainer or of a checkout, or a configuration.
+        num_lanes: of the job, where it is known.
+
+    Raises:
+        InvalidInputError: numbers that do not fit each other.
+        UnsupportedFeatureError: routing that follows the packing, or a dispatcher that is not built here.
+    """
+    number = num_experts(flags)
+    ep_size = flags.expert_model_parallel_size or 1
+    if number is None:
+        if ep_size > 1:
+            raise InvalidInputError(
+                f"--expert-model-parallel-size {ep_size} shares out experts, and there are none: give --num-experts, "
+                "or leave it out",
+                ep_size=ep_size,
+            )
+        return
+    if number < 1:
+        raise InvalidInputError(
+            f"--num-experts is {number}, the smallest allowed number is 1: raise it or leave it out"
+        )
+    layers_with_experts(flags.moe_layer_freq, flags.num_layers)
+    _check_routing(flags, number)
+    _check_losses(flags)
+    _check_sizes(flags, number, ep_size, num_lanes)
+    _check_parts(flags)
+    if getattr(flags, "cp_comm_type", None) in PLACED:
+        raise UnsupportedFeatureError(
+            f"--cp-comm-type {flags.cp_comm_type} is not supported with --num-experts: the lanes of a placed bucket "
+            "know some of its samples each, and cannot count the tokens of a sequence: take another",
+            flag="--cp-comm-type",
+        )
+
+
+def _check_routing(flags: Any, number: int) -> None:
+    topk, score = flags.moe_router_topk, flags.moe_router_score_function
+    if not 1 <= topk <= number:
+        raise InvalidInputError(
+            f"--moe-router-topk is {topk}, each token can have 1 to {number} of --num-experts {number}: change one of "
+            "them",
+            topk=topk,
+            num_experts=number,
+        )
+    if score not in ("softmax", "sigmoid"):
+        raise UnsupportedFeatureError(
+            f"--moe-router-score-function {score} is not supported: use softmax or sigmoid",
+            flag="--moe-router-score-function",
+        )
+    if topk == 1 and score == "softmax" and not flags.moe_router_pre_softmax:
+        raise InvalidInputError(
+            "--moe-router-topk 1 with a softmax over what was chosen gives every token the weight 1, and the router no "
+            "gradient: add --moe-router-pre-softmax"
+        )
+    if flags.moe_router_enable_expert_bias and score != "sigmoid":
+        raise InvalidInputError(
+            f"--moe-router-enable-expert-bias is for --moe-router-score-function sigmoid, it is {score}: change one of "
+            "them"
+        )
+    groups, group_topk = flags.moe_router_num_groups, flags.moe_router_group_topk
+    if (groups is None) != (group_topk is None):
+        raise InvalidInputError(
+            f"--moe-router-num-groups is {groups} and --moe-router-group-topk {group_topk}: give both or neither"
+        )
+    if groups is None or group_topk is None:
+        return
+    if groups < 1 or number % groups:
+        raise InvalidInputError(
+            f"--moe-router-num-groups {groups} does not divide --num-experts {number}: change one of them",
+            num_groups=groups,
+            num_experts=number,
+        )
+    in_group = number // groups
+    if not 1 <= group_topk <= groups or topk % group_topk or topk // group_topk > in_group:
+        raise InvalidInputError(
+            f"--moe-router-group-topk {group_topk} of {groups} groups of {in_group} experts cannot share "
+            f"--moe-router-topk {topk} evenly: give at most {groups}, of which {topk} is a multiple and which have "
+            f"{topk} experts together",
+            group_topk=group_topk,
+            topk=topk,
+        )
+
+
+def _check_losses(flags: Any) -> None:
+    types, coeffs = _losses(flags)
+    if len(types) != len(coeffs):
+        raise InvalidInputError(
+            f"--moe-router-load-balancing-type has {len(types)} values and --moe-aux-loss-coeff {len(coeffs)}: give a "
+            "coefficient for each"
+        )
+    for name in types:
+        if name not in BALANCING:
+            raise UnsupportedFeatureError(
+                f"--moe-router-load-balancing-type {name} is not supported: "
+                f"{_UNBALANCED.get(name, 'it is not known here')}; use {', '.join(BALANCING)}",
+                flag="--moe-router-load-balancing-type",
+            )
+    for flag, values in (("--moe-aux-loss-coeff", coeffs), ("--moe-z-loss-coeff", [flags.moe_z_loss_coeff or 0.0])):
+        for value in values:
+            if not value >= 0:
+                raise InvalidInputError(f"{flag} is {value}, it must be at least 0", value=value)
+
+
+def _losses(flags: Any) -> tuple[list[str], list[float]]:
+    """Return the load-balancing losses and their coefficients."""
+    types, coeffs = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
+    return (
+        [types] if isinstance(types, str) else list(types),
+        list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs or 0.0],
+    )
+
+
+def _check_sizes(flags: Any, number: int, ep_size: int, num_lanes: int | None) -> None:
+    if not is_power_of_two(ep_size):
+        raise InvalidInputError(
+            f"--expert-model-parallel-size is {ep_size}, lanes that share experts are blocks of 1, 2, 4, ...: give one "
+            "of those",
+            ep_size=ep_size,
+        )
+    if number % ep_size:
+        raise InvalidInputError(
+            f"--num-experts {number} is not a multiple of --expert-model-parallel-size {ep_size}: change one of them",
+            num_experts=number,
+            ep_size=ep_size,
+        )
+    if num_lanes is not None and num_lanes % ep_size:
+        raise InvalidInputError(
+            f"{num_lanes} lanes (world size / (TP * PP)) are not a multiple of --expert-model-parallel-size {ep_size}: "
+            "start another number of ranks, or change it",
+            num_lanes=num_lanes,
+            ep_size=ep_size,
+        )
+    tp_size, expert_tp_size = flags.tensor_model_parallel_size, flags.expert_tensor_parallel_size
+    if expert_tp_size not in (None, 1):
+        raise UnsupportedFeatureError(
+            f"--expert-tensor-parallel-size {expert_tp_size} is not supported: experts are shared out whole; give 1",
+            flag="--expert-tensor-parallel-size",
+        )
+    if tp_size > 1 and not flags.sequence_parallel:
+        raise InvalidInputError(
+            f"--tensor-model-parallel-size {tp_size} with experts needs --sequence-parallel, without which every rank "
+            "would route all tokens: add it",
+            tp_size=tp_size,
+        )
+
+
+def _check_parts(flags: Any) -> None:
+    dispatcher = flags.moe_token_dispatcher_type
+    if dispatcher != DISPATCHER:
+        raise UnsupportedFeatureError(
+            f"--moe-token-dispatcher-type {dispatcher} is not supported: lanes have unlike numbers of tokens; use "
+            f"{DISPATCHER}",
+            flag="--moe-token-dispatcher-type",
+        )
+    if flags.moe_shared_expert_intermediate_size is None and flags.moe_shared_expert_gate:
+        raise InvalidInputError(
+            "--moe-shared-expert-gate is for a shared expert: give --moe-shared-expert-intermediate-size, or leave it "
+            "out"
+        )
+    has_biases = flags.add_bias_linear if hasattr(flags, "add_bias_linear") else not flags.disable_bias_linear
+    if has_biases:
+        raise UnsupportedFeatureError(
+            "--num-experts with biases is not supported: megatron-core adds those of an expert in place, which torch "
+            "refuses; add --disable-bias-linear",
+            flag="--num-experts",
+        )
