@@ -108,8 +108,9 @@ class StageAttention:
         self.lse_bytes = 4 * stage.sum(lambda layer: layer.query_size / layer.kv_channels) / tp_size
         self.mask = stage.layers[0][1].mask
         self.kinds: tuple[StageAttention, ...] = (self,)
-        if len(stage.layers) > 1:
-            self.kinds = tuple(StageAttention(Stage((layers,)), problem, node_lanes) for layers in stage.layers)
+        of_masks = stage.by_mask
+        if len(of_masks) > 1:
+            self.kinds = tuple(StageAttention(one, problem, node_lanes) for one in of_masks)
         self.node_lanes = node_lanes
         self.latency_s = stage.num_layers * hardware.exchange_latency_s_per_layer
         self.bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s

@@ -10,10 +10,15 @@ MLPs counted by their true widths):
     inputs and output of the activation function (2 or 3 inner widths)      2 or 3 * ffn / TP * b
     the attention's log-sum-exp in fp32                                     4 * heads / TP
     where attention has a gate: its sigmoid in fp32, and the product        gate / TP * (4 + b)
+    where it has experts: shared ones in the place of the MLP, and of each
+    copy of a token that the rank's experts compute, it and their MLP's     (hidden + 2 or 3 * ffn of one expert) * b
+
+A rank computes topk / TP copies of each token of a lane, on average over its EP block, times `expert_imbalance`.
 
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, and needs one
-layer in full while it runs backward; selective recomputation of the attention drops the log-sum-exp, of the MLP the
-inputs and output of its activation function, of the norms what these have put out (half of the first line).
+layer in full while it runs backward; selective recomputation of the attention drops the log-sum-exp, of the MLP of
+dense layers the inputs and output of its activation function, of experts what they keep, of the norms what these have
+put out (half of the first line).
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class ActivationBytes(NamedTuple):
         ring_per_bucket_token: keys and values of the whole bucket, which the ring and all-gather keep for one layer,
             per token of the bucket.
         a2a_queries: queries and outputs in their other layout, per token of a rank; keys and values come on top.
+        routed_per_layer, routed_working: kept by experts, and held while they run (copies sent and received, with
+            recomputation all that they keep): per token of the mean lane of the EP block.
     """
 
     per_layer: float
@@ -44,6 +51,8 @@ class ActivationBytes(NamedTuple):
     hops: float
     ring_per_bucket_token: float
     a2a_queries: float
+    routed_per_layer: float = 0.0
+    routed_working: float = 0.0
 
 
 def activation_bytes(
@@ -62,14 +71,18 @@ def activation_bytes(
     # With fewer KV heads than TP ranks every rank keeps a whole head.
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
     mlp = layer.mlp_kept_channels * element / tp_size
+    routed = options.imbalance(topology) * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
     whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp
-    dropped = {"core_attn": log_sum_exp, "mlp": mlp, "layernorm": 2 * hidden}
+    of_mlp = "moe" if layer.num_experts else "mlp"
+    dropped = {"core_attn": log_sum_exp, "mlp": 0.0, "moe": 0.0, "layernorm": 2 * hidden} | {of_mlp: mlp}
+    routed_kept = routed * layer.routed_kept_channels
     is_full, repeated = options.recompute == "full", options.repeated
     kept = residual if is_full else whole - sum(dropped[name] for name in repeated)
     # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
     again = whole if is_full else sum(dropped[name] for name in repeated - {"core_attn"})
+    experts_run_again = "moe" in repeated
     return ActivationBytes(
         per_layer=kept,
         working=mlp + 2 * residual + again,
@@ -77,4 +90,7 @@ def activation_bytes(
         hops=4 * residual if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,
         a2a_queries=2 * query,
+        routed_per_layer=0.0 if experts_run_again else routed_kept,
+        # Copies before and after the exchange, there and back.
+        routed_working=2 * routed * layer.routed_channels + (routed_kept if experts_run_again else 0.0),
     )

@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer state follow Megatron-LM's theoretical memory report: 2 bytes of bf16 weight, 4 of
 fp32 gradient and 12 of fp32 master weight and Adam's moments, the 12 divided by the lanes with the distributed
-optimizer (fp32 training: 4 + 4 + 8). Activations: `activations.py`, times the tokens in flight on the stage, which come
+optimizer (fp32 training: 4 + 4 + 8). Of routed experts a rank has 1 / EP of those of a stage, and shares the 12 with
+the ranks that have the same. Activations: `activations.py`, times the tokens in flight on the stage, which come
 from the actual micro-batches of a plan and the order of the schedule.
 """
 
@@ -94,7 +95,7 @@ class MemoryModel:
         return SAFETY_FRACTION * (self._hardware.hbm_bytes - self._hardware.hbm_reserved_bytes)
 
     def num_weights(self, stage: int) -> float:
-        """Return the weights of a rank on `stage`; norms are not split by TP."""
+        """Return the weights of a rank on `stage` but those of routed experts; norms are not split by TP."""
         model, topology = self._model, self._topology
         table = model.vocab_size * model.hidden_size / topology.tp_size
         weights = self._stages[stage].sum(lambda layer: layer.held_weights / topology.tp_size + layer.norm_weights)
@@ -106,6 +107,10 @@ class MemoryModel:
             weights += 0 if is_first and model.share_embeddings_and_output_weights else table
         return weights
 
+    def num_expert_weights(self, stage: int) -> float:
+        """Return the weights of the routed experts of a rank on `stage`."""
+        return self._stages[stage].sum(lambda layer: layer.held_expert_weights) / self._topology.ep_size
+
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
         held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
@@ -116,11 +121,17 @@ class MemoryModel:
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
-        alive = peak_in_flight_tokens(held, plan.topology.pp_size, plan.topology.vp_size)
+        topology = plan.topology
+        alive = peak_in_flight_tokens(held, topology.pp_size, topology.vp_size)
         most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
+        # Each rank of an EP block computes the mean of what its lanes hold.
+        block = topology.expert_lanes
+        of_block = np.repeat(held.reshape(len(held), -1, block).sum(axis=2), block, axis=1)
+        routed = peak_in_flight_tokens(of_block, topology.pp_size, topology.vp_size) / block
+        most_routed = of_block.max(axis=0) / block
         return tuple(
-            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers)
-            for stage in range(plan.topology.pp_size)
+            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers, routed[stage], most_routed)
+            for stage in range(topology.pp_size)
         )
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
@@ -133,7 +144,8 @@ class MemoryModel:
         possible = attentions_of(self._options.cp_comm_types, cp_size, self._sharing)
         buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
         return tuple(
-            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers) for stage in range(topology.pp_size)
+            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers, alive[stage], most)
+            for stage in range(topology.pp_size)
         )
 
     def max_tokens_per_rank(self, max_seqlen: int | None = None) -> int:
@@ -228,22 +240,35 @@ class MemoryModel:
             for per_token in self._bytes.values()
         )
 
-    def _worst_lane(self, stage: int, alive: Floats, most: Floats, buffers: Floats) -> StageMemory:
-        """Return the memory of `stage` from [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes."""
+    def _worst_lane(
+        self, stage: int, alive: Floats, most: Floats, buffers: Floats, routed: Floats, most_routed: Floats
+    ) -> StageMemory:
+        """Return the memory of `stage`.
+
+        Args:
+            alive, most, buffers: [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes.
+            routed, most_routed: [lane] the same tokens of the mean lane of its EP block.
+        """
         topology, layers = self._topology, self._stages[stage]
-        kept = layers.sum(lambda layer: self._bytes[layer].per_layer) / self._largest_chunks(stage)
+        chunks = self._largest_chunks(stage)
+        kept = layers.sum(lambda layer: self._bytes[layer].per_layer) / chunks
+        routed_kept = layers.sum(lambda layer: self._bytes[layer].routed_per_layer) / chunks
         of_kinds = [self._bytes[layer] for _, layer in layers.layers]
-        activations = alive * kept
-        working = most * max(per_token.working + per_token.hops for per_token in of_kinds)
+        activations = alive * kept + routed * routed_kept
+        working = np.max(
+            [most * (one.working + one.hops) + most_routed * one.routed_working for one in of_kinds], axis=0
+        )
         logits = most * (of_kinds[0].head if stage == topology.pp_size - 1 else 0.0)
         lane = int(np.argmax(activations + working + logits + buffers))
-        weights = self.num_weights(stage)
+        weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
+        lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
+        sharded = weights / lanes + experts / copies if self._distributed_optimizer else weights + experts
         element = self._options.element_bytes.weight
         state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
         return StageMemory(
-            weights_bytes=weights * element,
-            gradients_bytes=weights * GRADIENT_BYTES,
-            optimizer_bytes=weights * state / (topology.num_lanes if self._distributed_optimizer else 1),
+            weights_bytes=(weights + experts) * element,
+            gradients_bytes=(weights + experts) * GRADIENT_BYTES,
+            optimizer_bytes=sharded * state,
             communicators_bytes=self._num_groups() * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),
             working_bytes=float(working[lane]),
@@ -263,6 +288,7 @@ class MemoryModel:
         topology = self._topology
         largest = min(self._options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
+        others += 2 * (topology.ep_size > 1)  # of the block, and of the ranks with the same experts
         sizes = [1 << k for k in range(1, largest.bit_length())]
         for name in self._options.cp_comm_types:
             others += sum(MECHANISMS[name].num_more_groups(cp_size, self._sharing) for cp_size in sizes)

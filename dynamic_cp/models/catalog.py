@@ -13,7 +13,7 @@ from dynamic_cp.models import diffusers, hugging_face
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Hardware, ModelShape
+from dynamic_cp.types import Experts, Hardware, ModelShape
 
 _ARCHITECTURE = "architecture"
 """Entry of a model file that is not priced."""
@@ -105,13 +105,15 @@ def load_model(name_or_path: str | Path) -> ModelShape:
     if hugging_face.is_config(data):
         return hugging_face.model_shape(where, data)
     priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
-    _check_keys(where, priced, [field.name for field in fields(ModelShape) if field.default is MISSING], ModelShape)
-    kinds = {"int": int, "bool": bool, "str": str}
+    _check_keys(where, priced, _needed(ModelShape), ModelShape)
+    kinds = {"int": int, "bool": bool, "str": str, "Experts | None": dict}
     values = {
         field.name: _typed(where, data, field.name, kinds.get(str(field.type)) or _kind_of_pattern(data[field.name]))
         for field in fields(ModelShape)
         if field.name in data
     }
+    if "experts" in values:
+        _check_keys(f"{where}: experts", values["experts"], _needed(Experts), Experts)
     try:
         return ModelShape(**values)
     except InvalidInputError as error:
@@ -130,6 +132,10 @@ def load_architecture(name_or_path: str | Path) -> Architecture | None:
     if _ARCHITECTURE not in data:
         return None
     return Architecture.from_dict(where, _typed(where, data, _ARCHITECTURE, dict))
+
+
+def _needed(value_type: type) -> list[str]:
+    return [field.name for field in fields(value_type) if field.default is MISSING]
 
 
 def _names(kind: str) -> tuple[str, ...]:

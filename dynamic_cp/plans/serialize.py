@@ -35,6 +35,10 @@ _UNUSED = {"all_lanes_coupled": False}
 """A field of topologies that nothing ever used: plans still carry it, so that their digests stay what they were."""
 
 
+_OF_EXPERTS = {"ep_size": 1}
+"""Fields of topologies with their defaults, at which plans do not name them: digests stay what they were before."""
+
+
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return `plan` as what JSON can hold."""
     return {
@@ -56,8 +60,13 @@ def plan_from_dict(data: object) -> Plan:
             schema_version=version,
         )
     plan = _Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
-    kinds = {field.name: bool if field.name == "sequence_parallel" else int for field in fields(Topology)}
-    topology = _Fields(plan.get("topology", dict), "topology", (*kinds, *_UNUSED))
+    given = plan.get("topology", dict)
+    kinds = {
+        field.name: bool if field.name == "sequence_parallel" else int
+        for field in fields(Topology)
+        if field.name not in _OF_EXPERTS or field.name in given
+    }
+    topology = _Fields(given, "topology", (*kinds, *_UNUSED))
     for name in _UNUSED:
         topology.get(name, bool)
     plan.get("schema_version", int)
@@ -78,7 +87,11 @@ def plan_from_dict(data: object) -> Plan:
 
 
 def _topology_to_dict(topology: Topology) -> dict[str, Any]:
-    return {**asdict(topology), **_UNUSED}
+    values = asdict(topology)
+    for name, default in _OF_EXPERTS.items():
+        if values[name] == default:
+            del values[name]
+    return {**values, **_UNUSED}
 
 
 def dumps(plan: Plan) -> str:

@@ -26,6 +26,9 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         8. The lanes of a bucket can use its mechanism: the inner groups of a2a+p2p divide the lanes of a node, and each
            lies inside one node on every stage; only some mechanisms serve samples with masks of their own; a placement
            computes all that the masks allow, once, and nothing else (`placement.legal`).
+        9. A bucket lies inside one EP block (`topology.expert_lanes` lanes) or holds whole ones. So all lanes of a
+           block run the same operations of the same micro-batches in one order, as experts need, also without a
+           pipeline.
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -116,7 +119,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             )
         return
     # Most buckets have one lane, which exchanges nothing.
-    reason = _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
+    reason = _why_block_cut(bucket, plan) or _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
     # A placement that is wrong may be on lanes that are not there.
     is_countable = reason is None or bucket.placement is None
     tokens = max(lane_tokens(bucket, plan.topology.rank_token_multiple)) if is_countable else 0
@@ -139,6 +142,17 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
             inner_cp_size=bucket.inner_cp_size,
             lanes_per_node=plan.topology.lanes_per_node,
         )
+
+
+def _why_block_cut(bucket: Bucket, plan: Plan) -> str | None:
+    block = plan.topology.expert_lanes
+    first = bucket.first_lane % block
+    if first + bucket.cp_size <= block or (first == 0 and bucket.cp_size % block == 0):
+        return None
+    return (
+        f"{bucket.cp_size} lanes cut blocks of {block} lanes that share experts (ep_size {plan.topology.ep_size}): put "
+        "the bucket into one block, or on whole ones"
+    )
 
 
 def _why_illegal(bucket: Bucket, plan: Plan) -> str | None:

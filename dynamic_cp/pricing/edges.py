@@ -61,7 +61,11 @@ def gradient_reduction_s(problem: Problem) -> float:
     of_layers = max(stage.sum(lambda layer: layer.held_weights) for stage in model.stages(topology.pp_size))
     weights = (of_layers + tables) / topology.tp_size
     moved_bytes = GRADIENT_BYTES + problem.options.element_bytes.weight
-    return weights * moved_bytes * (topology.num_lanes - 1) / topology.num_lanes / bandwidth
+    dense_s = weights * moved_bytes * (topology.num_lanes - 1) / topology.num_lanes / bandwidth
+    # Only ranks with the same experts reduce them: blocks of lanes apart, so they pay the same link.
+    copies = max(1.0, topology.num_lanes * topology.tp_size / topology.ep_size)
+    experts = max(stage.sum(lambda layer: layer.held_expert_weights) for stage in model.stages(topology.pp_size))
+    return dense_s + experts / topology.ep_size * moved_bytes * (copies - 1) / copies / bandwidth
 
 
 def _collective_s(bytes_per_token: float, hardware: Hardware, topology: Topology) -> float:

@@ -171,6 +171,7 @@ def plan_lengths(
     vp_size: int = 1,
     ranks_per_node: int = 8,
     sequence_parallel: bool = False,
+    ep_size: int = 1,
     min_cp_size: int = 1,
     max_cp_size: int | None = None,
     cp_comm_types: CpCommType | Literal["auto"] | Sequence[CpCommType] = "p2p",
@@ -193,7 +194,7 @@ def plan_lengths(
         hardware: a bundled name, the path of a hardware file, or a Hardware.
         masks: one for each sample, as `types.Mask` or its text, None: causal; or the rule of all, as text:
             "lambda:64,4096", "shared_question:4x0.2" (`types.parse_mask_rule`).
-        tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel: as in `types.Topology`.
+        tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel, ep_size: as in `types.Topology`.
         min_cp_size, max_cp_size: smallest and largest CP size, powers of two; 1 and 1: no context parallelism, None:
             the largest power of two <= num_lanes.
         cp_comm_types: exchanges that your attention has, one or several, or "auto" for all four.
@@ -223,6 +224,7 @@ def plan_lengths(
         vp_size=_plain(vp_size),
         ranks_per_node=_plain(ranks_per_node),
         sequence_parallel=_switch("sequence_parallel", sequence_parallel),
+        ep_size=_plain(ep_size),
     )
     options = PlanOptions(
         max_tokens_per_rank=1 if limit_from_memory else _plain(cast(int, max_tokens_per_rank)),

@@ -5,7 +5,7 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `placement`, `plan`, then what a batch
-is planned for: `layers`, `model`, `hardware`, `options`, `problem`.
+is planned for: `layers`, `experts`, `model`, `hardware`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -26,6 +26,7 @@ from dynamic_cp.types.counts import (
     is_power_of_two,
     largest_power_of_two,
 )
+from dynamic_cp.types.experts import Experts
 from dynamic_cp.types.hardware import (
     Hardware,
 )
@@ -49,6 +50,7 @@ from dynamic_cp.types.model import (
     ModelShape,
 )
 from dynamic_cp.types.options import (
+    EXPERT_IMBALANCE,
     RECOMPUTE_MODES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
@@ -77,6 +79,7 @@ __all__ = [
     "CAUSAL",
     "CHOOSES_INNER_SIZE",
     "CP_COMM_TYPES",
+    "EXPERT_IMBALANCE",
     "FULL",
     "INNER_SIZES",
     "IN_NODE",
@@ -91,6 +94,7 @@ __all__ = [
     "Causal",
     "CausalBlockwise",
     "CpCommType",
+    "Experts",
     "Full",
     "Hardware",
     "KeyRanges",

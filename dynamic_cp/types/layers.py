@@ -14,14 +14,22 @@ class Layer(NamedTuple):
     Attributes:
         linear_weights: weights of the matrices that a token meets, without biases and norms; with experts those of the
             experts that it is sent to.
-        held_weights: weights of all its matrices, which the TP ranks share.
-        norm_weights: weights that every TP rank has.
-        mlp_kept_channels: channels of a token that its MLP keeps for backward, which the TP ranks share.
+        held_weights: weights of its matrices but those of routed experts; the TP ranks share them.
+        norm_weights: weights that every TP rank has: norms, a router.
+        mlp_kept_channels: channels of a token that its MLP or its shared experts keep for backward, which the TP ranks
+            share.
         num_attention_heads, query_size: query heads, and how wide they are together.
         kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
         gate_size: width of the gate that what attention finds is multiplied by; 0: none.
-        mlp_weights: those of linear_weights that are its MLP's.
+        mlp_weights: those of linear_weights that are its dense MLP's.
         mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
+        num_experts: its routed experts; 0: it has a dense MLP.
+        expert_weights: those of linear_weights that are of routed experts, all that a token is sent to together.
+        held_expert_weights: weights of all routed experts, which the ranks of an EP block share.
+        moe_weights: those of linear_weights that are of the router and of shared experts.
+        routed_channels: channels of a token that travel to experts, once for each that it is sent to.
+        routed_kept_channels: channels that these copies keep for backward where they are computed, all of a token
+            together.
     """
 
     linear_weights: int
@@ -35,6 +43,12 @@ class Layer(NamedTuple):
     mask: Causal | Full | Lambda
     gate_size: int = 0
     mlp_weights: int = 0
+    num_experts: int = 0
+    expert_weights: int = 0
+    held_expert_weights: int = 0
+    moe_weights: int = 0
+    routed_channels: int = 0
+    routed_kept_channels: int = 0
 
     @property
     def attention_flops_per_token2(self) -> float:
@@ -56,6 +70,12 @@ class Stage(NamedTuple):
     def num_layers(self) -> float:
         """Layers of all kinds."""
         return sum(number for number, _ in self.layers)
+
+    @property
+    def by_mask(self) -> tuple[Stage, ...]:
+        """Its layers of each mask alone, in the order of `layers`."""
+        masks = dict.fromkeys(layer.mask for _, layer in self.layers)
+        return tuple(Stage(tuple(one for one in self.layers if one[1].mask == mask)) for mask in masks)
 
     def sum(self, of: Callable[[Layer], float]) -> float:
         """Return the sum over its layers of what `of` says of one."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
+from dynamic_cp.types.experts import Experts
 from dynamic_cp.types.layers import Layer, Stage
 from dynamic_cp.types.masks import CAUSAL, FULL, Causal, Full, Lambda
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers of a dense transformer that decide its cost.
+    """The numbers of a transformer, dense or with experts, that decide its cost.
 
     Attributes:
         ffn_hidden_size: width of the MLP's inner layer (one branch of it if gated).
@@ -36,6 +38,7 @@ class ModelShape:
         window_attn_skip_freq: which layers have the window, as Megatron says it: with N all but every N-th, or 1 (has
             one) and 0 for each layer; 0 = all.
         window_sink_tokens: first keys of its sequence that a token attends to besides those of the window.
+        experts: those of the layers that have some instead of the MLP; None = all layers are dense.
     """
 
     num_layers: int
@@ -54,6 +57,7 @@ class ModelShape:
     window_attn_skip_freq: int | tuple[int, ...] = 0
     window_sink_tokens: int = 0
     pipeline_layers: tuple[tuple[int, ...], ...] = ()
+    experts: Experts | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -77,6 +81,10 @@ class ModelShape:
             )
         self._check_windows()
         self._check_pipeline_layers()
+        if self.experts is not None:
+            if not isinstance(self.experts, Experts):  # a dict where it comes from JSON
+                object.__setattr__(self, "experts", Experts(**self.experts))
+            self.experts.moe_layers(self.num_layers)  # refuses a pattern of another number of layers
 
     def _check_pipeline_layers(self) -> None:
         of_stages = tuple(map(tuple, self.pipeline_layers))  # lists where it comes from JSON
@@ -132,7 +140,7 @@ class ModelShape:
     def layer_masks(self) -> tuple[Causal | Full | Lambda, ...]:
         """The different masks of its layers, that of layers without a window first."""
         (layers,) = self.stages(1)
-        return tuple(layer.mask for _, layer in layers.layers)
+        return tuple(dict.fromkeys(layer.mask for _, layer in layers.layers))
 
     @property
     def windows_in_words(self) -> str:
@@ -152,6 +160,11 @@ class ModelShape:
         if isinstance(skip, tuple):
             return tuple(map(bool, skip))
         return tuple(not skip or layer % skip != 0 for layer in range(1, self.num_layers + 1))
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return (False,) * self.num_layers if self.experts is None else self.experts.moe_layers(self.num_layers)
 
     @property
     def num_windowed_layers(self) -> int:
@@ -187,8 +200,10 @@ class ModelShape:
         """Width of all query heads together."""
         return self.num_attention_heads * self.kv_channels
 
-    def why_no_split(self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int) -> str | None:
-        """Return why TP, PP and VPP cannot split the model evenly over ranks, None where they can."""
+    def why_no_split(
+        self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int, ep_size: int = 1
+    ) -> str | None:
+        """Return why TP, PP, VPP and EP cannot split the model evenly over ranks, None where they can."""
         if tp_size > ranks_per_node:
             return "TP beyond a node"
         if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
@@ -197,6 +212,16 @@ class ModelShape:
             return "PP x VPP does not divide the layers"
         if vp_size > 1 and pp_size == 1:
             return "VPP without a pipeline"
+        return self.why_no_expert_split(ep_size=ep_size, tp_size=tp_size)
+
+    def why_no_expert_split(self, *, ep_size: int, tp_size: int = 1) -> str | None:
+        """Return why `ep_size` ranks cannot share the experts evenly, None where they can."""
+        if self.experts is None:
+            return None if ep_size == 1 else f"EP {ep_size} without experts"
+        if self.experts.num_experts % ep_size:
+            return f"EP {ep_size} does not divide {self.experts.num_experts} experts"
+        if self.experts.shared_ffn_hidden_size % tp_size:
+            return f"TP {tp_size} does not divide {self.experts.shared_ffn_hidden_size} channels of shared experts"
         return None
 
     @property
@@ -211,14 +236,14 @@ class ModelShape:
 
     @property
     def linear_weights_per_layer(self) -> int:
-        """Weights of the matrices of one transformer layer (QKV, output projection, MLP), without biases and norms."""
+        """Weights of the matrices of one dense layer (QKV, output projection, MLP), without biases and norms."""
         attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
         return attention + self.mlp_weights_per_layer + self.other_weights_per_layer
 
     @property
     def mlp_weights_per_layer(self) -> int:
-        """Weights of the matrices of the MLP of one layer."""
-        return (3 if self.gated_linear_unit else 2) * self.hidden_size * self.ffn_hidden_size
+        """Weights of the matrices of the MLP of one dense layer."""
+        return self._mlp_weights(self.ffn_hidden_size)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -230,25 +255,54 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Weights of all matrices and norms (one scale per channel, two norms a layer and a last one); no biases."""
         (layers,) = self.stages(1)
-        of_layers = int(layers.sum(lambda layer: layer.held_weights + layer.norm_weights))
+        of_layers = int(layers.sum(lambda one: one.held_weights + one.held_expert_weights + one.norm_weights))
         return of_layers + self.hidden_size + self.vocabulary_weights
 
     @property
     def layer(self) -> Layer:
-        """One of its layers: all are equal, but that some may have a window."""
-        return Layer(
+        """One of its layers, without a window and dense where there are such: all others are equal to it."""
+        return self._layer(has_experts=all(self.moe_layers), has_window=False)
+
+    def _layer(self, *, has_experts: bool, has_window: bool) -> Layer:
+        dense = Layer(
             linear_weights=self.linear_weights_per_layer,
             held_weights=self.linear_weights_per_layer,
             norm_weights=2 * self.hidden_size,
-            mlp_kept_channels=(3 if self.gated_linear_unit else 2) * self.ffn_hidden_size,
+            mlp_kept_channels=self._kept_channels(self.ffn_hidden_size),
             num_attention_heads=self.num_attention_heads,
             query_size=self.query_size,
             kv_channels=self.kv_channels,
             kv_size=self.kv_size,
             gate_size=self.gate_size,
             mlp_weights=self.mlp_weights_per_layer,
-            mask=CAUSAL if self.causal_attention else FULL,
+            mask=self.window if has_window and self.window else CAUSAL if self.causal_attention else FULL,
         )
+        if not has_experts or self.experts is None:
+            return dense
+        experts, others = self.experts, self.linear_weights_per_layer - self.mlp_weights_per_layer
+        shared = self._mlp_weights(experts.shared_ffn_hidden_size)
+        router = self.hidden_size * (experts.num_experts + experts.shared_gate)
+        of_one = self._mlp_weights(experts.ffn_hidden_size)
+        return dense._replace(
+            linear_weights=others + shared + router + experts.topk * of_one,
+            held_weights=others + shared,
+            norm_weights=2 * self.hidden_size + router,
+            mlp_kept_channels=self._kept_channels(experts.shared_ffn_hidden_size),
+            mlp_weights=0,
+            num_experts=experts.num_experts,
+            expert_weights=experts.topk * of_one,
+            held_expert_weights=experts.num_experts * of_one,
+            moe_weights=shared + router,
+            routed_channels=experts.topk * self.hidden_size,
+            # The copy itself, which the first matrix needs again, and what an MLP keeps.
+            routed_kept_channels=experts.topk * (self.hidden_size + self._kept_channels(experts.ffn_hidden_size)),
+        )
+
+    def _mlp_weights(self, ffn_hidden_size: int) -> int:
+        return (3 if self.gated_linear_unit else 2) * self.hidden_size * ffn_hidden_size
+
+    def _kept_channels(self, ffn_hidden_size: int) -> int:
+        return (3 if self.gated_linear_unit else 2) * ffn_hidden_size
 
     def stages(self, pp_size: int) -> tuple[Stage, ...]:
         """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these.
@@ -256,10 +310,12 @@ class ModelShape:
         Raises:
             InvalidInputError: `pipeline_layers` are those of another number of stages.
         """
-        kinds = [(self.num_layers - self.num_windowed_layers, self.layer)]
-        if self.window is not None:
-            kinds.append((self.num_windowed_layers, self.layer._replace(mask=self.window)))
-        kinds = [(number, layer) for number, layer in kinds if number]
+        # Layers without a window first, dense ones before those with experts.
+        which = Counter(zip(self.windowed_layers, self.moe_layers, strict=True))
+        kinds = [
+            (number, self._layer(has_experts=has_experts, has_window=has_window))
+            for (has_window, has_experts), number in sorted(which.items())
+        ]
         if pp_size == 1 or not self.pipeline_layers:
             return (Stage(tuple((number / pp_size, layer) for number, layer in kinds)),) * pp_size
         if len(self.pipeline_layers) != pp_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.hardware import Hardware
 from dynamic_cp.types.model import ModelShape
 from dynamic_cp.types.options import PlanOptions
@@ -19,3 +20,13 @@ class Problem:
     hardware: Hardware
     options: PlanOptions
     policy: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        topology = self.topology
+        reason = self.model.why_no_expert_split(ep_size=topology.ep_size, tp_size=topology.tp_size)
+        if reason is not None:
+            raise InvalidInputError(
+                f"{reason}: use an ep_size (--expert-model-parallel-size) that divides the experts of the model",
+                ep_size=topology.ep_size,
+                tp_size=topology.tp_size,
+            )

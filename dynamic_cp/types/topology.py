@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.counts import largest_power_of_two, require_at_least
+from dynamic_cp.types.counts import is_power_of_two, largest_power_of_two, require_at_least
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,8 @@ class Topology:
         num_lanes: world size / (tp_size * pp_size); any integer >= 1.
         ranks_per_node: ranks of one node; lanes of a node are adjacent.
         sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
+        ep_size: neighbouring ranks of a stage that share the routed experts of a layer, as Megatron's
+            --expert-model-parallel-size; a power of two. Each expert is whole on its rank (expert TP is 1).
     """
 
     num_lanes: int
@@ -37,6 +39,7 @@ class Topology:
     vp_size: int = 1
     ranks_per_node: int = 8
     sequence_parallel: bool = False
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -59,6 +62,41 @@ class Topology:
                 vp_size=self.vp_size,
                 pp_size=1,
             )
+        if self.ep_size != 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        require_at_least(1, ep_size=self.ep_size)
+        if not is_power_of_two(self.ep_size):
+            raise InvalidInputError(
+                f"ep_size {self.ep_size} is not a power of two, so its blocks would cut groups of CP: use 1, 2, 4, ... "
+                "(--expert-model-parallel-size)",
+                ep_size=self.ep_size,
+            )
+        wide, narrow = max(self.ep_size, self.tp_size), min(self.ep_size, self.tp_size)
+        if wide % narrow:
+            raise InvalidInputError(
+                f"ep_size {self.ep_size} and tp_size {self.tp_size}: one must be a multiple of the other, so that "
+                "blocks of experts hold whole lanes (--expert-model-parallel-size)",
+                ep_size=self.ep_size,
+                tp_size=self.tp_size,
+            )
+        if self.num_lanes % self.expert_lanes:
+            raise InvalidInputError(
+                f"ep_size {self.ep_size} makes blocks of {self.expert_lanes} lanes (TP {self.tp_size}), which do not "
+                f"divide the {self.num_lanes} lanes: use an ep_size (--expert-model-parallel-size) that does",
+                ep_size=self.ep_size,
+                expert_lanes=self.expert_lanes,
+                num_lanes=self.num_lanes,
+            )
+
+    @property
+    def expert_lanes(self) -> int:
+        """Lanes of an EP block: they wait for each other in every layer with experts (1: no other lane is waited for).
+
+        Blocks are aligned: lanes k * expert_lanes and the following.
+        """
+        return max(1, self.ep_size // self.tp_size)
 
     @property
     def world_size(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import Experts, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.lm_adaptor.checkout import SCHEDULERS, SUPPORTED_VERSIONS
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_of
@@ -63,6 +63,7 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
                 pp_size=pp_group.size(),
                 vp_size=config.virtual_pipeline_model_parallel_size or 1,
                 sequence_parallel=config.sequence_parallel,
+                ep_size=getattr(config, "expert_model_parallel_size", None) or 1,
             )
             self.bytes_per_element = 2 if config.bf16 or config.fp16 else 4
             return super().run(data_iterator, num_microbatches, *groups_and_config)
@@ -115,7 +116,24 @@ def model_shape(config: Any) -> ModelShape:
         kv_channels=config.kv_channels,
         vocab_size=_vocab_size(),
         gated_linear_unit=config.gated_linear_unit,
+        experts=_experts(config),
         source="configuration of the checkout",
+    )
+
+
+def _experts(config: Any) -> Experts | None:
+    """Return the experts of a checkout's model, whose configuration names them otherwise than its flags do."""
+    num_experts = getattr(config, "num_moe_experts", None)
+    if not num_experts:
+        return None
+    freq = config.moe_layer_freq
+    return Experts(
+        num_experts=num_experts,
+        topk=config.moe_router_topk,
+        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+        shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
+        layer_freq=freq if isinstance(freq, int) else tuple(freq),
     )
 
 

@@ -356,11 +356,13 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
     """
     given = getattr(config, "recompute_modules", None)
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
+    has_experts = bool(getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None))
+    possible = [name for name in RECOMPUTE_MODULES if has_experts or name != "moe"]
     for name in names:
-        if name not in RECOMPUTE_MODULES:
+        if name not in possible:
             raise UnsupportedFeatureError(
-                f"--recompute-modules {name} is not supported: a dense model has {', '.join(RECOMPUTE_MODULES)}; give "
-                "some of them",
+                f"--recompute-modules {name} is not supported: a {'' if has_experts else 'dense '}model "
+                f"{'with experts ' if has_experts else ''}has {', '.join(possible)}; give some of them",
                 flag="--recompute-modules",
                 name=name,
             )

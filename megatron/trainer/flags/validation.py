@@ -275,6 +275,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         vp_size=args.virtual_pipeline_model_parallel_size or 1,
         ranks_per_node=environment_number("LOCAL_WORLD_SIZE", args.world_size),
         sequence_parallel=args.sequence_parallel,
+        ep_size=getattr(args, "expert_model_parallel_size", None) or 1,
     )
     _check_cp_sizes(args, topology)
     windows = windows_of(args)

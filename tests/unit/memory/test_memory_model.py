@@ -77,8 +77,8 @@ def test_recomputed_modules_by_hand():
         found = activation_bytes(MODEL, topology, replace(selective, recompute_modules=names))
         assert plain.per_layer - found.per_layer == dropped
         assert found.working - plain.working == held
-    with pytest.raises(InvalidInputError, match="recompute_modules: 'moe' is unknown: use some of core_attn, mlp, lay"):
-        replace(selective, recompute_modules=("moe",))
+    with pytest.raises(InvalidInputError, match="recompute_modules: 'mla' is unknown: use some of core_attn, mlp, lay"):
+        replace(selective, recompute_modules=("mla",))
 
 
 def test_a_residual_in_float32_by_hand():
@@ -86,7 +86,7 @@ def test_a_residual_in_float32_by_hand():
     topology, rounded = Topology(num_lanes=1, pp_size=2), OPTIONS
     exact = replace(OPTIONS, fp32_residual=True)
     more, plain = (activation_bytes(MODEL, topology, options) for options in (exact, rounded))
-    assert [a - b for a, b in zip(more, plain, strict=True)] == [2 * 16, 2 * 16, 16, 4 * 16, 0, 0]
+    assert [a - b for a, b in zip(more, plain, strict=True)] == [2 * 16, 2 * 16, 16, 4 * 16, 0, 0, 0, 0]
     full = activation_bytes(MODEL, topology, replace(exact, recompute="full"))
     assert full.per_layer == 32
     assert replace(exact, bytes_per_element=4).element_bytes == replace(OPTIONS, bytes_per_element=4).element_bytes

@@ -327,7 +327,9 @@ def broken(kind, change):
             "is true, a whole number is needed",
         ),
         ("models", broken("models", lambda d: d.update(num_layers=0)), "num_layers is 0"),
-        ("models", broken("models", lambda d: d.update(experts=8)), "unknown entries experts"),
+        ("models", broken("models", lambda d: d.update(colour=8)), "unknown entries colour"),
+        ("models", broken("models", lambda d: d.update(experts=8)), "experts is 8, an object is needed"),
+        ("models", broken("models", lambda d: d.update(experts={"topk": 1})), "experts lacks num_experts, ffn"),
     ],
 )
 def test_a_malformed_file_is_named(tmp_path, kind, text, says):

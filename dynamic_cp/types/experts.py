@@ -1,0 +1,79 @@
+"""The experts of a model: what a token is sent to instead of one MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import counted, require_at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The routed and shared experts of a model's MoE layers, in Megatron's words. Routing drops no token.
+
+    Attributes:
+        num_experts: routed experts of a layer.
+        topk: routed experts that each token is sent to.
+        ffn_hidden_size: width of the inner layer of one routed expert (--moe-ffn-hidden-size).
+        shared_ffn_hidden_size: the same of all shared experts together, which every token meets; 0 = none
+            (--moe-shared-expert-intermediate-size).
+        shared_gate: what the shared experts give is weighted by a gate of one number.
+        layer_freq: which layers have experts, as Megatron says it: with N the first of every N, or 1 (has them) and 0
+            (a dense MLP) for each layer.
+    """
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    layer_freq: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, num_experts=self.num_experts, topk=self.topk, ffn_hidden_size=self.ffn_hidden_size)
+        require_at_least(0, shared_ffn_hidden_size=self.shared_ffn_hidden_size)
+        if self.topk > self.num_experts:
+            raise InvalidInputError(
+                f"a token is sent to {self.topk} experts, a layer has {self.num_experts}: give topk "
+                "(--moe-router-topk) <= num_experts (--num-experts)",
+                topk=self.topk,
+                num_experts=self.num_experts,
+            )
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise InvalidInputError(
+                "shared_gate is true and shared_ffn_hidden_size 0: give the width of the shared experts that it "
+                "weights, or neither"
+            )
+        if not isinstance(self.layer_freq, list | tuple):
+            require_at_least(1, layer_freq=self.layer_freq)
+            return
+        pattern = tuple(self.layer_freq)  # a list where it comes from JSON
+        object.__setattr__(self, "layer_freq", pattern)
+        if set(pattern) - {0, 1} or 1 not in pattern:
+            raise InvalidInputError(
+                f"layer_freq {list(pattern)} must be 1 (experts) or 0 (a dense MLP) for each layer, 1 at least once: "
+                "a model without experts has none",
+                layer_freq=pattern,
+            )
+
+    def moe_layers(self, num_layers: int) -> tuple[bool, ...]:
+        """Return whether each of `num_layers` layers has experts.
+
+        Raises:
+            InvalidInputError: `layer_freq` is of another number of layers.
+        """
+        if isinstance(self.layer_freq, int):
+            return tuple(layer % self.layer_freq == 0 for layer in range(num_layers))
+        if len(self.layer_freq) != num_layers:
+            raise InvalidInputError(
+                f"layer_freq says it of {counted(len(self.layer_freq), 'layer')}, the model has {num_layers}: give 1 "
+                "or 0 for each of them (--moe-layer-freq)",
+                layer_freq=self.layer_freq,
+                num_layers=num_layers,
+            )
+        return tuple(map(bool, self.layer_freq))
+
+    def __str__(self) -> str:
+        shared = f" + shared {self.shared_ffn_hidden_size}" if self.shared_ffn_hidden_size else ""
+        return f"{self.num_experts} experts of {self.ffn_hidden_size}, top {self.topk}{shared}"
