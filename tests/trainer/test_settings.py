@@ -37,11 +37,13 @@ IN_NO_GROUP = {
     "lr_wsd_decay_iters",
     "micro_batch_size",
     "ckpt_format",
+    "moe_token_dispatcher_type",
     "use_varlen_dataset",
     *(flag.removeprefix("--").replace("-", "_") for flag in ALREADY_SO),
 }
 PLANNING_FLAGS = {
     "dynamic_cp": "policy",
+    "expert_model_parallel_size": "topology",
     "static_cp_policy": "policy",
     "seq_length": "seq_length",
     "context_parallel_size": "static_cp_size",

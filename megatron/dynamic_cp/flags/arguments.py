@@ -14,6 +14,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, RECOMPUTE_MODULES, SEARCH_EFFORTS, RecomputeModule
+from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
 from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.windows import windows_of
 
@@ -200,7 +201,10 @@ class Unsupported:
 
 _UNTESTED = "it is not among the features that were checked with a CP group per micro-batch"
 _FSDP = "parameters are replicated or sharded by DDP and the distributed optimizer only"
-_MOE = "only dense models are supported; experts couple all lanes"
+_DROPPED = "every token reaches its experts; which ones a full expert would drop follows the packing"
+_MOE_OVERLAP = "router and experts run one after the other"
+_MOE_FUSED = "padding is never sent to experts, which fused kernels expect"
+_MOE_TESTING = "it is for measuring, training with it learns nothing"
 _GRAPHS = "shapes change with every micro-batch"
 _OFFLOAD = "activations and weights stay on their device"
 _ATTENTION = "attention is that of a softmax over causal scores"
@@ -211,9 +215,45 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(flag="--fp8-format", field="fp8", reason=_PRECISION),
     Unsupported(flag="--fp8-param-gather", field="fp8_param", reason=_PRECISION),
     Unsupported(flag="--fp4-format", field="fp4", reason=_PRECISION),
-    Unsupported(flag="--num-experts", field="num_moe_experts", reason=_MOE),
-    Unsupported(flag="--expert-model-parallel-size", field="expert_model_parallel_size", off=(1,), reason=_MOE),
-    Unsupported(flag="--expert-tensor-parallel-size", reason=_MOE),
+    Unsupported(flag="--moe-expert-capacity-factor", field="moe_expert_capacity_factor", off=(-1,), reason=_DROPPED),
+    Unsupported(flag="--moe-pad-expert-input-to-capacity", field="moe_pad_expert_input_to_capacity", reason=_DROPPED),
+    Unsupported(flag="--moe-token-dropping", field="moe_token_dropping", reason=_DROPPED),
+    Unsupported(flag="--moe-shared-expert-overlap", field="moe_shared_expert_overlap", reason=_MOE_OVERLAP),
+    Unsupported(
+        flag="--overlap-moe-expert-parallel-comm", field="overlap_moe_expert_parallel_comm", reason=_MOE_OVERLAP
+    ),
+    Unsupported(flag="--moe-permute-fusion", field="moe_permute_fusion", reason=_MOE_FUSED),
+    Unsupported(flag="--moe-router-fusion", field="moe_router_fusion", reason=_MOE_FUSED),
+    Unsupported(
+        flag="--moe-use-legacy-grouped-gemm",
+        field="moe_use_legacy_grouped_gemm",
+        reason="--moe-grouped-gemm takes TransformerEngine's",
+    ),
+    Unsupported(
+        flag="--moe-enable-deepep", field="moe_enable_deepep", reason="--moe-token-dispatcher-type is alltoall"
+    ),
+    Unsupported(
+        flag="--moe-layer-recompute",
+        field="moe_layer_recompute",
+        reason="--recompute-granularity selective --recompute-modules moe takes its place",
+    ),
+    Unsupported(
+        flag="--moe-input-jitter-eps", field="moe_input_jitter_eps", reason="what is drawn would follow the packing"
+    ),
+    Unsupported(flag="--moe-router-force-load-balancing", field="moe_router_force_load_balancing", reason=_MOE_TESTING),
+    Unsupported(flag="--moe-apply-probs-on-input", field="moe_apply_probs_on_input", reason=_UNTESTED),
+    Unsupported(flag="--moe-latent-size", field="moe_latent_size", reason=_UNTESTED),
+    Unsupported(flag="--moe-enable-routing-replay", field="moe_enable_routing_replay", reason=_UNTESTED),
+    Unsupported(
+        flag="--moe-router-padding-for-quantization", field="moe_router_padding_for_quantization", reason=_PRECISION
+    ),
+    Unsupported(flag="--moe-router-padding-for-fp8", field="moe_router_padding_for_fp8", reason=_PRECISION),
+    Unsupported(
+        flag="--moe-router-topk-limited-devices",
+        field="moe_router_topk_limited_devices",
+        reason="--moe-router-num-groups and --moe-router-group-topk take its place",
+    ),
+    Unsupported(flag="--moe-use-upcycling", reason="--load takes checkpoints of the same model"),
     Unsupported(
         flag="--multi-latent-attention",
         field="multi_latent_attention",
@@ -329,6 +369,8 @@ ALLOWED = frozenset(
         "deterministic_mode",
     }
 )
+# More of them for a model with experts.
+_ALLOWED_OF_EXPERTS = frozenset({"num_moe_experts", "expert_model_parallel_size", *DEFAULTS})
 # Any of the two precisions; compared by name, because this module does not import torch.
 _DTYPE_FIELDS = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype"})
 
@@ -356,7 +398,7 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
     """
     given = getattr(config, "recompute_modules", None)
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
-    has_experts = bool(getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None))
+    has_experts = num_experts(config) is not None
     possible = [name for name in RECOMPUTE_MODULES if has_experts or name != "moe"]
     for name in names:
         if name not in possible:
@@ -393,20 +435,22 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
             the flag or the field with its value and its default.
-        InvalidInputError: a window that cannot be, or two norms of queries and keys.
+        InvalidInputError: a window that cannot be, two norms of queries and keys, or experts that do not fit.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
             raise feature.error()
     windows_of(config)
     check_norms(config)
+    check_experts(config)
     recompute_modules(config)
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
     )
-    wanted = {
-        f.name: getattr(plain, f.name) for f in fields(config) if f.name not in ALLOWED | also_allowed | _DTYPE_FIELDS
-    }
+    allowed = ALLOWED | also_allowed | _DTYPE_FIELDS
+    if num_experts(config) is not None:
+        allowed |= _ALLOWED_OF_EXPERTS
+    wanted = {f.name: getattr(plain, f.name) for f in fields(config) if f.name not in allowed}
     # The planner simulates this order of model chunks, and a loss is a sum over tokens, divided once per step.
     wanted["microbatch_group_size_per_vp_stage"] = config.pipeline_model_parallel_size
     wanted["calculate_per_token_loss"] = True

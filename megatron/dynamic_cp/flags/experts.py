@@ -12,6 +12,37 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import PLACED, is_power_of_two
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
 
+DEFAULTS: dict[str, Any] = {
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_grouped_gemm": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_topk": 2,
+    "moe_router_pre_softmax": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_dtype": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_per_layer_logging": False,
+}
+"""Flag -> what it is where it is not given: Megatron-LM's defaults, but for the dispatcher."""
+CHOICES = frozenset(
+    {
+        *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+        *("moe_router_topk", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    }
+)
+"""All names that `choices` may return: what weights mean."""
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 """Values of --moe-router-load-balancing-type. Routers have losses of sequences only, so the first two are the same."""
 DISPATCHER = "alltoall"
@@ -58,18 +89,34 @@ def layers_with_experts(freq: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, freq))
 
 
+def choices(flags: Any) -> dict[str, Any]:
+    """Return what weights of layers with experts mean: name -> JSON value; {} for a dense model.
+
+    Args:
+        flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
+    """
+    number = num_experts(flags)
+    if number is None:
+        return {}
+    found = {name: getattr(flags, name, DEFAULTS.get(name)) for name in CHOICES - {"num_experts"}}
+    if found["moe_ffn_hidden_size"] is None:
+        found["moe_ffn_hidden_size"] = flags.ffn_hidden_size
+    freq = found["moe_layer_freq"]
+    with_experts = layers_with_experts(freq if isinstance(freq, int) else tuple(freq), flags.num_layers)
+    return {"num_experts": number, **found, "moe_layer_freq": list(map(int, with_experts))}
+
+
 def aux_loss_coeff(flags: Any) -> float:
     """Return the coefficient of the load-balancing loss of a sequence, 0.0 for none: the sum of those given."""
     types, coeffs = _losses(flags)
     return sum(coeff for name, coeff in zip(types, coeffs, strict=True) if name != "none")
 
 
-def check_experts(flags: Any, *, num_lanes: int | None = None) -> None:
-    """Check what is said of experts, each part against the others.
+def check_experts(flags: Any) -> None:
+    """Check what is said of experts, each part against the others; `Topology` knows which lanes can share them.
 
     Args:
         flags: of this trainer or of a checkout, or a configuration.
-        num_lanes: of the job, where it is known.
 
     Raises:
         InvalidInputError: numbers that do not fit each other.
@@ -92,7 +139,7 @@ def check_experts(flags: Any, *, num_lanes: int | None = None) -> None:
     layers_with_experts(flags.moe_layer_freq, flags.num_layers)
     _check_routing(flags, number)
     _check_losses(flags)
-    _check_sizes(flags, number, ep_size, num_lanes)
+    _check_sizes(flags, number, ep_size)
     _check_parts(flags)
     if getattr(flags, "cp_comm_type", None) in PLACED:
         raise UnsupportedFeatureError(
@@ -179,7 +226,7 @@ def _losses(flags: Any) -> tuple[list[str], list[float]]:
     )
 
 
-def _check_sizes(flags: Any, number: int, ep_size: int, num_lanes: int | None) -> None:
+def _check_sizes(flags: Any, number: int, ep_size: int) -> None:
     if not is_power_of_two(ep_size):
         raise InvalidInputError(
             f"--expert-model-parallel-size is {ep_size}, lanes that share experts are blocks of 1, 2, 4, ...: give one "
@@ -190,13 +237,6 @@ def _check_sizes(flags: Any, number: int, ep_size: int, num_lanes: int | None) -
         raise InvalidInputError(
             f"--num-experts {number} is not a multiple of --expert-model-parallel-size {ep_size}: change one of them",
             num_experts=number,
-            ep_size=ep_size,
-        )
-    if num_lanes is not None and num_lanes % ep_size:
-        raise InvalidInputError(
-            f"{num_lanes} lanes (world size / (TP * PP)) are not a multiple of --expert-model-parallel-size {ep_size}: "
-            "start another number of ranks, or change it",
-            num_lanes=num_lanes,
             ep_size=ep_size,
         )
     tp_size, expert_tp_size = flags.tensor_model_parallel_size, flags.expert_tensor_parallel_size

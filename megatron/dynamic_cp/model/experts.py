@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -44,10 +47,48 @@ def _hand_over(experts: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     return args, kwargs
 
 
-def use_router(mlp: Any) -> None:
-    """Have the experts of a layer spec built with our router."""
+class NumberedExperts(SequentialMLP):
+    """megatron-core's experts of a rank, one after the other; what one starts with depends on its number only.
+
+    megatron-core's begin alike on all ranks of a block where they are made on the CPU, and what is made after them
+    begins otherwise with another number of them on a rank.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seed = int(torch.randint(2**31, ()))
+        with torch.random.fork_rng(devices=()):
+            super().__init__(*args, **kwargs)
+            if self.config.perform_initialization and self.config.use_cpu_initialization:
+                first = self.ep_group.rank() * self.num_local_experts
+                for number, expert in enumerate(self.local_experts, start=first):
+                    torch.manual_seed(seed + number)
+                    self.config.init_method(expert.linear_fc1.weight)
+                    self.config.output_layer_init_method(expert.linear_fc2.weight)
+
+
+def use_our_parts(mlp: Any) -> None:
+    """Have the experts of a layer spec, and their router, built as ours."""
     submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
     submodules.router = DynamicCPRouter
+    experts = submodules.experts
+    if isinstance(experts, functools.partial) and experts.func is SequentialMLP:
+        submodules.experts = functools.partial(NumberedExperts, *experts.args, **experts.keywords)
+    elif getattr(experts, "module", None) is SequentialMLP:
+        experts.module = NumberedExperts
+
+
+@contextlib.contextmanager
+def as_if_nothing_was_routed(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Forget afterwards what the routers of `chunks` counted inside, and what a step made of it."""
+    held = [(router, router.expert_bias) for router in routers(chunks)]
+    before = [None if bias is None else bias.clone() for _, bias in held]
+    try:
+        yield
+    finally:
+        for (router, bias), values in zip(held, before, strict=True):
+            router.forget()
+            if bias is not None:
+                bias.copy_(values)
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[DynamicCPRouter]:

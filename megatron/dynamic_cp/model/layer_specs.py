@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.flags.experts import layers_with_experts
-from megatron.dynamic_cp.model.experts import LayerWithExperts, use_router
+from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
@@ -82,7 +82,7 @@ def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
     if num_experts is not None:
         expert_routing.install()
         layer.module = LayerWithExperts
-        use_router(layer.submodules.mlp)
+        use_our_parts(layer.submodules.mlp)
 
 
 def _normalize_without_weights(attention: ModuleSpec, config: TransformerConfig) -> None:

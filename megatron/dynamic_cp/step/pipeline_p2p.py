@@ -180,7 +180,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
 
 def schedule_groups() -> ProcessGroupCollection:
     """Return the groups that megatron-core's schedules take by themselves when no communicator is given."""
-    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp", "tp_dp_cp"])
 
 
 def _shapes(message: bytes) -> dict[str, list[Shape]]:

@@ -22,13 +22,14 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 # megatron-core's default layout cannot be loaded on another TP or PP size, and its flattened tensors not by torch's.
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+# The optimizers of experts and of all else name their tensors by parameters, not by their own number.
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _WEIGHT_KEYS = {"distributed": "param", "plain_16bit": "fp32_param", "plain_fp32": None}
 
 
 def kind(optimizer: MegatronOptimizer) -> str:
     """Return how `optimizer` stores its float32 weights: a key of the table above."""
-    inner = _only(optimizer)
+    inner = _all_of(optimizer)[0]
     if isinstance(inner, DistributedOptimizer):
         return "distributed"
     return "plain_16bit" if hasattr(inner, "fp32_from_float16_groups") else "plain_fp32"
@@ -42,12 +43,27 @@ def sharded_for_save(optimizer: MegatronOptimizer, sharded_model: dict[str, Any]
 class LoadRequest:
     """The tensors that an optimizer needs from a checkpoint of either kind, and how it takes them.
 
+    A model with experts has two: theirs and that of all else.
+
     Args:
         saved_kind: `kind` of the optimizer that was saved.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, sharded_model: dict[str, Any], saved_kind: str) -> None:
-        self._optimizer = _only(optimizer)
+        self._requests = [_OneRequest(one, sharded_model, saved_kind) for one in _all_of(optimizer)]
+        self.tensors = {index: request.tensors for index, request in enumerate(self._requests)}
+
+    def apply(self, loaded: dict[int, Any], step: int) -> None:
+        """Hand the loaded tensors and the number of past steps to the optimizer. The model's weights are loaded."""
+        for index, request in enumerate(self._requests):
+            request.apply(loaded[index], step)
+
+
+class _OneRequest:
+    """As `LoadRequest`, of one optimizer."""
+
+    def __init__(self, optimizer: Any, sharded_model: dict[str, Any], saved_kind: str) -> None:
+        self._optimizer = optimizer
         self._kind = kind(optimizer)
         self._saved_weights = _WEIGHT_KEYS[saved_kind]
         state = self._optimizer.sharded_state_dict(sharded_model, is_loading=True, metadata=SHARDING)
@@ -71,7 +87,6 @@ class LoadRequest:
 
     @torch.no_grad()  # float32 shards of the distributed optimizer are views of leaves
     def apply(self, loaded: dict[str, Any], step: int) -> None:
-        """Hand the loaded tensors and the number of past steps to the optimizer. The model's weights are loaded."""
         if self._kind == "distributed":
             self._apply_distributed(loaded, step)
             return
@@ -102,12 +117,9 @@ class LoadRequest:
         self._optimizer.load_state_dict(state_dict)
 
 
-def _only(optimizer: MegatronOptimizer) -> Any:
-    """Return the one optimizer of a dense model."""
-    if isinstance(optimizer, ChainedOptimizer):
-        (inner,) = optimizer.chained_optimizers
-        return inner
-    return optimizer
+def _all_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the optimizers that `optimizer` is made of: one of a dense model, two with experts."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _map_sharded(value: Any, change: Any) -> Any:

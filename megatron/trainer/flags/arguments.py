@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
+from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, layer_freq
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_model_arguments(parser)
+    _add_expert_arguments(parser)
     _add_training_arguments(parser)
     _add_optimizer_arguments(parser)
     _add_parallel_arguments(parser)
@@ -188,6 +190,65 @@ def _add_stretched_positions(group: Any) -> None:
     )
 
 
+def _add_expert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Without a value each is as `experts.DEFAULTS` says; what is given without --num-experts is refused."""
+    group = parser.add_argument_group("experts")
+    group.add_argument("--num-experts", type=int, help="experts of a layer that has some; default: a dense model")
+    group.add_argument(
+        "--moe-layer-freq",
+        type=layer_freq,
+        metavar="N|LIST",
+        help="layers with experts: the first of every N, or a list with 1 for each layer that has some and 0 for a "
+        "dense one, such as [0]+[1]*3; default: all",
+    )
+    group.add_argument("--moe-ffn-hidden-size", type=int, help="of each expert; default: --ffn-hidden-size")
+    group.add_argument(
+        "--moe-shared-expert-intermediate-size", type=int, help="of the expert that every token goes to; default: none"
+    )
+    _optional_switch(group, "--moe-shared-expert-gate", help="weigh the shared expert by a gate")
+    _optional_switch(
+        group, "--moe-grouped-gemm", help="all experts of a rank in one product (TransformerEngine's layers only)"
+    )
+    group.add_argument(
+        "--moe-router-topk", type=int, help=f"experts of a token; default: {DEFAULTS['moe_router_topk']}"
+    )
+    group.add_argument(
+        "--moe-router-score-function", choices=("softmax", "sigmoid"), help="weights of experts; default: softmax"
+    )
+    _optional_switch(group, "--moe-router-pre-softmax", help="softmax over all experts, before some are chosen")
+    group.add_argument("--moe-router-num-groups", type=int, help="groups of experts that tokens are limited to some of")
+    group.add_argument("--moe-router-group-topk", type=int, help="groups of a token")
+    group.add_argument("--moe-router-topk-scaling-factor", type=float, help="factor of the weights of chosen experts")
+    group.add_argument("--moe-router-dtype", choices=("fp32", "fp64"), help="default: that of activations")
+    _optional_switch(
+        group, "--moe-router-enable-expert-bias", help="shift the choice towards experts that had fewer tokens"
+    )
+    group.add_argument(
+        "--moe-router-bias-update-rate",
+        type=float,
+        help=f"by how much in each step; default: {DEFAULTS['moe_router_bias_update_rate']}",
+    )
+    group.add_argument(
+        "--moe-router-load-balancing-type",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(BALANCING)}; the first two are the same here: each sample has a loss; default: aux_loss",
+    )
+    group.add_argument(
+        "--moe-aux-loss-coeff", type=float, nargs="+", metavar="X", help="factor of it, one for each; default: 0"
+    )
+    group.add_argument("--moe-z-loss-coeff", type=float, help="factor of the loss on large logits; default: 0")
+    group.add_argument(
+        "--moe-token-dispatcher-type", choices=("alltoall", "allgather", "flex"), help="alltoall is the one supported"
+    )
+    _optional_switch(group, "--moe-per-layer-logging", help="router losses of each layer, to TensorBoard and W&B")
+
+
+def _optional_switch(group: Any, *flags: str, help: str) -> None:
+    """A switch that says whether it was given."""
+    group.add_argument(*flags, action="store_true", default=None, help=help)
+
+
 def _add_fusions(group: Any) -> None:
     """Megatron-LM has the four switches in their negative form only; without either form it depends on the device."""
     for flag, what in (
@@ -237,7 +298,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         help="with --recompute-granularity selective: core_attn (attention with its exchange), mlp, layernorm (both "
-        "norms of a layer, local layers only); default: core_attn",
+        "norms of a layer, local layers only), moe (router and experts with their exchange); default: core_attn",
     )
     _switch(group, "--recompute-activations", help="same as --recompute-granularity selective")
 
@@ -272,6 +333,19 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument(
+        "--expert-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="EP",
+        help="neighbouring ranks of a stage that share the experts of a layer: 1, 2, 4, ...",
+    )
+    group.add_argument(
+        "--expert-tensor-parallel-size",
+        type=int,
+        metavar="1",
+        help="always 1 here, which is the default: whole experts",
+    )
     for place in ("first", "last"):
         group.add_argument(
             f"--decoder-{place}-pipeline-num-layers",

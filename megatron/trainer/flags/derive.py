@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import Experts, ModelShape
+from megatron.dynamic_cp.flags import experts
 from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import choices
 from megatron.dynamic_cp.flags.windows import windows_of
@@ -84,4 +85,5 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
     )
     identity = {name: getattr(model, name) for name in names.split()}
     # What came later is there only where it is on, so that checkpoints from before still fit.
-    return identity | {"vocab_size": vocab_rows, "gated_linear_unit": model.swiglu} | choices(model)
+    identity |= {"vocab_size": vocab_rows, "gated_linear_unit": model.swiglu}
+    return identity | choices(model) | experts.choices(model)

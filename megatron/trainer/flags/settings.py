@@ -25,6 +25,7 @@ class ModelSettings:
     Attributes:
         rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
             `positions.YARN` says.
+        expert_tensor_parallel_size: 1 with experts.
         transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
         gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
     """
@@ -63,6 +64,25 @@ class ModelSettings:
     swiglu: bool
     disable_bias_linear: bool
     add_qkv_bias: bool
+    num_experts: int | None
+    expert_tensor_parallel_size: int | None
+    moe_layer_freq: int | tuple[int, ...]
+    moe_ffn_hidden_size: int | None
+    moe_shared_expert_intermediate_size: int | None
+    moe_shared_expert_gate: bool
+    moe_grouped_gemm: bool
+    moe_router_load_balancing_type: str | tuple[str, ...]
+    moe_router_topk: int
+    moe_router_pre_softmax: bool
+    moe_router_num_groups: int | None
+    moe_router_group_topk: int | None
+    moe_router_topk_scaling_factor: float | None
+    moe_router_score_function: str
+    moe_router_dtype: str | None
+    moe_router_enable_expert_bias: bool
+    moe_router_bias_update_rate: float
+    moe_aux_loss_coeff: float | tuple[float, ...]
+    moe_z_loss_coeff: float | None
     untie_embeddings_and_output_weights: bool
     make_vocab_size_divisible_by: int
     init_method_std: float
@@ -183,6 +203,7 @@ class LoggingSettings:
     """Where figures go."""
 
     log_interval: int
+    moe_per_layer_logging: bool
     tensorboard_dir: str | None
     wandb_project: str | None
     wandb_exp_name: str | None

@@ -13,6 +13,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
+from megatron.dynamic_cp.flags import experts
 from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
@@ -39,7 +40,9 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "distributed_timeout_minutes lr vocab_size recompute_num_layers "
         "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base "
-        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow",
+        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow num_experts moe_ffn_hidden_size "
+        "moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
+        "moe_router_topk_scaling_factor moe_router_bias_update_rate expert_model_parallel_size",
     )
     _not_negative(
         args,
@@ -59,6 +62,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     args.overlong = args.overlong or ("error" if args.sft else "split")
     _complete_model(args)
     _complete_model_parallel(args)
+    _complete_experts(args)
     _complete_recompute(args)
     planning = planning_settings(args)
     if args.global_batch_size is None:
@@ -258,6 +262,31 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
         _divides(chunks, args.num_layers, "--num-layers", "PP * virtual stages", "every model chunk has the same depth")
 
 
+def _complete_experts(args: argparse.Namespace) -> None:
+    """Fill in what is not said of experts, and check it.
+
+    DEVIATION: each expert is whole on its rank, where Megatron-LM splits it as tensor parallelism does. Reason: parts
+    of experts make small products, and experts whole are what plans are made for. Recovery: none.
+    """
+    for name, default in experts.DEFAULTS.items():
+        value = getattr(args, name)
+        if args.num_experts is None and value is not None:
+            raise InvalidInputError(f"{_flag(name)} is for layers with experts: give --num-experts, or leave it out")
+        setattr(args, name, default if value is None else value)
+    if args.num_experts is not None:
+        if args.expert_tensor_parallel_size is None:
+            args.expert_tensor_parallel_size = 1
+        if args.moe_ffn_hidden_size is None:
+            args.moe_ffn_hidden_size = args.ffn_hidden_size
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+            value = getattr(args, name)
+            if isinstance(value, list) and len(value) == 1:  # as Megatron-LM hands it to megatron-core
+                setattr(args, name, value[0])
+    elif args.expert_tensor_parallel_size is not None:
+        raise InvalidInputError("--expert-tensor-parallel-size is for experts: give --num-experts, or leave it out")
+    experts.check_experts(args)
+
+
 def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> PlanningSettings:
     """Return how a run is planned: the lanes, their token limit and CP sizes.
 
@@ -307,7 +336,8 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         replay=args.dynamic_cp_replay,
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows.are_there,
-        auto_places=auto_places,
+        # The lanes of a placed bucket know some of its samples each: nobody could count a sample's tokens.
+        auto_places=auto_places and experts.num_experts(args) is None,
         pipeline_layers=pipeline_layers(args),
     )
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)

@@ -23,6 +23,7 @@ from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, 
 from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.measuring.undisturbed import Moment, share_of_others
+from megatron.dynamic_cp.step.routing import sum_over_routers
 from megatron.dynamic_cp.step.schedule import sum_over_job
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.checkpoints.saving import Saver
@@ -214,6 +215,8 @@ class Loop:
             is_writing=self.saver.is_writing(),
             process_s=0.0 if began is None else time.process_time() - began.process_s,
         )
+        with span("sums over routers"):
+            routing = sum_over_routers(run.model, data.seqlen_sum, runtime.device)
         others = None if began is None else share_of_others(began, sums.process_s, runtime.topology)
         self.refining.end_step(iteration)
         _check_finite("loss", sums.loss, iteration)
@@ -234,6 +237,7 @@ class Loop:
             flops=training_flops(runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
             exchanged_bytes=sums.exchanged_bytes,
             share_of_others=others,
+            routing=routing,
         )
         return record, sums.stop, sums.is_writing
 

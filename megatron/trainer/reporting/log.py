@@ -17,6 +17,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
+from megatron.dynamic_cp.step.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class StepRecord:
         imbalance: max / mean of the lanes' predicted busy seconds.
         exchanged_bytes: sent for attention by all ranks.
         is_fallback: the planner failed and the static plan was run.
+        routing: of tokens to experts; None for a dense model.
         share_of_others: of the cores, taken from the ranks by other processes; None where that is not known (GPUs).
     """
 
@@ -54,6 +56,7 @@ class StepRecord:
     exchanged_bytes: int
     is_fallback: bool = False
     share_of_others: float | None = None
+    routing: Routing | None = None
 
     @classmethod
     def of(
@@ -68,6 +71,7 @@ class StepRecord:
         flops: float,
         exchanged_bytes: int,
         share_of_others: float | None = None,
+        routing: Routing | None = None,
     ) -> StepRecord:
         """Return the record of a step that ran the plan of `facts`, with what was measured of it."""
         return cls(
@@ -88,6 +92,7 @@ class StepRecord:
             exchanged_bytes=exchanged_bytes,
             is_fallback=facts.fallback is not None,
             share_of_others=share_of_others,
+            routing=routing,
         )
 
 
@@ -124,6 +129,18 @@ class Interval:
         """Return the mean of a field of StepRecord."""
         return sum(getattr(record, name) for record in self.records) / len(self.records)
 
+    def routing_mean(self, name: str) -> float:
+        """Return the mean of a field of LayerRouting over iterations and layers; 0.0 for a dense model."""
+        return sum(one.routing.mean(name) for one in self.records if one.routing) / len(self.records)
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """The losses that routers train with, without their coefficients, under Megatron-LM's names."""
+        routing = self.records[-1].routing
+        if routing is None:
+            return {}
+        return {name: self.routing_mean(field) for name, field in _losses_of(routing)}
+
     @property
     def tokens_per_s(self) -> float:
         """Real tokens per second of the whole job."""
@@ -149,6 +166,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.num_samples:5d}",
         f"lm loss: {interval.mean('loss'):.6E}",
+        *(f"{name}: {value:.6E}" for name, value in interval.router_losses.items()),
         f"grad norm: {last.grad_norm:.3f}",
         f"num_microbatches: {last.num_microbatches}",
         format_cp_sizes(histogram),
@@ -160,6 +178,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"planner (ms): {1e3 * interval.mean('planner_s'):.1f}",
         f"waited for it (ms): {1e3 * interval.mean('wait_s'):.1f}",
         f"imbalance: {interval.mean('imbalance'):.3f}",
+        *([] if last.routing is None else [f"imbalance of experts: {interval.routing_mean('imbalance'):.3f}"]),
         f"exchanged: {interval.mean('exchanged_bytes') / 1e6:.2f} MB",
         f"tokens/s: {interval.tokens_per_s:.0f}",
     ]
@@ -172,9 +191,30 @@ def validation_line(split: str, iteration: int, loss: float) -> str:
     return f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
 
 
+def _losses_of(routing: Routing) -> list[tuple[str, str]]:
+    """Return Megatron-LM's name and the field of each loss that is trained with."""
+    aux = [("load_balancing_loss", "aux_loss")] if routing.has_aux_loss else []
+    return aux + ([("z_loss", "z_loss")] if routing.has_z_loss else [])
+
+
+def layer_scalars(interval: Interval) -> dict[str, float]:
+    """Return the routing of each layer in the last iteration, under Megatron-LM's names: layers count from 0."""
+    routing = interval.records[-1].routing
+    if routing is None:
+        return {}
+    fields = [*_losses_of(routing), ("imbalance", "imbalance")]
+    return {
+        f"moe/{name}_layer_{number - 1}": getattr(layer, field)
+        for name, field in fields
+        for number, layer in routing.layers.items()
+    }
+
+
 def plan_scalars(interval: Interval) -> dict[str, float]:
     """Return the scalars that Megatron-LM does not have."""
+    of_experts = {"dynamic-cp/imbalance-of-experts": interval.routing_mean("imbalance")}
     return {
+        **(of_experts if interval.records[-1].routing else {}),
         "dynamic-cp/num-microbatches": interval.records[-1].num_microbatches,
         "dynamic-cp/tokens-per-second": interval.tokens_per_s,
         "dynamic-cp/padding": interval.mean("padding_fraction"),
@@ -192,12 +232,16 @@ class Scalars:
     Args:
         folder: of TensorBoard's event files.
         wandb: what wandb.init gets; its environment variables (WANDB_MODE=offline and others) hold as always.
+        per_layer: also write what the router of each layer did.
 
     Raises:
         InvalidInputError: wandb refuses: nobody is logged in, no network, a folder that cannot be written.
     """
 
-    def __init__(self, folder: str | None = None, wandb: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: str | None = None, wandb: Mapping[str, Any] | None = None, *, per_layer: bool = False
+    ) -> None:
+        self._per_layer = per_layer
         self._writer: Any = None
         self._wandb_run: Any = None
         if wandb is not None:
@@ -218,6 +262,8 @@ class Scalars:
                 "batch-size": last.num_samples,
                 "iteration-time": interval.mean("elapsed_s"),
                 "throughput": interval.tflops_per_s_per_rank,
+                **interval.router_losses,
+                **(layer_scalars(interval) if self._per_layer else {}),
                 **plan_scalars(interval),
             },
             iteration,

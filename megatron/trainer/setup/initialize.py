@@ -89,6 +89,8 @@ def initialize(settings: Settings) -> torch.device:
         tensor_model_parallel_size=topology.tp_size,
         pipeline_model_parallel_size=topology.pp_size,
         virtual_pipeline_model_parallel_size=topology.vp_size if topology.vp_size > 1 else None,
+        expert_model_parallel_size=topology.ep_size,
+        expert_tensor_parallel_size=1,
         context_parallel_size=1,  # lanes are data-parallel ranks; each micro-batch brings its own CP group
         distributed_timeout_minutes=max(1, round(planning.exchange_timeout_s / 60)),
     )

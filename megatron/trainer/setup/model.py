@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,11 +21,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
+from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import set_sinks
@@ -59,6 +62,10 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
         DynamicCPError: a feature that is not supported, or kernels that give wrong results; the same on every rank.
     """
     device, impl = runtime.device, runtime.layers.impl
+    if impl == "local" and settings.model.moe_grouped_gemm:
+        raise InvalidInputError(
+            "--moe-grouped-gemm is for TransformerEngine's layers, the layers of this run are local: leave it out"
+        )
     config = transformer_config(settings.model, settings.planning, device, fused)
     if impl == "local":
         has_ranges = settings.planning.has_windows or runtime.has_masks
@@ -136,7 +143,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Micro-batches have their own lengths; megatron-core accepts that only with this dispatcher, even without MoE.
         variable_seq_lengths=topology.pp_size > 1,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=DISPATCHER,
+        **_of_experts(model, topology.ep_size),
         # With two stages the batched exchange of interleaving matches messages in the wrong order on gloo.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -146,6 +154,19 @@ def transformer_config(
         setattr(config, name, value)  # megatron-core has no fields for them
     check_supported(config, also_allowed=CONFIG_FIELDS)
     return config
+
+
+def _of_experts(model: ModelSettings, ep_size: int) -> dict[str, Any]:
+    """Return megatron-core's fields of experts, {} for a dense model."""
+    if model.num_experts is None:
+        return {}
+    given = {name: getattr(model, name) for name in DEFAULTS if name in ModelSettings.__dataclass_fields__}
+    return {
+        "num_moe_experts": model.num_experts,
+        "expert_model_parallel_size": ep_size,
+        "expert_tensor_parallel_size": model.expert_tensor_parallel_size,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
+    }
 
 
 def ddp_bucket_size(num_lanes: int, static_cp_size: int) -> int:

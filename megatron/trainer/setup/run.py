@@ -116,6 +116,7 @@ def set_up(settings: Settings) -> Run:
     if data.splits.train.has_masks:
         layer_choice.check_masks("prompts with several responses")
         _check_windows(settings)
+        _check_experts(settings)
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -158,6 +159,15 @@ def _check_windows(settings: Settings) -> None:
         raise UnsupportedFeatureError(
             f"--window-size {size}: prompts with several responses have masks of their own, and both together are not "
             "supported: give each response a line with its prompt, or leave the window out"
+        )
+
+
+def _check_experts(settings: Settings) -> None:
+    if settings.model.num_experts is not None:
+        raise UnsupportedFeatureError(
+            f"--num-experts {settings.model.num_experts}: prompts with several responses have masks of their own, for "
+            "which attention is placed, and the lanes of a placed bucket cannot count the tokens of a sample: give "
+            "each response a line with its prompt"
         )
 
 
@@ -264,7 +274,7 @@ def _scalars(settings: LoggingSettings, arguments: Mapping[str, Any]) -> Scalars
                 "dir": settings.wandb_save_dir,
                 "config": dict(arguments),
             }
-        scalars[0] = Scalars(settings.tensorboard_dir, options)
+        scalars[0] = Scalars(settings.tensorboard_dir, options, per_layer=settings.moe_per_layer_logging)
 
     run_on_rank_zero(start)
     return scalars[0]
@@ -287,12 +297,13 @@ def _log_choices(run: Run) -> None:
             logger.info("data, %s", stream.describe())
     num_parameters = sum(parameter.numel() for chunk in run.trainable.chunks for parameter in chunk.parameters())
     logger.info(
-        "%d ranks = TP %d x PP %d (VPP %d) x %d lanes, %s; %d parameters on rank 0",
+        "%d ranks = TP %d x PP %d (VPP %d) x %d lanes%s, %s; %d parameters on rank 0",
         topology.world_size,
         topology.tp_size,
         topology.pp_size,
         topology.vp_size,
         topology.num_lanes,
+        "" if run.settings.model.num_experts is None else f", experts shared by EP {topology.ep_size}",
         run.runtime.device,
         num_parameters,
     )

@@ -40,6 +40,7 @@ from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.measuring.undisturbed import Moment, Took, ranks_on_node, took_since
+from megatron.dynamic_cp.model.experts import as_if_nothing_was_routed
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step.bucket_times import BucketTimes
 from megatron.dynamic_cp.step.schedule import run_schedule, sum_over_job
@@ -261,13 +262,14 @@ def _run_step(runtime: PlannedRuntime, built: Built, plan: Plan, times: BucketTi
 
 @contextlib.contextmanager
 def _as_if_it_had_not_been(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Leave gradients at zero and random states as they were."""
+    """Leave gradients at zero, random states as they were and experts without a token."""
     states = rng_state()
     gathering = [chunk for chunk in chunks if chunk.ddp_config.overlap_param_gather]
     for chunk in gathering:  # nothing has been sent yet that they could wait for
         chunk.disable_forward_pre_hook(param_sync=False)
     try:
-        yield
+        with as_if_nothing_was_routed(chunks):
+            yield
     finally:
         for chunk in gathering:
             chunk.enable_forward_pre_hook()

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from dynamic_cp.errors import MemoryLimitError
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.model.experts import as_if_nothing_was_routed
 from megatron.trainer.setup.attention_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
 from megatron.trainer.setup.model import Built
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
@@ -67,7 +68,8 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
         limit,
     )
     attended = time.perf_counter()
-    _within_memory(lambda: run_chunks(config, chunks, built.wrapped, groups, limit, device), limit)
+    with as_if_nothing_was_routed(chunks):
+        _within_memory(lambda: run_chunks(config, chunks, built.wrapped, groups, limit, device), limit)
     logger.info(
         "warm-up: %d packs of attention in %.1f s with %d bytes sent per rank, a pack of %d tokens through each model "
         "chunk in %.1f s; %.2f GB of device memory reserved; a step adds what the optimizer allocates at first use "

@@ -1,0 +1,181 @@
+"""Experts on the command line: checked at once, trained and resumed on any sharing of them, and logged."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from dynamic_cp.errors import CheckpointError, DynamicCPError
+from megatron.dynamic_cp.flags.experts import CHOICES, DEFAULTS
+from megatron.trainer.checkpoints import loading
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import model
+from tests.trainer.commandline import command_line
+from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.training_ranks import losses, run_command, train
+
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+SIGMOID = (
+    f"{EXPERTS} --moe-router-topk 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-layer-freq [0,1]*2 "
+    "--moe-shared-expert-intermediate-size 48 --moe-router-load-balancing-type seq_aux_loss"
+)
+EP, TP = "--expert-model-parallel-size", "--tensor-model-parallel-size"
+
+
+def parsed(flags: str, world_size: int = 4) -> Any:
+    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (f"{EP} 2", f"{EP} 2 shares out experts, and there are none: give --num-experts, or leave it out"),
+        ("--moe-router-topk 2", "--moe-router-topk is for layers with experts: give --num-experts, or leave it out"),
+        ("--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size is for experts: give --num-experts"),
+        ("--num-experts 0", "--num-experts is 0, it must be greater than 0"),
+        ("--num-experts 1", "--moe-router-topk is 2, each token can have 1 to 1 of --num-experts 1: change one"),
+        (f"--num-experts 6 {EP} 4", f"--num-experts 6 is not a multiple of {EP} 4: change one of them"),
+        (f"--num-experts 6 {EP} 3", f"{EP} is 3, lanes that share experts are blocks of 1, 2, 4"),
+        (f"--num-experts 8 {EP} 8", "ep_size 8 makes blocks of 8 lanes .TP 1., which do not divide the 4 lanes: use"),
+        ("--num-experts 4 --moe-layer-freq [0,1]", "--moe-layer-freq 0,1 has 2 entries, the model has 4 layers: give"),
+        ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq is 0, the smallest allowed number is 1"),
+        ("--num-experts 4 --moe-router-topk 1", "gives every token the weight 1, .* add --moe-router-pre-softmax"),
+        (
+            "--num-experts 4 --moe-router-enable-expert-bias",
+            "is for --moe-router-score-function sigmoid, it is softmax",
+        ),
+        ("--num-experts 4 --moe-router-num-groups 2", "is 2 and --moe-router-group-topk None: give both or neither"),
+        (
+            "--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",
+            "--moe-router-num-groups 3 does not divide --num-experts 4: change one of them",
+        ),
+        (
+            "--num-experts 4 --moe-router-num-groups 4 --moe-router-group-topk 1",
+            "1 of 4 groups of 1 experts cannot share --moe-router-topk 2 evenly",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss",
+            "global_aux_loss is not supported: it would depend on which micro-batches came before; use aux_loss, seq",
+        ),
+        ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", "it would depend on what is packed together"),
+        (
+            "--num-experts 4 --moe-aux-loss-coeff 1 2",
+            "type has 1 values and --moe-aux-loss-coeff 2: give a coefficient",
+        ),
+        ("--num-experts 4 --moe-aux-loss-coeff -1", "--moe-aux-loss-coeff is -1.0, it must be at least 0"),
+        ("--num-experts 4 --moe-z-loss-coeff -1", "--moe-z-loss-coeff is -1.0, it must be at least 0"),
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "flex is not supported: lanes have unlike numbers of to"),
+        ("--num-experts 4 --moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor .* is not supported: every"),
+        ("--num-experts 4 --moe-shared-expert-overlap", "--moe-shared-expert-overlap .* router and experts run one"),
+        ("--num-experts 4 --moe-permute-fusion", "--moe-permute-fusion .* padding is never sent to experts"),
+        ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate is for a shared expert: give --moe-sha"),
+        ("--num-experts 4 --biases", "--num-experts with biases is not supported: .* add --disable-bias-linear"),
+        (f"--num-experts 4 {TP} 2", f"{TP} 2 with experts needs --sequence-parallel, without which every rank would"),
+        (
+            f"--num-experts 4 {TP} 2 --sequence-parallel --expert-tensor-parallel-size 2",
+            "--expert-tensor-parallel-size 2 is not supported: experts are shared out whole; give 1",
+        ),
+        (
+            "--num-experts 4 --cp-comm-type blocks",
+            "--cp-comm-type blocks is not supported with --num-experts: the lanes",
+        ),
+        (
+            "--num-experts 4 --recompute-activations --recompute-modules shared_experts",
+            "--recompute-modules shared_experts is not supported: a model with experts has core_attn, mlp, layer",
+        ),
+    ],
+)
+def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
+    words = command_line(f"--dynamic-cp {flags}")
+    if "--biases" in words:
+        words = [word for word in words if word not in ("--biases", "--disable-bias-linear")]
+    with pytest.raises(DynamicCPError, match=says):
+        parse_args(words, 4)
+
+
+def test_flags_reach_megatron_core_and_the_planner() -> None:
+    settings = parsed(f"{SIGMOID} {EP} 2")
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    assert (config.num_moe_experts, config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (8, 2, 1)
+    assert config.moe_layer_freq == [0, 1, 0, 1]
+    assert (config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk) == (4, 4, 2)
+    assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.1, "seq_aux_loss")
+    assert settings.planning.topology.ep_size == 2
+    assert not settings.planning.auto_places
+    shape = derive.model_shape(settings.model, 264)
+    assert (shape.experts.num_experts, shape.experts.topk, shape.experts.shared_ffn_hidden_size) == (8, 4, 48)
+    two = parsed(f"{EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2")
+    config = model.transformer_config(two.model, two.planning, torch.device("cpu"))
+    assert config.moe_aux_loss_coeff == [0.1, 0.2]
+    assert config.moe_ffn_hidden_size == 32
+
+
+def test_what_is_not_given_is_megatron_cores_default() -> None:
+    """But for the dispatcher, of which there is one."""
+    settings = parsed("--num-experts 8")
+    plain = parsed("")
+    of_experts = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    dense = model.transformer_config(plain.model, plain.planning, torch.device("cpu"))
+    for name in DEFAULTS.keys() - {"moe_ffn_hidden_size"}:
+        assert getattr(of_experts, name) == getattr(dense, name), name
+    assert of_experts.moe_ffn_hidden_size == of_experts.ffn_hidden_size
+
+
+def identity(flags: str) -> dict[str, Any]:
+    return derive.model_identity(parsed(flags).model, 264)
+
+
+def test_a_checkpoint_of_other_experts_is_refused_in_both_directions() -> None:
+    assert not CHOICES & identity("").keys()
+    assert identity(f"{SIGMOID} {EP} 4") == identity(SIGMOID)
+    assert identity(f"{EXPERTS} --moe-layer-freq 2") == identity(f"{EXPERTS} --moe-layer-freq [1,0]*2")
+    for other in ("", f"{EXPERTS} --moe-router-topk 3", f"{EXPERTS} --moe-layer-freq 2"):
+        for own, saved in ((other, EXPERTS), (EXPERTS, other)):
+            with pytest.raises(CheckpointError, match=r"model (num_experts|moe_.*) = "):
+                loading._check_identity({"model": identity(own)}, {"model": identity(saved)}, "folder")
+
+
+RUN = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 128 --num-layers 2 {SIGMOID} --moe-layer-freq 1 {EP} 2"
+"""Two ranks that share experts; biases of experts move, so that a resumed run needs them."""
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(uninterrupted: Any, saved_by: Any) -> None:
+    resumed = train(2, RUN, TO_LAST, f"--load {saved_by(RUN, 2)}")
+    assert sorted(resumed) == [SAVED + 1, SAVED + 2]
+    assert losses(resumed) == uninterrupted(RUN, 2)[SAVED:]
+    routing = resumed[SAVED + 1].routing
+    assert sorted(routing.layers) == [1, 2]
+    assert all(
+        0.5 < layer.aux_loss < 4 and layer.z_loss > 0 and layer.imbalance > 1 for layer in routing.layers.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"{EP} 4 --use-distributed-optimizer",
+        pytest.param(f"{TP} 2 --sequence-parallel {EP} 1", marks=pytest.mark.nightly),
+        pytest.param(f"--pipeline-model-parallel-size 2 {EP} 2 --use-distributed-optimizer", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_goes_on_with_experts_shared_otherwise(layout: str, uninterrupted: Any, saved_by: Any) -> None:
+    resumed = train(4, RUN, TO_LAST, layout, f"--load {saved_by(RUN, 2)} --dynamic-cp-verify full")
+    assert losses(resumed) == pytest.approx(uninterrupted(RUN, 2)[SAVED:], rel=1e-5)
+
+
+def test_the_log_has_the_routers(capfd: Any) -> None:
+    ended = run_command(1, f"--dynamic-cp --mock-data --num-layers 2 {EXPERTS} --train-iters 1 --lr-warmup-iters 0")
+    assert [rank.code for rank in ended] == [0], ended[0].stderr
+    line = next(line for line in capfd.readouterr().out.splitlines() if "iteration        1/" in line)
+    found = re.search(r"load_balancing_loss: (\S+) \| z_loss: (\S+) \|.* \| imbalance of experts: (\S+) \|", line)
+    assert found is not None, line
+    aux, z, imbalance = map(float, found.groups())
+    # A new router is nearly even: log(8)^2 of equal logits.
+    assert 0.9 < aux < 1.3
+    assert 4.0 < z < 5.0
+    assert 1.0 < imbalance < 4.0
