@@ -351,6 +351,7 @@ class _Adaptor:
         self._is_logging = True
         try:
             with self._samples.counted(settings):
+                self._session.show_routers(self._samples.num_micro_batches)
                 outcome = original(*args, **kwargs)
         finally:
             self._is_logging = False

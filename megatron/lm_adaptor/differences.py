@@ -42,6 +42,11 @@ EVALUATION_BATCH = Difference(
     what="evaluation has a global batch of its own (`--eval-global-batch-size`)",
     why="the flag is refused; the original asserts that lanes divide its default, the global batch",
 )
+TRACKER_OF_ROUTERS = Difference(
+    since="0.18",
+    what="what routers say for the log is kept by an object",
+    why="it is told the figures of our routers there",
+)
 MODEL_FROM_CONFIG = Difference(
     since="0.19",
     what="`megatron.training.models` builds the model from a configuration, without `gpt_builders.py`",
@@ -61,6 +66,7 @@ DIFFERENCES = (
     FLAGS_BEFORE_PRETRAIN,
     BATCH_OF_FIELDS,
     EVALUATION_BATCH,
+    TRACKER_OF_ROUTERS,
     MODEL_FROM_CONFIG,
     WEIGHT_SHARDS,
 )

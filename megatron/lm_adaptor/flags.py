@@ -25,6 +25,7 @@ from megatron.dynamic_cp.flags.arguments import (
     add_dynamic_cp_arguments,
     tokens_or_auto,
 )
+from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
@@ -269,15 +270,16 @@ def refuse_loaded(args: argparse.Namespace) -> None:
 
     Raises:
         UnsupportedFeatureError: naming the flag.
-        InvalidInputError: flags of positions that disagree.
+        InvalidInputError: flags of positions or experts that disagree.
     """
-    follows_from_others = {"--expert-tensor-parallel-size", "--eval-global-batch-size"}
+    follows_from_others = {"--eval-global-batch-size"}
     for feature in REFUSED:
         value = getattr(args, destination(feature.flag), None)
         if feature.flag not in follows_from_others and not feature.is_off(value):
             raise feature.error()
     check_norms(args)
     check_positions(args)
+    check_experts(args)
 
 
 def destination(flag: str) -> str:

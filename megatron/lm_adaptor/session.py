@@ -17,12 +17,13 @@ from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.measuring.flops import training_flops
+from megatron.dynamic_cp.step.routing import Routing, sum_over_routers
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.lm_adaptor.counts import StepFlops
 from megatron.lm_adaptor.data import LaneIterator
 from megatron.lm_adaptor.flags import Planned, model_shape
 from megatron.lm_adaptor.random_states import choose_lane
-from megatron.lm_adaptor.step_log import plan_line, record_step
+from megatron.lm_adaptor.step_log import plan_line, record_step, tell_tracker
 from megatron.trainer.checkpoints.interchange import COEFFICIENTS
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.loop.refining import Refining
@@ -52,6 +53,8 @@ class Session:
     def __init__(self, theirs: argparse.Namespace, planned: Planned) -> None:
         self.position = Position()
         self.flops = StepFlops()
+        self._chunks: list[torch.nn.Module] = []
+        self._routing: Routing | None = None
         self.device = collective_device()
         self._theirs = theirs
         self._refining: Refining | None = None
@@ -105,6 +108,7 @@ class Session:
             DynamicCPError: the data ended, or see `ForeignIteratorWrapper.wrap`; the same on all ranks.
         """
         chunks = list(model) if isinstance(model, list) else [model]
+        self._chunks = chunks
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if not forward_only:
             if self._refining is None:
@@ -169,6 +173,18 @@ class Session:
             return consumed_samples // self._theirs.global_batch_size, consumed_samples
         return 0, 0
 
+    def show_routers(self, num_micro_batches: int) -> None:
+        """Sum up what routers did in the latest step, and have Megatron-LM log it. Collective.
+
+        Args:
+            num_micro_batches: that Megatron-LM takes the step for.
+        """
+        wrapper = self._wrappers[TRAIN]
+        assert wrapper.plan is not None
+        self._routing = sum_over_routers(self._chunks, wrapper.plan.facts.seqlen_sum, self.device)
+        if self._routing is not None:
+            tell_tracker(self._routing, self._chunks, num_micro_batches)
+
     def end_step(
         self,
         iteration: int,
@@ -191,6 +207,7 @@ class Session:
             elapsed_s=elapsed_s,
             flops=self.flops.latest,
             device=self.device,
+            routing=self._routing,
         )
         if self.runtime.dump is not None:
             self.runtime.dump.write_iteration(dump_entry(iteration, record))

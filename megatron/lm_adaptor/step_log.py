@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
 from megatron.dynamic_cp.foreign.rerouting import in_phase
+from megatron.dynamic_cp.model.experts import routers
+from megatron.dynamic_cp.step.routing import Routing
+from megatron.lm_adaptor import differences
 from megatron.trainer.reporting.log import Interval, StepRecord, plan_scalars
 
 
@@ -26,6 +30,7 @@ def record_step(
     elapsed_s: float,
     flops: float,
     device: torch.device,
+    routing: Routing | None = None,
 ) -> StepRecord:
     """Return what the latest step of `wrapper` did, the same on every rank except `wait_s`; one all-reduce of the job.
 
@@ -35,6 +40,7 @@ def record_step(
         elapsed_s: of the whole step.
         flops: of the whole job.
         device: of the all-reduce.
+        routing: of tokens to experts.
     """
     assert wrapper.plan is not None
     facts, stats = wrapper.plan.facts, wrapper.stats
@@ -54,7 +60,39 @@ def record_step(
         wait_s=stats.draw_s + stats.plan_wait_s + stats.reroute_s,
         flops=flops,
         exchanged_bytes=int(exchanged_bytes),
+        routing=routing,
     )
+
+
+def tell_tracker(routing: Routing, chunks: Iterable[torch.nn.Module], num_micro_batches: int) -> None:
+    """Have Megatron-LM log the losses of routers, in the place of megatron-core's routers.
+
+    It sums over stages, means over lanes and divides by `num_micro_batches`; every rank knows the means of its layers.
+
+    Args:
+        chunks: of this rank.
+    """
+    for router in routers(chunks):
+        layer = routing.layers.get(router.layer_number)
+        types = router.config.moe_router_load_balancing_type
+        aux = (
+            "load_balancing_loss"
+            if "aux_loss" in ([types] if isinstance(types, str) else types)
+            else "seq_load_balancing_loss"
+        )
+        losses = {aux: "aux_loss"} if routing.has_aux_loss else {}
+        for name, field in (losses | ({"z_loss": "z_loss"} if routing.has_z_loss else {})).items():
+            mean = 0.0 if layer is None else getattr(layer, field)
+            value = torch.tensor(mean * num_micro_batches, device=router.weight.device)
+            _tell(name, value, router.layer_number, router.config.num_layers)
+
+
+def _tell(name: str, value: torch.Tensor, layer_number: int, num_layers: int) -> None:
+    if differences.TRACKER_OF_ROUTERS.here:
+        logging_of_moe = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+        logging_of_moe.get_moe_metrics_tracker().record(name, value, layer_number, num_layers)
+    else:
+        save_to_aux_losses_tracker(name, value, layer_number, num_layers)
 
 
 def plan_line(record: StepRecord, facts: PlanFacts) -> str:
@@ -67,6 +105,7 @@ def plan_line(record: StepRecord, facts: PlanFacts) -> str:
         f"buckets: {format_cp_sizes(record.cp_histogram)}",
         f"padding: {100 * record.padding_fraction:.1f}%",
         f"imbalance: {record.imbalance:.3f}",
+        *([] if record.routing is None else [f"imbalance of experts: {record.routing.mean('imbalance'):.3f}"]),
         f"exchanged (MB): {record.exchanged_bytes / 1e6:.2f}",
         f"predicted (ms): {1000 * record.predicted_s:.1f}",
         f"measured/predicted: {record.elapsed_s / record.predicted_s:.3f}",

@@ -12,8 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynamic_cp.errors import IllegalPlanError
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.model import experts, router
-from tests.distributed.harness import run_ranks
+from tests.distributed import reference
+from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
@@ -21,8 +26,12 @@ from tests.distributed.parity import (
     Comparison,
     Layout,
     assert_all_equal_to_reference,
+    build_chunks,
+    fixed_plan,
     in_jobs_of_their_own,
     mixed_plan,
+    placed_plan,
+    reference_name,
     run_step,
 )
 from tests.distributed.test_features import recomputing
@@ -169,3 +178,62 @@ def test_mistakes_with_experts_show(reference_of: Any) -> None:
     ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
     errors = {name: max(rank[name].gradient_error for rank in ranks) for name in FAULTS}
     assert min(errors.values()) > 20 * TOLERANCE, errors
+
+
+def refused_plan(samples: Any, plan: Any) -> str:
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(plan.topology, timeout_s=60, exchanges=["blocks"])
+    wrapper = DataIteratorWrapper(
+        plan_source=fixed_plan(plan, groups),
+        read_sample=lambda sample_id: reference.read_sample(samples[sample_id]),
+        groups=groups,
+        chunks=[ChunkNeeds(tokens=True, labels=True)],
+        may_place=False,
+    )
+    with pytest.raises(IllegalPlanError) as caught:
+        wrapper.wrap(0, samples)
+    return str(caught.value)
+
+
+def test_a_plan_whose_lanes_cannot_count_samples_is_refused_before_it_runs() -> None:
+    samples = BATCHES["long_tail"]
+    told = run_ranks(2, refused_plan, samples, placed_plan(samples, Layout(2)))
+    assert told[0] == told[1]
+    assert "has blocks on 2 lanes in micro-batch 0: no lane of it counts the tokens of a sample" in told[0]
+
+
+def count_synthetic_tokens() -> tuple[bool, bool, bool]:
+    """Return whether biases, counts and sums are as before a step that was no training."""
+    initialize_model_parallel()
+    _, (chunk,) = build_chunks(Layout(1, variant="moe_sigmoid"), reference.MOE_SIGMOID)
+    (moved, *_) = experts.routers([chunk])
+    with torch.no_grad():
+        moved.expert_bias.fill_(0.5)
+    with experts.as_if_nothing_was_routed([chunk]):
+        moved.local_tokens_per_expert += 3
+        moved.sums = torch.ones(10)
+        with torch.no_grad():
+            moved.expert_bias += 1
+    return bool((moved.expert_bias == 0.5).all()), bool((moved.local_tokens_per_expert == 0).all()), moved.sums is None
+
+
+def test_what_is_no_training_leaves_no_trace_in_routers() -> None:
+    assert run_ranks(1, count_synthetic_tokens) == [(True, True, True)]
+
+
+def starting_experts(ep: int) -> dict[str, torch.Tensor]:
+    initialize_model_parallel(ep=ep)
+    _, (chunk,) = build_chunks(Layout(2, ep=ep, variant="moe_top_1"), reference.MOE_TOP_1)
+    return {reference_name(chunk, name): parameter.detach() for name, parameter in chunk.named_parameters()}
+
+
+def test_what_weights_start_with_does_not_depend_on_who_has_them() -> None:
+    """And no two experts start alike."""
+    (alone, _), shared = (run_ranks(2, starting_experts, ep) for ep in (1, 2))
+    assert {*shared[0], *shared[1]} == alone.keys()
+    for part in shared:
+        assert all(torch.equal(weight, alone[name]) for name, weight in part.items())
+    first = [weight for name, weight in alone.items() if "layers.0.mlp.experts" in name and "fc1" in name]
+    assert len(first) == 8
+    assert len({float(weight.sum()) for weight in first}) == 8
+    assert max(float(weight.std()) for weight in first) < 0.03, "drawn with the standard deviation of all weights"

@@ -155,9 +155,14 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
     ended: list[Any] = []
     shown: list[Any] = []
     written: list[Any] = []
+    routed: list[int] = []
 
     class Session:
         flops = SimpleNamespace(start_interval=lambda: None)
+
+        def show_routers(self, num_micro_batches: int) -> None:
+            assert len(ended) < iteration, "the log that comes now has them"
+            routed.append(num_micro_batches)
 
         def end_step(self, iteration: int, **values: Any) -> str:
             ended.append((iteration, values))
@@ -170,7 +175,7 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
     made = adaptor(
         _get_args=lambda: args,
         _session=Session(),
-        _samples=SimpleNamespace(counted=lambda _: contextlib.nullcontext()),
+        _samples=SimpleNamespace(counted=lambda _: contextlib.nullcontext(), num_micro_batches=7),
     )
     modules = {
         "megatron.training.utils": SimpleNamespace(print_rank_last=shown.append),
@@ -181,6 +186,7 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
         assert made._training_log(training_log, {"lm loss": 4.0}, {}, 1e-3, iteration, 1.0, False, 0, 2.5, 1) == (
             f"logged {iteration}"
         )
+    assert routed == [7] * 6
     assert [iteration for iteration, _ in ended] == [1, 2, 3, 4, 5, 6], "the dump and the refinement see each of them"
     assert ended[0][1] == {"losses": {"lm loss": 4.0}, "learning_rate": 1e-3, "grad_norm": 2.5, "elapsed_s": 0.5}
     assert shown == [f"line of record {iteration}" for iteration in (2, 4, 6)]

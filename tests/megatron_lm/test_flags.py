@@ -177,7 +177,6 @@ def test_windows_of_a_checkout_are_not_placed() -> None:
     [
         (("--attention-dropout", "0.1"), "--attention-dropout"),
         (("--fp8-format", "e4m3"), "--fp8-format"),
-        (("--num-experts", "8"), "--num-experts"),
         (("--hybrid-context-parallel",), "--hybrid-context-parallel"),
         (("--iterations-to-skip", "3"), "--iterations-to-skip"),
         (("--dataloader-type", "cyclic"), "--dataloader-type"),

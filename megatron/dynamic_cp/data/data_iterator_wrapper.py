@@ -21,7 +21,7 @@ import torch
 from dynamic_cp.errors import DisagreementError, IllegalPlanError
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.types import Sample
+from dynamic_cp.types import PLACED, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
 from megatron.dynamic_cp.data.prefetch import Packer
@@ -85,6 +85,7 @@ class DataIteratorWrapper:
         num_workers: processes that read and pack ahead; 0 packs inside `wrap`.
         verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan on
             every rank and reads every sample again to follow its tokens; "off" does neither.
+        may_place: plans may have placed attention; not with experts, whose routers count the tokens of samples.
 
     Attributes:
         plan: the latest plan, as this lane sees it.
@@ -103,7 +104,9 @@ class DataIteratorWrapper:
         device: torch.device | None = None,
         num_workers: int = 0,
         verify: str = "digest",
+        may_place: bool = True,
     ) -> None:
+        self._may_place = may_place
         self._source = plan_source
         self._groups = groups
         self._chunks = tuple(chunks)
@@ -193,6 +196,13 @@ class DataIteratorWrapper:
         """Compare this lane's part with what this rank knows of the batch; in full, judge the whole plan."""
         if self._verify == "full":
             check_whole(step, self._source.whole(step), plan, samples)
+        for index, bucket in enumerate(plan.buckets if not self._may_place else ()):
+            if bucket.cp_comm_type in PLACED:
+                raise IllegalPlanError(
+                    f"the plan of step {step} has {bucket.cp_comm_type} on {bucket.cp_size} lanes in micro-batch "
+                    f"{index}: no lane of it counts the tokens of a sample, as routers to experts do; plan without it",
+                    cp_comm_type=bucket.cp_comm_type,
+                )
         batch = GlobalBatch.of(samples)
         total = (len(batch), int(batch.seqlens.sum()))
         if (plan.facts.num_samples, plan.facts.seqlen_sum) != total:

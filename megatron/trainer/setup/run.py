@@ -73,6 +73,7 @@ class Run:
             device=self.runtime.device,
             num_workers=self.settings.data.num_workers,
             verify=self.settings.planning.verify,
+            may_place=self.settings.model.num_experts is None,
         )
 
     def run_schedule(
