@@ -1,7 +1,7 @@
 """The router of a layer with experts: its losses and counts are those of real sequences, however these are packed.
 
 megatron-core's router takes a pack for one sequence, its own static group for the bucket's and padding for tokens; its
-gradients are wrong by 29 % to 125 % when samples are packed. Here every sample has the losses that it would have alone
+gradients are wrong by 29% to 125% when samples are packed. Here every sample has the losses that it would have alone
 in a single process, and the gradients of a step are those of
 
     [ sum of token losses + sum over layers and samples of  n (aux_coeff * aux + z_coeff * z) ] / number of token losses
