@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
 
 from dynamic_cp.errors import IllegalPlanError
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model import experts, router
+from megatron.dynamic_cp.repairs import expert_routing
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
@@ -237,3 +242,63 @@ def test_what_weights_start_with_does_not_depend_on_who_has_them() -> None:
     assert len(first) == 8
     assert len({float(weight.sum()) for weight in first}) == 8
     assert max(float(weight.std()) for weight in first) < 0.03, "drawn with the standard deviation of all weights"
+
+
+SEQLENS, PADDED = (5, 3, 1, 11), (8, 4, 4, 12)
+
+
+def router_gradient_of_a_pack() -> torch.Tensor:
+    """Return the gradient of a router's weights by its losses alone, of a pack on two lanes, padding included."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(Layout(2).topology, timeout_s=60)
+    config = reference.transformer_config(reference.MOE, init_method=lambda weight: weight.copy_(router_weight()))
+    expert_routing.install()
+    with torch.no_grad():
+        one = router.DynamicCPRouter(config=config, pg_collection=moe_utils.get_default_pg_collection())
+    shards = [shard_positions(padded, 2, groups.lane) for padded in PADDED]
+    one.params = DynamicPackedSeqParams.build(
+        PADDED,
+        torch.from_numpy(np.concatenate(shards)),
+        groups.group(0, 2),
+        label="test",
+        stats=ExchangeStats(),
+        seqlens=SEQLENS,
+    )
+    held = [
+        torch.nn.functional.pad(hidden_states(n), (0, 0, 0, 12))[shard]
+        for n, shard in zip(SEQLENS, shards, strict=True)
+    ]
+    probs, routing_map = one(torch.cat(held)[:, None])
+    assert int(routing_map.any(dim=1).sum()) == sum(
+        int((shard < n).sum()) for n, shard in zip(SEQLENS, shards, strict=True)
+    )
+    (0 * probs.sum()).backward()
+    dist.all_reduce(one.weight.grad)
+    return one.weight.grad
+
+
+def router_weight() -> torch.Tensor:
+    return torch.randn(8, reference.HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)) * 0.1
+
+
+def hidden_states(seqlen: int) -> torch.Tensor:
+    return torch.randn(seqlen, reference.HIDDEN_SIZE, generator=torch.Generator().manual_seed(seqlen))
+
+
+def test_router_losses_are_the_published_ones_of_every_sample() -> None:
+    """In float64, sample by sample, as the papers write them; see `model/router.py`."""
+    weight = router_weight().double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for seqlen in SEQLENS:
+        logits = hidden_states(seqlen).double() @ weight.T
+        fractions = torch.zeros(8, dtype=torch.float64)  # of the k n choices, for each expert
+        for token in logits.detach():
+            for expert in token.sort(descending=True).indices[:2]:
+                fractions[expert] += 1 / (2 * seqlen)
+        balance = 8 * (fractions * logits.softmax(dim=1).mean(dim=0)).sum()
+        z = logits.exp().sum(dim=1).log().square().mean()
+        total = total + seqlen * (0.3 * balance + 0.05 * z)
+    total.backward()
+    for gradient in run_ranks(2, router_gradient_of_a_pack):
+        error = (gradient.double() - weight.grad).abs().max() / weight.grad.abs().max()
+        assert error <= TOLERANCE

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.transformer.moe import token_dispatcher
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.search import planner_process
@@ -174,6 +175,43 @@ def test_the_death_of_a_rank_ends_the_others_at_once(tmp_path, losses, phase, vi
         assert got == {iteration: known[iteration] for iteration in got}, "goes on where it was saved"
         assert set(got) >= {5, 6}
         assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+def die_while_dispatching(at_call: int, rank: int) -> None:
+    if rank == 1:
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+        dispatcher.token_dispatch = dying(at_call, dispatcher.token_dispatch)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_shares_experts_dies_in_a_layer_and_the_run_goes_on(tmp_path):
+    """The other waits for tokens that never come, ends, and both repeat what an undisturbed run does."""
+    experts = (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid --moe-aux-loss-coeff 0.1 "
+        "--moe-router-enable-expert-bias --save-interval 2 --save"
+    )
+    with Job(tmp_path / "undisturbed", command_line(WORDS, experts, f"{tmp_path}/apart")) as job:
+        ended = job.wait(LIMIT_S)
+        assert [end.code for end in ended] == [0, 0], ended
+        known = figures(ended[0])
+    saving = f"{experts} {tmp_path}/saved --load {tmp_path}/saved"
+    # One layer, and as many micro-batches in an iteration as its line says.
+    calls = sum(int(re.search(r"num_microbatches: (\d+)", known[iteration])[1]) for iteration in (1, 2, 3)) + 1
+    with Job(tmp_path / "killed", command_line(WORDS, saving), sabotage=partial(die_while_dispatching, calls)) as job:
+        died_s = wait_for_death(job, 1)
+        ended = job.wait(LIMIT_S)
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 2, ended[0]
+    assert ended[0].seconds - died_s < NOTICED_S
+    assert "iteration 4, forward and backward passes" in ended[0].output
+    with Job(tmp_path / "resumed", command_line(WORDS, saving)) as job:
+        resumed = job.wait(LIMIT_S)
+    assert [end.code for end in resumed] == [0, 0], resumed
+    got = figures(resumed[0])
+    assert min(got) == 3
+    assert {iteration: text.split("|")[0] for iteration, text in got.items()} == {
+        iteration: known[iteration].split("|")[0] for iteration in got
+    }
 
 
 @pytest.mark.parametrize("words", ["", "--async-save", "--train-iters 4"], ids=["waits", "beside", "last"])
