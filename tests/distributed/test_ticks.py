@@ -216,7 +216,10 @@ def pool_plan(samples: tuple[Sample, ...], layout: Layout, num_microbatches: int
     ("given", "named"),
     [
         ({"virtual_pipeline_model_parallel_size": 2}, "2 virtual stages"),
-        ({"num_layers_in_last_pipeline_stage": 3}, "num_layers_in_last_pipeline_stage gives stages different"),
+        ({"num_layers_in_last_pipeline_stage": 3}, "num_layers_in_last_pipeline_stage is 3, in a pool it must be off"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, in a pool it must be off, because all stages run as many layers"),
+        ({"num_moe_experts": 8}, "num_moe_experts is 8, .* stages without a micro-batch have no tokens for experts"),
+        ({"window_size": (4, 0)}, "window_size is "),
         ({**FULL_RECOMPUTE, "recompute_method": "block"}, "method block and 1 layers"),
         ({**FULL_RECOMPUTE, "recompute_num_layers": 2}, "method uniform and 2 layers"),
     ],

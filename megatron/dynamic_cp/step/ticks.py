@@ -155,13 +155,20 @@ def run_ticks(
 
 _FROM_PLAN = (0, 0, 0)
 """Shapes come from the plan (`PlannedP2PCommunicator`)."""
-_UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
+_AS_MANY = "all stages run as many layers, one beside the other"
+_UNTRIED = "it was not tried with one"
+_REFUSED = {
+    "num_layers_in_first_pipeline_stage": _AS_MANY,
+    "num_layers_in_last_pipeline_stage": _AS_MANY,
+    "account_for_embedding_in_pipeline_split": _AS_MANY,
+    "account_for_loss_in_pipeline_split": _AS_MANY,
+    "pipeline_model_parallel_layout": _AS_MANY,
+    "mtp_num_layers": _AS_MANY,
+    "num_moe_experts": "stages without a micro-batch have no tokens for experts",
+    "window_size": _UNTRIED,
+    "multi_latent_attention": _UNTRIED,
+}
+"""Field of a configuration that would have ranks of a pool wait for ever, or that was not tried -> why."""
 
 
 def layers_of(model: torch.nn.Module) -> list[TorchTHDAttention]:
@@ -192,12 +199,12 @@ def check_config(config: Any) -> None:
             f"{config.virtual_pipeline_model_parallel_size} virtual stages: a pool needs ticks, which are built for "
             "one chunk on each stage; leave out --num-layers-per-virtual-pipeline-stage, or plan without the pool"
         )
-    uneven = next((name for name in _UNEVEN if getattr(config, name, None)), None)
-    if uneven is not None:
-        raise UnsupportedFeatureError(
-            f"{uneven} gives stages different numbers of layers, in a pool all of them run layer by layer beside each "
-            "other: leave it out, or plan without the pool"
-        )
+    for name, why in _REFUSED.items():
+        if getattr(config, name, None):
+            raise UnsupportedFeatureError(
+                f"{name} is {getattr(config, name)}, in a pool it must be off, because {why}: leave it out, or plan "
+                "without the pool"
+            )
     method = config.recompute_method, config.recompute_num_layers
     if config.recompute_granularity == "full" and method != ("uniform", 1):
         raise UnsupportedFeatureError(
