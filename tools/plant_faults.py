@@ -40,6 +40,7 @@ RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
 LOGITS = "tests/trainer/test_weights.py -k logits_are_those"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
+EXPERTS = "tests/distributed/test_experts.py"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
     "the optimizer is not restored": Fault(
@@ -282,6 +283,22 @@ FAULTS = {
         'since="0.19",\n    what="`megatron.training.models` builds',
         'since="0.18",\n    what="`megatron.training.models` builds',
         "tests/megatron_lm/test_replacements.py",
+    ),
+    "padding is sent to experts": Fault(
+        "probs, routing_map = probs.masked_fill(~is_real, 0), routing_map & is_real",
+        "routing_map = routing_map.clone()",
+        f"{EXPERTS} -k published",
+    ),
+    "a recomputed router has the parameters of what ran last": Fault(
+        "        self.recompute_mlp, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False\n",
+        "",
+        f"{EXPERTS} -k equal_single_process",
+    ),
+    "experts of all ranks start alike": Fault(
+        "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_with"
+    ),
+    "a calibration moves the biases of experts": Fault(
+        "                bias.copy_(values)\n", "                pass\n", f"{EXPERTS} -k no_training"
     ),
 }
 
