@@ -6,7 +6,7 @@ What is checked stands in tests/property/instances.py (`check_case`): legality, 
 the samples, never slower than what the plan contains, not below the bound. The last line counts what was covered; a
 failure prints the instance as Python, its index and its traceback, and the exit code is 1. --first INDEX --instances 1
 runs one instance again. 100 000 instances take about an hour on two cores, half of that with --light. With --masks
-samples bring masks and attention may be placed (`check_masked_case`).
+samples bring masks and attention may be placed (`check_masked_case`); with --experts lanes share experts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,36 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from tests.property.instances import Case, check_case, check_masked_case, draw_case, draw_masked_case
+from tests.property.instances import (
+    Case,
+    check_case,
+    check_masked_case,
+    draw_case,
+    draw_expert_case,
+    draw_masked_case,
+)
 
 _BLOCK = 50
 """Instances that a process takes at once."""
 
 
-def case_of(seed: int, index: int, has_masks: bool = False) -> Case:
-    """Return instance `index` of `seed`; every tenth one is larger."""
+_DRAWS = {"masks": draw_masked_case, "experts": draw_expert_case}
+
+
+def case_of(seed: int, index: int, kind: str = "") -> Case:
+    """Return instance `index` of `seed`, of a kind of `_DRAWS` if one is named; every tenth one is larger."""
     rng = np.random.default_rng((seed, index))
-    draw = draw_masked_case if has_masks else draw_case
+    draw = _DRAWS.get(kind, draw_case)
     return draw(rng, 40, 300) if index % 10 == 9 else draw(rng)
 
 
-def run_block(seed: int, is_light: bool, has_masks: bool, indices: range) -> tuple[int, Counter[str], str]:
+def run_block(seed: int, is_light: bool, kind: str, indices: range) -> tuple[int, Counter[str], str]:
     """Return (instances checked, what they covered, the failure or nothing)."""
     covered: Counter[str] = Counter()
     for done, index in enumerate(indices):
-        case = case_of(seed, index, has_masks)
+        case = case_of(seed, index, kind)
         try:
-            covered += check_masked_case(case, index) if has_masks else check_case(case, index, is_light=is_light)
+            covered += check_masked_case(case, index) if kind == "masks" else check_case(case, index, is_light=is_light)
         except Exception:
             return done, covered, f"instance {index} of seed {seed} fails:\n{case!r}\n{traceback.format_exc()}"
     return len(indices), covered, ""
@@ -56,12 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="index of the first instance")
     parser.add_argument("--light", action="store_true", help="leave out other orders of the samples and the bound")
     parser.add_argument("--masks", action="store_true", help="draw samples with masks, and plans with placed attention")
+    parser.add_argument("--experts", action="store_true", help="draw models with experts that lanes share")
     given = parser.parse_args(arguments)
     end = given.first + given.instances
     blocks = [range(at, min(at + _BLOCK, end)) for at in range(given.first, end, _BLOCK)]
     started_s, shown_s = time.perf_counter(), 0.0
     num_checked, covered = 0, Counter[str]()
-    run = partial(run_block, given.seed, given.light, given.masks)
+    kind = "masks" if given.masks else "experts" if given.experts else ""
+    run = partial(run_block, given.seed, given.light, kind)
     for checked, part, failure in _results(run, blocks, given.processes):
         num_checked += checked
         covered += part
@@ -74,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{num_checked} of {given.instances} instances in {elapsed_s:.0f} s", flush=True)
     facts = ", ".join(f"{name} {count}" for name, count in covered.most_common())
     elapsed_s = time.perf_counter() - started_s
-    light = " masked" if given.masks else " light" if given.light else ""
+    light = {"masks": " masked", "experts": " expert"}.get(kind, "") + " light" * given.light
     print(f"passed: {num_checked}{light} instances of seed {given.seed} in {elapsed_s:.0f} s; {facts}")
     return 0
 

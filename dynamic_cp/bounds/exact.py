@@ -193,6 +193,8 @@ class _Program:
         self.problem += self.makespan
         self._pack()
         self.durations = [[self._price(row, index) for index in range(len(self.groups))] for row in self.rows]
+        blocks = range(topology.num_lanes // topology.expert_lanes if topology.expert_lanes > 1 else 0)
+        self.block_durations = [[self._block_price(row, block) for block in blocks] for row in self.rows]
         self._schedule()
 
     def solve(self, below_s: float, max_nodes: int, time_limit_s: float | None) -> tuple[Plan | None, float, bool]:
@@ -325,6 +327,30 @@ class _Program:
             self.problem += rank_tokens >= runs
         return sides[0], sides[1], rank_tokens
 
+    def _block_price(self, row: int, block: int) -> tuple[Any, Any]:
+        """Return forward and backward of a chunk on all lanes of a block that share experts, as `pipeline/coupling`."""
+        topology, table, sum_of = self.cost_model.topology, self.cost_model.table, self.pulp.lpSum
+        size, name = topology.expert_lanes, f"{row}_{block}"
+        lanes = range(block * size, (block + 1) * size)
+        here = [
+            (prices, len(set(lanes) & set(group.lanes)))
+            for group, prices in zip(self.groups, self.durations[row], strict=True)
+            if not set(lanes).isdisjoint(group.lanes)
+        ]
+        mean = sum_of(prices[2] * (num_lanes / size) for prices, num_lanes in here)
+        routed = self._number(f"routed_{name}")
+        self.problem += routed >= table.imbalance * mean
+        for prices, _ in here:
+            self.problem += routed >= prices[2]
+        sides = []
+        for direction, side in enumerate(("forward", "backward")):
+            longest = self._number(f"longest_{side}_{name}")
+            for prices, _ in here:
+                self.problem += longest >= prices[direction]
+            constant, per_mean, per_routed = (table.expert_terms[direction] / topology.vp_size / self.unit_s).tolist()
+            sides.append(longest + constant + per_mean * mean + per_routed * routed)
+        return sides[0], sides[1]
+
     def _most_s(self, convex: Convex, group: _Group) -> float:
         """Return seconds that no bucket of the group exceeds at the price `convex`."""
         capacity = float(self.cost_model.table.capacities[group.k])
@@ -340,8 +366,21 @@ class _Program:
         graph = pipeline_graph(topology.pp_size, len(self.rows), topology.vp_size)
         self.num_operations = len(graph.kind)
         latest = self._latest_s() / self.unit_s
-        sum_of = self.pulp.lpSum
+        sum_of, block = self.pulp.lpSum, topology.expert_lanes
         edges = (table.edges_s_per_token / self.unit_s).tolist()
+        hops = [
+            [
+                table.hop_s_per_token
+                / self.unit_s
+                * sum_of(
+                    prices[2]
+                    for group, prices in zip(self.groups, self.durations[row], strict=True)
+                    if lane in group.lanes
+                )
+                for lane in range(topology.num_lanes)
+            ]
+            for row in self.rows
+        ]
         ends: list[dict[int, Any]] = []  # [operation][lane]
         operations = zip(*(column.tolist() for column in graph[:-1]), strict=True)
         for stage, row, chunk, kind, before, sender, pays in operations:
@@ -354,12 +393,15 @@ class _Program:
                     for group, prices in zip(self.groups, self.durations[row], strict=True)
                     if lane in group.lanes
                 ]
-                duration = sum_of(prices[kind] + edge * prices[2] for prices in here)
-                hop = table.hop_s_per_token / self.unit_s * sum_of(prices[2] for prices in here)
+                if block > 1:
+                    duration = self.block_durations[row][lane // block][kind] + sum_of(edge * one[2] for one in here)
+                else:
+                    duration = sum_of(prices[kind] + edge * prices[2] for prices in here)
                 end = done[lane] = self._number(f"end_{stage}_{row}_{chunk}_{kind}_{lane}")
-                self.problem += end >= duration + earlier.get(lane, 0)
-                if sender >= 0:
-                    self.problem += end >= duration + hop + ends[sender][lane]
+                for other in range(lane // block * block, (lane // block + 1) * block):
+                    self.problem += end >= duration + earlier.get(other, 0)
+                    if sender >= 0:
+                        self.problem += end >= duration + hops[row][other] + ends[sender][other]
                 for other, earlier_end in earlier.items():
                     together = [
                         self.runs[row, i] for i, g in enumerate(self.groups) if lane in g.lanes and other in g.lanes

@@ -22,7 +22,7 @@ import numpy as np
 from dynamic_cp.arrays import Floats
 from dynamic_cp.bounds.giants import giants_s
 from dynamic_cp.bounds.paths import NUM_DIRECTIONS, Spread, path_bound_s
-from dynamic_cp.bounds.ways import Ways, longest_within, ratio_range, ways_of
+from dynamic_cp.bounds.ways import Ways, longest_within, ratio_range, ways_of, without_experts
 from dynamic_cp.bounds.work import Work, least_work, sum_of_least
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.plans.padding import round_up
@@ -263,7 +263,10 @@ def _spread(batch: _Batch, ways: Ways) -> Spread | None:
     """Return what paths play against; None where the prices have no shape that paths can use."""
     num_lanes, longest = batch.topology.num_lanes, batch.lengths.seqlens[0]
     padding = 2 * ways.cp_sizes.max() * (1 + batch.topology.rank_token_multiple)
-    least, largest = ratio_range(ways, float(longest + padding), *batch.lengths.density_range)
+    # A block that shares experts takes the longest of its lanes, and experts by what all of them hold.
+    apart = without_experts(ways) if ways.expert_s.any() else ways
+    least, largest = ratio_range(apart, float(longest + padding), *batch.lengths.density_range)
+    least, largest = min(least, ways.expert_ratios[0]), max(largest, ways.expert_ratios[1])
     if not 1e-6 < least < np.inf:
         return None
     sizes = ways.cp_sizes[ways.longest >= longest]

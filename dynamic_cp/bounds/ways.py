@@ -20,31 +20,53 @@ class Ways(NamedTuple):
         longest: [way] tokens of the longest sample that may run so.
         capacities: [way] true tokens that a bucket may hold.
         terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.terms.price`: at least so much it takes.
+        level_terms: the same of a bucket in a mean over all lanes of a plan, with all that its tokens cost at experts
+            that other lanes share; `terms` have only what it brings by itself.
         floors_s: [forward or backward] what every bucket pays at least.
         is_even: whether the lanes of a bucket always take the same time; otherwise `terms` are those of their mean.
+        expert_ratios: least and largest backward / forward of what tokens cost at such experts; (inf, 0): there are
+            none.
+        expert_s: [forward or backward] what a token of a lane costs there, in a mean over all lanes.
     """
 
     cp_sizes: Ints
     longest: Ints
     capacities: Ints
     terms: Floats
+    level_terms: Floats
     floors_s: Floats
     is_even: bool
+    expert_ratios: tuple[float, float]
+    expert_s: Floats
 
 
 def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
     """Return all ways that `table` allows; CP size 1 is always there, because empty places run so."""
-    rows: dict[tuple[int, bool, bytes], Floats] = {}
-    for size, allowed, floor in zip(
-        table.floor_lanes.tolist(), table.floor_allowed.tolist(), table.floors, strict=True
+    rows: dict[tuple[int, bool, bytes], tuple[Floats, Floats]] = {}
+    for size, allowed, floor, level in zip(
+        table.floor_lanes.tolist(), table.floor_allowed.tolist(), table.floors, table.level_floors, strict=True
     ):
         if size == 1 or allowed:
-            rows[size, allowed, floor.tobytes()] = floor
-    terms = np.array(list(rows.values())).reshape(-1, 2, NUM_TERMS)
+            rows[size, allowed, floor.tobytes()] = floor, level
+    terms, level_terms = np.array(list(rows.values())).reshape(-1, 2, 2, NUM_TERMS).swapaxes(0, 1).copy()
+    ratios, expert_s = (np.inf, 0.0), np.zeros(2)
+    if table.expert_lanes > 1:
+        each = table.expert_terms[:, 1:]
+        backward_over_forward = each[1, each[0] > 0.0] / each[0, each[0] > 0.0]
+        ratios = float(backward_over_forward.min(initial=np.inf)), float(backward_over_forward.max(initial=0.0))
+        expert_s = each @ (1.0, table.imbalance)
     sizes = np.array([size for size, _, _ in rows], np.int64)
     capacities = sizes * max_tokens_per_rank
     longest = np.where([allowed for _, allowed, _ in rows], capacities, 0)
-    return Ways(sizes, longest, capacities, terms, linear_parts(terms)[:, :, 0].min(axis=0), table.is_even)
+    floors_s = linear_parts(terms)[:, :, 0].min(axis=0)
+    return Ways(sizes, longest, capacities, terms, level_terms, floors_s, table.is_even, ratios, expert_s)
+
+
+def without_experts(ways: Ways) -> Ways:
+    """Return the ways with nothing of what tokens cost at experts that other lanes share."""
+    terms = ways.level_terms.copy()
+    terms[:, :, 1] -= ways.expert_s / ways.cp_sizes[:, None]
+    return ways._replace(terms=terms)
 
 
 @compiled

@@ -67,7 +67,7 @@ def least_work(lengths: Lengths, ways: Ways, forward_weight: float = 1.0, backwa
 def _exposed_at(lengths: Lengths, ways: Ways) -> Floats:
     """Return lambda 1 for the kinks that even the longest sample by itself exposes, 0 for the others."""
     tokens, density = float(lengths.seqlens[0]), float(density_of(lengths.densities, 0))
-    weight, constant, per_token, per_token2 = kinks_of(ways.terms)
+    weight, constant, per_token, per_token2 = kinks_of(ways.level_terms)
     exposed = constant + per_token * tokens - per_token2 * density * tokens * tokens > 0.0
     return np.where(exposed & (weight > 0.0) & (constant >= 0.0), 1.0, 0.0)
 
@@ -105,7 +105,9 @@ def _additive_price(ways: Ways, way: int, weights: Floats, lambdas: Floats) -> t
     """Return lane-seconds per token and per token squared of samples that run in `way`; `lambdas`: [2, NUM_KINKS]."""
     per_token = per_token2 = constant = 0.0
     for direction in range(2):
-        fixed, linear, square = line_below(ways.terms, way, direction, lambdas[direction], ways.floors_s[direction])
+        fixed, linear, square = line_below(
+            ways.level_terms, way, direction, lambdas[direction], ways.floors_s[direction]
+        )
         constant += weights[direction] * fixed
         per_token += weights[direction] * linear
         per_token2 += weights[direction] * square
@@ -142,7 +144,7 @@ def _raise_lambdas(
                         others[index] = min(others[index], price)
             for direction in range(2):
                 for kink in range(NUM_KINKS):
-                    weight, a, b, c = kink_at(ways.terms, way, direction, kink)
+                    weight, a, b, c = kink_at(ways.level_terms, way, direction, kink)
                     # A negative constant would be gained by empty buckets too.
                     if weight <= 0.0 or a < 0.0 or weights[direction] <= 0.0:
                         continue

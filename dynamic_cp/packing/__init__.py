@@ -7,6 +7,7 @@ Read in this order:
 - without a pipeline: `nested`
 - an exact price for a packing, and the plan of it: `judge`
 - with a pipeline: `profile` (how long rows should last), `rows` (fills them), `critical_path`, `blocks` (all together)
+- without one, where lanes share experts: `level`
 - afterwards: `orders` of rows, `polish` by simulated annealing
 - what others do: `static`, `wlb`, `megatron_dev`
 """

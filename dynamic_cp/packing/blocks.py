@@ -134,7 +134,8 @@ def pack_blocks(lengths: Lengths, cost_model: CostModel, fewest_rows: int, effor
     num_lanes = cost_model.topology.num_lanes
     durations = durations_of(cost_model.table, num_lanes)
     alone = alone_ns(lengths, durations, num_lanes.bit_length())
-    packers = [_BlockPacker(lengths, cost_model, durations, alone, k, effort) for k in _widths(alone[:, 0])]
+    widths = widths_of(alone[:, 0], cost_model.topology.expert_lanes)
+    packers = [_BlockPacker(lengths, cost_model, durations, alone, k, effort) for k in widths]
     refined = []
     for packer in packers:
         candidates = sorted(packer.candidates(fewest_rows), key=lambda one: one.makespan_ns)[: effort.num_profiles]
@@ -188,14 +189,17 @@ def _width_by_width(refined: Sequence[Sequence[_Profile]]) -> list[_Profile]:
     return [one for turn in zip_longest(*queues) for one in turn if one is not None]
 
 
-def _widths(longest_ns: Floats) -> list[int]:
+def widths_of(longest_ns: Floats, expert_lanes: int) -> list[int]:
     """Return log2 of the widths of blocks to try, from [log2 of CP size] -> nanoseconds of the longest sample.
+
+    Lanes that share experts wait for each other and are never in different blocks.
 
     Blocks wider than the longest sample can use only couple more lanes. Narrower ones make it last longer but leave
     more blocks to even out.
     """
     widest = int(np.argmin(longest_ns))
-    return [k for k in range(widest, -1, -1) if longest_ns[k] <= _SLOWER_IN_NARROW * longest_ns[widest]]
+    widths = [k for k in range(widest, -1, -1) if longest_ns[k] <= _SLOWER_IN_NARROW * longest_ns[widest]]
+    return list(dict.fromkeys(max(k, expert_lanes.bit_length() - 1) for k in widths))
 
 
 class _BlockPacker:
@@ -208,16 +212,19 @@ class _BlockPacker:
         self.squares = lengths.squares
         self.alone = alone[: k + 1].copy()
         self.best_ns = self.alone.min(axis=0)
-        self.blocks = _cut(cost_model.topology.num_lanes, 1 << k)
+        self.blocks = cut(cost_model.topology.num_lanes, 1 << k)
         table = cost_model.table
         base = int(np.flatnonzero(durations.capacities)[0])
         first = int(table.first_option[base, 0])
         totals = float(lengths.seqlens.sum()), float(self.squares.sum())
-        self.empty_ns = [1e9 * price(table.terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
-        batch_ns = [1e9 * price(table.terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
+        self.empty_ns = [1e9 * price(table.level_terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
+        batch_ns = [1e9 * price(table.level_terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
         self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))
+        # Blocks that share experts are wider than the longest sample may be: several share a row.
+        is_wide = cost_model.topology.expert_lanes > 1
+        self.long_in_a_row = max(1, (1 << k) >> int(np.argmin(self.alone[:, 0]))) if is_wide else 1
         self._alone_parts_ns: list[list[float]] = []
 
     def candidates(self, fewest_rows: int) -> list[_Candidate]:
@@ -252,14 +259,14 @@ class _BlockPacker:
         widths = self.blocks.num_lanes
         full = int(np.count_nonzero(widths == widths[0]))
         num_heavy = min(num_heavy, num_long)
-        if num_heavy > full or ceil(num_long / max(1, num_heavy)) > num_rows:
+        if num_heavy > full or ceil(num_long / max(1, num_heavy * self.long_in_a_row)) > num_rows:
             return None
         num_classes = num_heavy + (num_heavy < len(widths))
         num_lanes = np.array([float(widths[0])] * num_heavy + [float(widths[num_heavy:].sum())])[:num_classes]
         alone_ns = self._alone_ns(num_long)
         long_ns = np.zeros((2, num_classes, num_rows))
         for block in range(num_heavy):
-            samples = range(block, num_long, num_heavy)
+            samples = range(block, num_long, num_heavy)[:: self.long_in_a_row]
             spare = num_rows - len(samples)
             rows = _middle_out(min(spare, round(position * spare)), len(samples))
             long_ns[:, block, rows] = alone_ns[:, samples]
@@ -395,7 +402,7 @@ class _BlockPacker:
         )
 
 
-def _cut(num_lanes: int, width: int) -> _Blocks:
+def cut(num_lanes: int, width: int) -> _Blocks:
     """Return blocks of `width` lanes; what is left becomes aligned blocks of smaller powers of two."""
     first, first_lanes, widths = 0, [], []
     while first < num_lanes:

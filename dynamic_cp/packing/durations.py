@@ -18,7 +18,8 @@ class Durations(NamedTuple):
     """What a packer needs to know of a price table.
 
     A packer does not know yet on which lanes a bucket will lie, so a CP size whose groups partly span nodes is priced
-    as if all did; the simulator then prices each bucket by its own lanes.
+    as if all did; the simulator then prices each bucket by its own lanes. Nor does it know what other lanes of a block
+    that shares experts will hold: as many tokens each.
 
     Attributes:
         terms: [log2 of CP size, exchange, NUM_TERMS_OF_BOTH] nanoseconds of forward and backward together, of
@@ -42,8 +43,26 @@ def durations_of(table: PriceTable, num_lanes: int) -> Durations:
     terms = np.zeros((num_sizes, max(1, num_exchanges.max()), NUM_TERMS_OF_BOTH))
     for k in range(num_sizes):
         for exchange in range(num_exchanges[k]):
-            terms[k, exchange] = both_ns(table.terms[first[k] + exchange], table.slowest_s_per_token / (1 << k))
+            terms[k, exchange] = both_ns(table.level_terms[first[k] + exchange], table.slowest_s_per_token / (1 << k))
     return Durations(terms, num_exchanges, table.multiples[:num_sizes], table.capacities[:num_sizes])
+
+
+def apart_durations_of(table: PriceTable, num_lanes: int) -> Durations:
+    """Return the durations without what experts that lanes share cost by the mean of their tokens.
+
+    All tokens of a batch pass through experts in any packing. What it decides is how level the rest of a row is: for
+    the lanes of a block the longest counts.
+    """
+    terms = table.level_terms.copy()
+    for k in range(len(table.first_option)):
+        for row in {*range(*_ends(table, k, IN_NODE)), *range(*_ends(table, k, ACROSS_NODES))}:
+            without = table.expert_terms[:, 1] + (table.imbalance - 1.0) * table.expert_terms[:, 2]
+            terms[row, :, 1] -= without / (1 << k)
+    return durations_of(table._replace(level_terms=terms), num_lanes)
+
+
+def _ends(table: PriceTable, k: int, link: int) -> tuple[int, int]:
+    return int(table.first_option[k, link]), int(table.end_option[k, link])
 
 
 @compiled

@@ -11,6 +11,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.padded import sums_of_buckets
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.pipeline.coupling import couple_lanes
 from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
 from dynamic_cp.plans.padding import round_up
@@ -141,11 +142,13 @@ def fill_grid(
     grid: Grid, table: PriceTable, vp_size: int, rows: Ints, first_lanes: Ints, log2_cp_sizes: Ints,
     tokens: Floats, squares: Floats, price_rows: Ints,
 ) -> None:  # fmt: skip
-    """Write the durations of all buckets into `grid`, those of an empty place everywhere else."""
+    """Write the durations of all buckets into `grid`, those of an empty place everywhere else; couple what waits."""
     # An array is taken out of its tuple once: compiled code counts references, and that took most of the time.
     sizes, all_chunk_ns, all_edge_ns, all_hop_ns = grid.sizes, grid.chunk_ns, grid.edge_ns, grid.hop_ns
     terms, edges_s_per_token = table.terms, table.edges_s_per_token
     empty = float(table.rank_token_multiple)
+    is_coupled = table.expert_lanes > 1
+    all_tokens = np.full(sizes.shape if is_coupled else (0, 0), empty)
     for bucket in range(-1, len(rows)):  # -1: an empty place
         if bucket < 0:
             row, first_lane, k, total, total2 = 0, 0, 0, empty, empty * empty
@@ -160,6 +163,8 @@ def fill_grid(
         hop_ns = int(np.rint(rank_tokens * table.hop_s_per_token * 1e9))
         for lane in range(first_lane, first_lane + lanes):
             sizes[row, lane], all_hop_ns[row, lane] = lanes, hop_ns
+            if is_coupled:
+                all_tokens[row, lane] = rank_tokens
         for direction in range(2):
             chunk_ns = int(np.rint(price(terms, price_row, direction, total, total2) / vp_size * 1e9))
             for lane in range(first_lane, first_lane + lanes):
@@ -174,3 +179,5 @@ def fill_grid(
                 all_chunk_ns[direction] = all_chunk_ns[direction, 0, 0]
                 for edge in range(2):
                     all_edge_ns[edge, direction] = all_edge_ns[edge, direction, 0, 0]
+    if is_coupled:
+        couple_lanes(grid, all_tokens, table, vp_size)

@@ -31,7 +31,7 @@ def alone_ns(lengths: Lengths, durations: Durations, num_sizes: int) -> Floats:
 @compiled
 def fill_least(
     lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, targets: Floats, floors: Floats,
-    low: float, high: float, num_steps: int,
+    low: float, high: float, num_steps: int, slack: float = 0.0,
 ) -> tuple[float, Ints, Ints, Ints, Ints]:  # fmt: skip
     """Return the filling with the smallest factor on the targets that places all samples.
 
@@ -43,6 +43,8 @@ def fill_least(
         targets, floors: [row] -> wanted nanoseconds; the floor is not scaled. Both 0: the row stays empty.
         low, high: range of the factor.
         num_steps: halvings of the range; the result's factor is within (high - low) / 2^num_steps of the least.
+        slack: a row may last so many times what its first sample, the longest left, takes at least; 0: as its target
+            says.
 
     Returns:
         (factor, bucket of each sample, row, first lane within its row, log2 of CP size of each bucket); the factor is
@@ -58,7 +60,7 @@ def fill_least(
         middle = high if step == 0 else (low + high) / 2
         wanted = np.maximum(targets * middle, floors)
         num_left, bucket_of_sample, rows, first_lanes, sizes = _fill(
-            lengths, durations, alone, row_lanes, wanted, order
+            lengths, durations, alone, row_lanes, wanted, order, slack
         )
         if num_left == 0:
             factor = high = middle
@@ -72,8 +74,9 @@ def fill_least(
 
 @compiled
 def _fill(
-    lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, wanted_ns: Floats, order: Ints
-) -> tuple[int, Ints, Ints, Ints, Ints]:
+    lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, wanted_ns: Floats, order: Ints,
+    slack: float,
+) -> tuple[int, Ints, Ints, Ints, Ints]:  # fmt: skip
     """Return samples without a place; bucket of each sample; row, first lane in the row, log2 CP size of buckets."""
     seqlens, densities = lengths
     terms, num_exchanges, multiples, capacities = durations
@@ -89,6 +92,8 @@ def _fill(
     meets = np.zeros(num_sizes, np.int64)
     for row in order:
         limit_ns = wanted_ns[row]
+        if slack > 0.0:
+            limit_ns = max(limit_ns, slack * _least_of_longest(alone, unused, row_lanes[row]))
         for k in range(num_sizes):
             meets[k] = _first_that_meets(alone[k], limit_ns)
         lane = 0
@@ -115,6 +120,18 @@ def _fill(
         if num_left == 0:
             break
     return num_left, bucket_of_sample, rows[:bucket], first_lanes[:bucket], sizes[:bucket]
+
+
+@compiled
+def _least_of_longest(alone: Floats, unused: Ints, num_lanes: int) -> float:
+    """Return the least nanoseconds of the longest unused sample on some of `num_lanes` lanes; 0 where it cannot run."""
+    longest = first_unused(unused, 0)
+    least = np.inf
+    if longest < alone.shape[1]:
+        for k in range(len(alone)):
+            if 1 << k <= num_lanes:
+                least = min(least, alone[k, longest])
+    return least if least < np.inf else 0.0
 
 
 @compiled

@@ -38,7 +38,7 @@ def packings_like_wlb(lengths: Lengths, cost_model: CostModel, k: int) -> Iterat
     padded = padded_seqlen(lengths.seqlens, int(table.multiples[k]))
     fewest = -(-int(padded.sum()) // (blocks * capacity))
     # Workload of a sample: the slopes of forward and backward. Exchange that attention hides has no price here.
-    row = table.terms[table.first_option[k, table.links[k, 0]]]
+    row = table.level_terms[table.first_option[k, table.links[k, 0]]]
     _, per_token, per_token2 = linear_parts(row).sum(axis=0).tolist()
     tried = set()
     for factor in SWEEP:

@@ -137,7 +137,7 @@ def _solve(ordered: Sequence[Sample], cost_model: CostModel, limit_s: float) -> 
             tokens = pulp.lpSum(length * variable for variable, length in parts)
             squares = pulp.lpSum(float(length) ** 2 * variable for variable, length in parts)
             problem += tokens <= capacity * is_open
-            row = table.terms[table.first_option[k, table.links[k, 0]]]
+            row = table.level_terms[table.first_option[k, table.links[k, 0]]]
             edges_ms = 1e3 * table.slowest_s_per_token / (1 << k)
             total = edges_ms * tokens
             for direction in range(2):

@@ -20,7 +20,8 @@ class Grid(NamedTuple):
     """Durations of a packing, whole nanoseconds; lanes of one bucket may differ.
 
     Attributes:
-        sizes: [micro-batch, lane] -> lanes of the bucket there.
+        sizes: [micro-batch, lane] -> lanes that wait for each other there: those of the bucket, with experts also of
+            the blocks that share them.
         chunk_ns: [FORWARD or BACKWARD, micro-batch, lane] -> one model chunk without embedding and head.
         edge_ns: [EMBEDDING or HEAD, FORWARD or BACKWARD, micro-batch, lane] -> what `Graph.pays` adds.
         hop_ns: [micro-batch, lane] -> delay to the next stage.

@@ -1,8 +1,9 @@
 """Exact times of a plan: the longest path through the schedules of all stages and lanes.
 
 A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each of them
-ends it when its own work is done. There is no other barrier: neither between micro-batches nor between lanes that share
-no bucket. Times are whole nanoseconds, so two candidates compare the same on every CPU.
+ends it when its own work is done. Lanes that share experts start and end together as well (`coupling`). There is no
+other barrier: neither between micro-batches nor between lanes that share neither bucket nor experts. Times are whole
+nanoseconds, so two candidates compare the same on every CPU.
 
 The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule. Lists of operations that differ
 from lane to lane first need an order in which they can run (`deadlock.resolve`) and go through a plain loop.
@@ -18,10 +19,12 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.pipeline.coupling import couple_lanes, waiting_groups
 from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
+from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs, nanoseconds
 from dynamic_cp.types import Plan
 
@@ -104,18 +107,24 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
             )
     of_lane = np.repeat(np.array(prices_ns, np.int64).reshape(-1, 7).T, repeats, axis=1)
     of_lane = np.ascontiguousarray(of_lane).reshape(7, plan.num_microbatches, num_lanes)
-    return Grid(
+    grid = Grid(
         sizes=np.repeat(sizes, sizes).reshape(plan.num_microbatches, num_lanes),
         chunk_ns=of_lane[:2],
         edge_ns=of_lane[2:6].reshape(2, 2, plan.num_microbatches, num_lanes),
         hop_ns=of_lane[6],
     )
+    if plan.topology.expert_lanes > 1:
+        couple_lanes(grid, lane_tokens_of(plan).astype(np.float64), cost_model.table, vp_size)
+    return grid
 
 
 def _end_times_of_lists(plan: Plan, grid: Grid, graph: Graph, operations: LaneOperations, ends_ns: Ints) -> None:
     """Fill `ends_ns` ([operation of `graph`, lane]) for lanes that run the lists `operations`."""
     topology = plan.topology
-    groups = [[bucket.lanes for bucket in micro_batch.buckets] for micro_batch in plan.micro_batches]
+    groups = [
+        waiting_groups([bucket.lanes for bucket in micro_batch.buckets], topology.expert_lanes)
+        for micro_batch in plan.micro_batches
+    ]
     steps = resolve(operations, groups, topology.pp_size, topology.vp_size)
     durations = durations_ns(grid, graph)
     index_of = {place: index for index, place in enumerate(places_of(graph))}

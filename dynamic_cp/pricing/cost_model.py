@@ -108,16 +108,13 @@ class CostModel:
         self._edges = tuple(self.table.edges_s_per_token.tolist())
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
-        """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence."""
+        """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence.
+
+        What lanes that share experts compute together is not in it: that takes what all of them hold (`coupling`).
+        """
         padded = padded_of(bucket, self.topology.rank_token_multiple)
-        return self.cost(
-            bucket.cp_size,
-            bucket.first_lane,
-            sum(padded),
-            squared_tokens(bucket.samples, padded, self.model),
-            cp_comm_type=bucket.cp_comm_type,
-            inner_cp_size=bucket.inner_cp_size,
-        )
+        squares = squared_tokens(bucket.samples, padded, self.model)
+        return self._cost(bucket.cp_size, bucket.first_lane, sum(padded), squares, *bucket.attention, is_level=False)
 
     def cost(
         self,
@@ -128,7 +125,7 @@ class CostModel:
         cp_comm_type: str | None = None,
         inner_cp_size: int | None = None,
     ) -> BucketCost:
-        """Return the seconds of a bucket from its sums.
+        """Return the seconds of a bucket from its sums; if other lanes share its experts, with as many tokens on each.
 
         Args:
             cp_size: lanes of the group.
@@ -141,7 +138,20 @@ class CostModel:
         Raises:
             UnsupportedFeatureError: an exchange or inner size that this CP size cannot use.
         """
-        terms, row = self._price(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size)
+        return self._cost(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level=True)
+
+    def _cost(
+        self,
+        cp_size: int,
+        first_lane: int,
+        tokens: float,
+        tokens_squared: float,
+        cp_comm_type: str | None,
+        inner_cp_size: int | None,
+        *,
+        is_level: bool,
+    ) -> BucketCost:
+        terms, row = self._price(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level)
         tokens, tokens_squared = float(tokens), float(tokens_squared)
         forward_s, backward_s = (price(terms, row, direction, tokens, tokens_squared) for direction in range(2))
         return self._with_edges(forward_s, backward_s, tokens / cp_size)
@@ -183,7 +193,7 @@ class CostModel:
         )
 
     def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
-        """Return forward + backward on the slowest stage in whole nanoseconds, at the fastest exchange."""
+        """Return forward + backward of `cost` on the slowest stage in whole nanoseconds, at the fastest exchange."""
         k, link = self._place(cp_size, first_lane)
         self._check_served(k, link)
         return int(duration_ns(self.table, k, link, float(tokens), float(tokens_squared)))
@@ -227,16 +237,19 @@ class CostModel:
         tokens_squared: float,
         cp_comm_type: str | None,
         inner_cp_size: int | None,
+        is_level: bool,
     ) -> tuple[Floats, int]:
         """Return terms and the row of them that the bucket pays."""
+        table_terms = self.table.level_terms if is_level else self.table.terms
         if cp_comm_type is None or cp_size == 1:
-            return self.table.terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
+            return table_terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
         row = self.row_of(cp_size, first_lane, cp_comm_type, inner_cp_size)
         if row is not None:
-            return self.table.terms, row
+            return table_terms, row
         attention = self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
         assert MECHANISMS[attention.cp_comm_type].has_closed_form, "`lane_costs` prices the others"
-        return np.array([self._stage.terms(attention, cp_size, self._place(cp_size, first_lane)[1])]), 0
+        link = self._place(cp_size, first_lane)[1]
+        return np.array([self._stage.terms(attention, cp_size, link, is_level=is_level)]), 0
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         k, link = self._place(cp_size, first_lane)

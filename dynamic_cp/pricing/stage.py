@@ -2,10 +2,14 @@
 
 linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the device
 tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
+copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back (`experts.py`)
 attention, exposed                            `mechanisms/`
-forward   = overhead + linear + tensor + attention + exposed
+forward   = overhead + linear + tensor + copying + attention + exposed
 backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
-            exposed, and of linear and tensor those of the MLP)
+            exposed, and of linear, tensor and copying those of the MLP or of experts)
+
+Routed experts themselves are on top: here, where a lane has all that its tokens meet, else between lanes
+(`pipeline/coupling.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
+from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import terms_of
 from dynamic_cp.types import (
@@ -47,6 +52,16 @@ class _Floor(NamedTuple):
     num_lanes: int
     is_allowed: bool
     terms: _Terms
+    level_terms: _Terms
+
+
+def _terms_of_both(both: tuple[Convex, Convex]) -> _Terms:
+    return terms_of(both[0]), terms_of(both[1])
+
+
+def _expert_line(price: ExpertPrice, cp_size: int, mean: float, routed: float) -> Linear:
+    """Return what experts cost for the tokens of a bucket, for so many mean and routed tokens for each of a lane."""
+    return Linear(price.constant, (mean * price.per_mean + routed * price.per_routed) / cp_size)
 
 
 class StagePrices:
@@ -54,6 +69,8 @@ class StagePrices:
 
     Attributes:
         sharing: what limits how lanes can share out heads.
+        experts: price of the routed experts (forward, backward).
+        expert_lanes: lanes that share them; imbalance: of what they get.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -66,24 +83,51 @@ class StagePrices:
         self._hardware = hardware
         self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
         layers = stage.num_layers
-        self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / stage.sum(lambda layer: layer.linear_weights)
-        linear_flops_per_token = 2 * stage.sum(lambda layer: layer.linear_weights)
-        self._linear_s_per_token = linear_flops_per_token / hardware.linear_flops_per_s / topology.tp_size
-        self._tensor_s_per_token = layers * tensor_s_per_token(problem)
+        own_weights = stage.sum(lambda layer: layer.linear_weights - layer.expert_weights)
+        self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / own_weights
+        self._moe_share = stage.sum(lambda layer: layer.moe_weights) / own_weights
+        self._linear_s_per_token = 2 * own_weights / hardware.linear_flops_per_s / topology.tp_size
+        # Half of a layer's collectives are those of its MLP; routed experts need none, shared ones do.
+        routed_only = stage.sum(lambda layer: layer.num_experts > 0 and not layer.mlp_kept_channels)
+        dense = stage.sum(lambda layer: layer.num_experts == 0)
+        tensor_s = tensor_s_per_token(problem)
+        self._tensor_s_per_token = (layers - 0.5 * routed_only) * tensor_s
+        self._mlp_tensor_s_per_token = 0.5 * dense * tensor_s
+        self._moe_tensor_s_per_token = 0.5 * (layers - dense - routed_only) * tensor_s
+        self._copying_s_per_token = copying_s_per_token(stage, problem)
+        self.experts = expert_prices(stage, problem)
+        self.expert_lanes, self.imbalance = topology.expert_lanes, problem.options.imbalance(topology)
         self._overheads_s = (
             layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
 
-    def terms(self, of: Attention, cp_size: int, link: int) -> _Terms:
+    def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
 
         Args:
             of: one of `attentions_of` for groups of `cp_size`.
             cp_size, link: of the group.
+            is_level: with experts that other lanes share, whose block has as many tokens on every lane.
         """
-        forward, backward = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
-        return terms_of(forward), terms_of(backward)
+        both = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
+        return self._with_experts(both, cp_size, 1.0, self.imbalance) if is_level else _terms_of_both(both)
+
+    def floor(self, of: Attention, cp_size: int, link: int) -> _Terms:
+        """Return the terms of the least that a bucket takes, whatever the other lanes of its block hold."""
+        both = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
+        share = min(1.0, cp_size / self.expert_lanes)
+        return self._with_experts(both, cp_size, share, max(1.0, share * self.imbalance))
+
+    def _with_experts(self, both: tuple[Convex, Convex], cp_size: int, mean: float, routed: float) -> _Terms:
+        """Return the terms of a bucket with shared experts, for so many mean and routed tokens for each of a lane."""
+        if self.expert_lanes == 1:  # they are there already
+            return _terms_of_both(both)
+        forward, backward = (
+            one._replace(linear=one.linear.plus(_expert_line(price, cp_size, mean, routed)))
+            for one, price in zip(both, self.experts, strict=True)
+        )
+        return _terms_of_both((forward, backward))
 
     @property
     def mask(self) -> Causal | Full | Lambda:
@@ -128,7 +172,7 @@ class StagePrices:
         overhead_s, overhead_back_s = self._overheads_s
         floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
         linear = Linear(floor_s, self._linear_s_per_token / cp_size)
-        tensor = Linear(0.0, self._tensor_s_per_token / cp_size)
+        tensor = Linear(0.0, (self._tensor_s_per_token + self._copying_s_per_token) / cp_size)
         forward = Linear(overhead_s).plus(linear).plus(tensor).plus(attention.linear)
         backward = Linear(overhead_back_s).plus(linear, hardware.linear_backward_over_forward).plus(tensor)
         backward = backward.plus(attention_back.linear)
@@ -141,7 +185,16 @@ class StagePrices:
                 backward = backward.plus(attention.linear)
                 kinks += attention.kinks
             if "mlp" in self._repeated:  # one of a layer's two collectives is that of its MLP
-                backward = backward.plus(linear, self._mlp_share).plus(tensor, 0.5)
+                of_mlp = Linear(0.0, self._mlp_tensor_s_per_token / cp_size)
+                backward = backward.plus(linear, self._mlp_share).plus(of_mlp)
+            if "moe" in self._repeated:
+                of_moe = Linear(0.0, (self._moe_tensor_s_per_token + self._copying_s_per_token) / cp_size)
+                backward = backward.plus(linear, self._moe_share).plus(of_moe)
+        if self.expert_lanes == 1:
+            forward, backward = (
+                own.plus(_expert_line(price, cp_size, 1.0, self.imbalance))
+                for own, price in zip((forward, backward), self.experts, strict=True)
+            )
         return Convex(forward, attention.kinks), Convex(backward, merged(kinks))
 
     def _attention_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
@@ -164,6 +217,7 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
     terms: list[_Terms] = []
+    level_terms: list[_Terms] = []
     attentions: list[Attention] = []
     floors: list[_Floor] = []
     for k in range(num_sizes):
@@ -173,17 +227,20 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
             for attention in possible if k else [Attention()]:
-                floors.append(_Floor(1 << k, allowed, stage.terms(attention, 1 << k, link)))
+                place = attention, 1 << k, link
+                floors.append(_Floor(1 << k, allowed, stage.floor(*place), stage.terms(*place, is_level=True)))
                 if MECHANISMS[attention.cp_comm_type].has_closed_form:
-                    terms.append(floors[-1].terms)
+                    terms.append(stage.terms(*place))
+                    level_terms.append(floors[-1].level_terms)
                     attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
     # On fewer lanes a placed bucket takes at least as long, and holds less.
     floors += [
-        _Floor(topology.num_lanes, True, stage.terms(Attention(name), topology.num_lanes, ACROSS_NODES))
+        _Floor(topology.num_lanes, True, stage.floor(*place), stage.terms(*place, is_level=True))
         for name in options.cp_comm_types
         if name in PLACED and may_span_all(topology, options)
+        for place in ((Attention(name), topology.num_lanes, ACROSS_NODES),)
     ]
     edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
@@ -204,5 +261,10 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
         hop_s_per_token=hop_bytes / problem.hardware.p2p_bandwidth_bytes_per_s if topology.pp_size > 1 else 0.0,
         edges_s_per_token=edges,
         slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
+        expert_lanes=topology.expert_lanes,
+        expert_terms=np.array(stage.experts),
+        imbalance=stage.imbalance,
+        level_terms=np.array(level_terms),
+        level_floors=np.array([floor.level_terms for floor in floors]),
     )
     return table, tuple(attentions)

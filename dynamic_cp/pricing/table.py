@@ -28,6 +28,12 @@ class PriceTable(NamedTuple):
         hop_s_per_token: seconds per token of a rank to the next stage.
         edges_s_per_token: [embedding forward, embedding backward, head forward, head backward], per token of a rank.
         slowest_s_per_token: what the slowest stage pays of the edges, forward + backward, per token of a rank.
+        expert_lanes: lanes that share experts; where it is 1, experts are part of `terms`.
+        expert_terms: [forward or backward, (constant, per mean token, per routed token)] seconds that lanes which share
+            experts take on top of the longest of their own `terms` (`experts.ExpertPrice`).
+        imbalance: tokens routed to the rank that gets most, over their mean.
+        level_terms: as `terms`, with what experts cost in a block whose lanes all have as many tokens.
+        level_floors: the same of `floors`: the mean over all lanes of a plan is never less.
     """
 
     terms: Floats
@@ -44,11 +50,16 @@ class PriceTable(NamedTuple):
     hop_s_per_token: float
     edges_s_per_token: Floats
     slowest_s_per_token: float
+    expert_lanes: int
+    expert_terms: Floats
+    imbalance: float
+    level_terms: Floats
+    level_floors: Floats
 
 
 def seconds_of_rows(table: PriceTable, rows: Ints, tokens: Floats, squares: Floats) -> Floats:
-    """Return [bucket, forward or backward] -> seconds of buckets that pay `rows` of the table."""
-    return prices_of(table.terms[rows], tokens[:, None], squares[:, None])
+    """Return [bucket, forward or backward] -> seconds of buckets that pay `rows` of the table, in level blocks."""
+    return prices_of(table.level_terms[rows], tokens[:, None], squares[:, None])
 
 
 @compiled
@@ -81,8 +92,8 @@ def best_options(table: PriceTable, first_lanes: Ints, log2_cp_sizes: Ints, toke
 
 @compiled
 def duration_ns(table: PriceTable, k: int, link: int, tokens: float, squares: float) -> int:
-    """Return forward + backward of a bucket on the slowest stage, in whole nanoseconds."""
-    option = best_option(table, k, link, tokens, squares)
-    both = price(table.terms, option, 0, tokens, squares) + price(table.terms, option, 1, tokens, squares)
+    """Return forward + backward of a bucket on the slowest stage and in a level block, in whole nanoseconds."""
+    option, terms = best_option(table, k, link, tokens, squares), table.level_terms
+    both = price(terms, option, 0, tokens, squares) + price(terms, option, 1, tokens, squares)
     both += table.slowest_s_per_token * tokens / (1 << k)
     return int(np.rint(both * 1e9))

@@ -55,8 +55,9 @@ _HOPELESS = 1.1
 
 
 def may_place(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether plans may have placed micro-batches."""
-    return not set(PLACED).isdisjoint(options.cp_comm_types) and may_span_all(topology, options)
+    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
+    is_allowed = not set(PLACED).isdisjoint(options.cp_comm_types)
+    return is_allowed and topology.expert_lanes == 1 and may_span_all(topology, options)
 
 
 def exchanges_of_policy(

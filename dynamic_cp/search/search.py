@@ -23,6 +23,7 @@ from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan, grid_of_priced, makespan_ns, num_microbatches_of, price_packing
+from dynamic_cp.packing.level import pack_level
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.orders import ORDERS, in_orders
@@ -39,7 +40,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.search.placed import guess_of, may_place, options_of_packing, placed_plans, without_placed
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
@@ -99,6 +100,12 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     places = policy == "dynamic" and may_place(topology, problem.options)
     usable = problem.options if places else without_placed(problem.options)
     options = options_serving(batch.samples, problem.model, usable)
+    if topology.expert_lanes > 1 and set(options.cp_comm_types) <= set(PLACED):
+        raise UnsupportedFeatureError(
+            f"cp_comm_types {' '.join(options.cp_comm_types)} may cut blocks of {topology.expert_lanes} lanes that "
+            f"share experts (ep_size {topology.ep_size}): allow other exchanges (--cp-comm-type auto)",
+            cp_comm_types=options.cp_comm_types,
+        )
     longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
     if not is_fixed:
         _check_capacity(longest, topology, options)
@@ -291,6 +298,9 @@ class _Search:
         if topology.pp_size == 1:
             quota_ns = share_ns + fewest * empty_ns
             counts = row_counts(self.lengths, self.durations, topology.num_lanes, fewest, quota_ns)
+            if topology.expert_lanes > 1:
+                for name, packing in pack_level(self.lengths, self.cost_model, base, fewest):
+                    yield self._judged(name, packing)
         else:
             counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
             for effort in EFFORTS[self.cost_model.options.search]:
@@ -360,7 +370,7 @@ class _Search:
         """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its compute, spread evenly."""
         table, topology = self.cost_model.table, self.cost_model.topology
         rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
-        constant, per_token, per_token2 = linear_parts(table.terms[rows]).sum(axis=1).min(axis=0).tolist()
+        constant, per_token, per_token2 = linear_parts(table.level_terms[rows]).sum(axis=1).min(axis=0).tolist()
         # Every stage computes this; the slowest one the edges in addition.
         per_token += table.slowest_s_per_token / (1 << k)
         work_s = per_token * float(self.lengths.seqlens.sum()) + per_token2 * self.lengths.squares.sum()

@@ -23,6 +23,8 @@ class Hardware:
         attention_full_*: the same for a tile without a mask; 0 = as causal.
         attention_backward_*, attention_full_backward_*: the same for backward, which has 2.5 times the FLOPs; 0 = as
             long as attention_backward_over_forward says.
+        expert_flops_per_s, expert_extra_tokens: rate of the GEMMs of routed experts (0 = as linear_flops_per_s), and
+            what each expert of a rank pays for in addition, however few tokens it has.
         head_flops_per_s: rate of the LM head.
         memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
         collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
@@ -56,6 +58,8 @@ class Hardware:
     attention_backward_over_forward: float = 2.5
     exchange_backward_over_forward: float = 2.0
     recompute_overhead_credit: float = 0.5
+    expert_flops_per_s: float = 0.0
+    expert_extra_tokens: float = 0.0
     head_flops_per_s: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     collective_bandwidth_in_node_bytes_per_s: float = 0.0

@@ -16,6 +16,7 @@ import numpy as np
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.peers import wlb
+from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.padding import padding_fraction
@@ -28,6 +29,7 @@ from dynamic_cp.types import (
     CP_COMM_TYPES,
     PLACED,
     Bucket,
+    Experts,
     Hardware,
     MicroBatch,
     Plan,
@@ -52,7 +54,16 @@ WINDOWED = {
     "windows-with-sink": replace(MODELS["many-heads"], window_tokens=3, window_attn_skip_freq=3, window_sink_tokens=2),
 }
 """Models of cases that may be placed, besides MODELS."""
-_ALL_MODELS = {**MODELS, **WINDOWED}
+_EXPERTS = Experts(num_experts=16, topk=2, ffn_hidden_size=64)
+EXPERTS = {
+    "experts": replace(DEEP_MODEL, experts=_EXPERTS),
+    "many-experts": replace(DEEP_MODEL, experts=replace(_EXPERTS, topk=8, ffn_hidden_size=16)),
+    "some-experts": replace(
+        MODELS["many-heads"], experts=replace(_EXPERTS, topk=1, shared_ffn_hidden_size=48, layer_freq=2)
+    ),
+}
+"""Models of cases whose lanes may share experts."""
+_ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS}
 _FREE = replace(
     TINY_HARDWARE,
     name="free",
@@ -193,6 +204,38 @@ def draw_masked_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
     )
 
 
+def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
+    """Return a random case of a model with experts, mostly shared by several lanes."""
+    case = draw_case(rng, most_lanes, most_samples)
+    topology, kind = case.topology, list(EXPERTS)[rng.integers(len(EXPERTS))]
+    num_blocks, ep_size = int(rng.integers(1, 4)), int(rng.choice([1, 2, 4, 8, 16]))
+    tp_size = topology.tp_size if topology.tp_size != 3 else 2
+    topology = replace(
+        topology,
+        num_lanes=num_blocks * max(1, ep_size // tp_size),
+        tp_size=tp_size,
+        ep_size=ep_size,
+        sequence_parallel=tp_size > 1,
+    )
+    sizes = topology.max_cp_size.bit_length()
+    options = replace(
+        case.options,
+        # Two chunks a rank, so that every CP size holds something.
+        max_tokens_per_rank=max(case.options.max_tokens_per_rank, 2 * topology.rank_token_multiple),
+        min_cp_size=1 << min(case.options.min_cp_size.bit_length() - 1, sizes - 1),
+        max_cp_size=None,
+        static_cp_size=None,
+        expert_imbalance=float(rng.choice([1.0, 1.25, 3.0])),
+    )
+    case = replace(case, topology=topology, options=options, model=kind, seqlens=(1,))
+    try:
+        longest = int(case.cost_model.table.capacities.max())
+    except UnsupportedFeatureError:  # exchanges that need more heads or lanes than there are
+        case = replace(case, options=replace(options, cp_comm_types=("p2p",)))
+        longest = int(case.cost_model.table.capacities.max())
+    return replace(case, seqlens=_draw_seqlens(rng, longest, most_samples))
+
+
 def _draw_seqlens(rng: np.random.Generator, longest: int, most_samples: int) -> tuple[int, ...]:
     count = int(rng.integers(1, int(rng.choice([3, 12, most_samples])) + 1))
     kind = rng.integers(6)
@@ -252,6 +295,16 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
         assert dynamic.predicted_s <= ring.plan().predicted_s, "slower than with the ring alone"
     if is_light:
         return _covered(case, dynamic) + Counter({"several static sizes": num_sizes > 1})
+    if case.topology.ep_size > 1:
+        lists = {
+            (stage, lane): stage_operations(
+                stage, case.topology.pp_size, dynamic.plan.num_microbatches, case.topology.vp_size
+            )
+            for stage in range(case.topology.pp_size)
+            for lane in range(case.topology.num_lanes)
+        }
+        found_s = simulate(dynamic.plan, cost_model, lists).iteration_s  # raises where the lists deadlock
+        assert found_s == dynamic.predicted_s, "operation by operation another time"
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
     for policy in ("dynamic", *(one for one in POLICIES[1:] if one in planned and seed % 4 == 0)):
         again = case.plan(policy, shuffled)
@@ -374,7 +427,7 @@ def _check_sizes_and_exchanges(planned: PlannedBatch, case: Case, policy: str) -
         if bucket.cp_size > 1:
             assert bucket.cp_comm_type in case.options.cp_comm_types
             if "a2a" in bucket.cp_comm_type:
-                query_heads = MODELS[case.model].num_attention_heads // case.topology.tp_size
+                query_heads = _ALL_MODELS[case.model].num_attention_heads // case.topology.tp_size
                 assert query_heads % bucket.inner_cp_size == 0
 
 
@@ -399,6 +452,12 @@ def _covered(case: Case, dynamic: PlannedBatch) -> Counter[str]:
         "a2a in a plan": "a2a" in exchanges,
         "a2a+p2p in a plan": "a2a+p2p" in exchanges,
         "several inner sizes in a plan": len({one.inner_cp_size for one in plan.buckets if one.cp_size > 1}) > 1,
+        "lanes share experts": topology.expert_lanes > 1,
+        "all lanes share experts": 1 < topology.expert_lanes == topology.num_lanes,
+        "lanes share experts in a pipeline": topology.expert_lanes > 1 < topology.pp_size,
+        "TP ranks share experts": topology.ep_size > 1 and topology.tp_size > 1,
+        "CP over several blocks that share experts": topology.expert_lanes > 1
+        and any(bucket.cp_size > topology.expert_lanes for bucket in plan.buckets),
         "empty places in a plan": any(not bucket.samples for bucket in plan.buckets),
     }
     counts = Counter(name for name, holds in facts.items() if holds)

@@ -28,7 +28,15 @@ from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.search import POLICIES, check_feasible
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
-from tests.property.instances import Case, check_case, check_masked_case, draw_case, draw_masked_case, longest_seqlen
+from tests.property.instances import (
+    Case,
+    check_case,
+    check_masked_case,
+    draw_case,
+    draw_expert_case,
+    draw_masked_case,
+    longest_seqlen,
+)
 
 
 @st.composite
@@ -99,6 +107,19 @@ def test_every_promise_of_a_plan_with_masks_and_placed_attention():
         except Exception as error:
             raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
     assert len(covered) >= 12, sorted(covered)
+
+
+def test_every_promise_of_a_plan_with_experts():
+    covered: Counter[str] = Counter()
+    for seed in range(60):
+        case = draw_expert_case(np.random.default_rng(seed), most_samples=30)
+        try:
+            covered += check_case(case, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    of_experts = {name: count for name, count in covered.items() if "experts" in name}
+    assert len(of_experts) == 5, of_experts
+    assert min(of_experts.values()) >= 3, of_experts
 
 
 @given(cases(), st.integers(0, 3))

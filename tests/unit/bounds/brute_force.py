@@ -27,6 +27,7 @@ class Remembered:
 
     def __init__(self, model: CostModel) -> None:
         self.gradient_reduction_s = model.gradient_reduction_s
+        self.table = model.table
         self._costs: dict[Bucket, BucketCost] = {}
         self._model = model
 

@@ -16,7 +16,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Experts, PlanOptions, Topology
 from tests.unit.bounds.brute_force import best_plan, tiny_case
 from tests.unit.support import (
     TINY_HARDWARE,
@@ -63,6 +63,38 @@ def test_exact_is_what_brute_force_finds():
     seen = check_against_brute_force(range(30, 65), 250)
     assert seen["cases"] >= 30
     assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 3, seen
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "ep_size", "pp_size", "lengths"),
+    [
+        (2, 2, 1, (60, 30, 20, 9)),
+        (2, 2, 2, (60, 30, 9)),
+        (4, 2, 1, (100, 40, 7)),
+        (4, 4, 1, (200, 40, 30)),
+        (4, 4, 2, (60, 50)),
+        (4, 2, 2, (100, 9)),
+    ],
+)
+def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep_size, pp_size, lengths):
+    """bound <= exact = brute force <= plan."""
+    topology = Topology(num_lanes=num_lanes, ep_size=ep_size, pp_size=pp_size)
+    options = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4)
+    shape = replace(TINY_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=128))
+    hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, expert_extra_tokens=2)
+    model, samples = CostModel(shape, hardware, topology, options), samples_of(lengths)
+    best = best_plan(samples, model, range(1, 3))
+    exact = exact_plan(samples, model, min_microbatches=1, max_microbatches=2)
+    check_plan(exact.plan, samples)
+    assert exact.status == "optimal"
+    assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
+    assert exact.bound_s <= best.makespan_s * (1 + 1e-6)
+    bound_s = lower_bound(samples, model, "exhaustive").seconds
+    planned = plan_global_batch(samples, topology=topology, model=shape, hardware=hardware, options=options)
+    found_s = makespan_ns(planned.plan, model) / 1e9
+    assert 0.5 * best.makespan_s < bound_s <= best.makespan_s
+    assert found_s <= 1.02 * best.makespan_s
+    assert found_s >= best.makespan_s * (1 - 1e-9) or planned.plan.num_microbatches > 2
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.blocks import EFFORTS, _cut, _heavy_counts, _middle_out, pack_blocks
+from dynamic_cp.packing.blocks import EFFORTS, _heavy_counts, _middle_out, cut, pack_blocks
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.static import fewest_rows
@@ -41,7 +41,7 @@ def packed(seqlens, model, effort=None):
 def test_blocks_are_aligned_and_cover_all_lanes():
     for num_lanes in range(1, 70):
         for width in (1 << k for k in range(num_lanes.bit_length())):
-            blocks = _cut(num_lanes, width)
+            blocks = cut(num_lanes, width)
             first = 0
             for start, lanes in zip(blocks.first_lanes.tolist(), blocks.num_lanes.tolist(), strict=True):
                 assert start == first
@@ -49,7 +49,7 @@ def test_blocks_are_aligned_and_cover_all_lanes():
                 assert lanes <= width
                 first += lanes
             assert first == num_lanes
-    assert _cut(14, 4).num_lanes.tolist() == [4, 4, 4, 2]
+    assert cut(14, 4).num_lanes.tolist() == [4, 4, 4, 2]
 
 
 def test_long_samples_stand_in_neighbouring_rows_the_longest_in_the_middle():
@@ -88,7 +88,7 @@ def test_groups_never_cross_blocks():
     for one in packed(batch(300, 3000), setting(14, 2, max_tokens_per_rank=2048)):
         width = int(re.search(r"width=(\d+)", one.name)[1])
         assert width >= 1 << int(one.packing.log2_cp_sizes.max())
-        blocks = _cut(14, width)
+        blocks = cut(14, width)
         for first, k in zip(one.packing.first_lanes, one.packing.log2_cp_sizes, strict=True):
             block = np.searchsorted(blocks.first_lanes, first, side="right") - 1
             assert first + (1 << k) <= blocks.first_lanes[block] + blocks.num_lanes[block]

@@ -16,7 +16,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns as simulated_ns
 from dynamic_cp.plans.padding import padded_seqlens, rank_multiple, sample_multiple
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import Experts, PlanOptions, Topology
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model, descending
 from tests.unit.support import CURVED_HARDWARE, causal, samples_of
 
@@ -118,6 +118,34 @@ def test_the_judge_is_the_simulator():
         seen["interleaved"] += model.topology.vp_size > 1
     assert len(seen) == 8
     assert min(seen.values()) >= 5, seen
+
+
+def test_the_judge_is_the_simulator_where_lanes_share_experts():
+    rng = random.Random(8)
+    seen = Counter()
+    experts = Experts(num_experts=8, topk=2, ffn_hidden_size=48, layer_freq=2)
+    for _ in range(200):
+        pp_size, tp_size = rng.choice([1, 1, 2]), rng.choice([1, 1, 2])
+        topology = Topology(
+            num_lanes=rng.choice([4, 8, 12]), tp_size=tp_size, pp_size=pp_size, ep_size=rng.choice([2, 4]) * tp_size,
+            vp_size=rng.choice([1, 2]) if pp_size > 1 else 1, ranks_per_node=rng.choice([2, 4, 8]),
+            sequence_parallel=tp_size > 1,
+        )  # fmt: skip
+        options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", "all_gather"), bytes_per_element=4)
+        model = CostModel(replace(DEEP_MODEL, experts=experts), CURVED_HARDWARE, topology, options)
+        seqlens, packing = random_packing(rng, model)
+        plan = build_plan(samples_of(seqlens), price_packing(causal(seqlens), packing, model), model, "random")
+        check_plan(plan, samples_of(seqlens))
+        assert makespan_ns(causal(seqlens), packing, model) == simulated_ns(plan, model)
+        ours, theirs = grid_of_packing(causal(seqlens), packing, model), grid_of(plan, model)
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+        seen["groups wider than a block"] += bool((ours.sizes > topology.expert_lanes).any())
+        seen["blocks wider than a group"] += bool((ours.sizes == topology.expert_lanes).any())
+        seen["interleaved"] += topology.vp_size > 1
+        seen["tp"] += tp_size > 1
+    assert len(seen) == 4
+    assert min(seen.values()) >= 20, seen
 
 
 def test_sums_of_buckets_charge_the_last_sample_for_the_rank():

@@ -22,10 +22,11 @@ class Played(NamedTuple):
     dp_wait_ns: Counter
 
 
-def play(plan, costs, lists, longer_ns=None) -> Played:
+def play(plan, costs, lists, longer_ns=None, waiting=None) -> Played:
     """Run `lists` ((stage, lane) -> operations); `costs`: id of a bucket's first sample -> BucketCost.
 
     `longer_ns`: (kind, micro-batch, lane) -> by how much a lane takes longer than its bucket's price; absent = not.
+    `waiting`: [micro-batch] -> lane -> all lanes that start together with it; absent = those of its bucket.
     """
     longer_ns = longer_ns or Counter()
     pp, vp = plan.topology.pp_size, plan.topology.vp_size
@@ -62,13 +63,15 @@ def play(plan, costs, lists, longer_ns=None) -> Played:
                 continue
             operation = todo[stage, lane][-1]
             bucket = bucket_at[operation.micro_batch][lane]
-            places = [(stage, member) for member in bucket.lanes]
+            lanes = bucket.lanes if waiting is None else waiting[operation.micro_batch][lane]
+            places = [(stage, member) for member in lanes]
             if any(place in running or todo[place][-1:] != [operation] for place in places):
                 continue
-            if all(has_input(stage, operation, member) for member in bucket.lanes):
+            if all(has_input(stage, operation, member) for member in lanes):
                 running.update(places)
                 virtual = operation.chunk * pp + stage
-                for member in bucket.lanes:
+                for member in lanes:
+                    bucket = bucket_at[operation.micro_batch][member]
                     post(now + price_ns(operation, virtual, bucket, member), ("end", stage, operation, member))
 
     def book(until):

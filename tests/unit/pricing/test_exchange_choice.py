@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner.exchanges import ALL, GOALS, RING, SHARE_GOAL, token_shares, with_exchanges
 from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
-from dynamic_cp.packing.blocks import _widths
+from dynamic_cp.packing.blocks import widths_of
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.rows import alone_ns
 from dynamic_cp.plans.validate import check_plan
@@ -76,7 +76,7 @@ def test_blocks_are_as_wide_as_the_largest_group_that_pays(exchanges, kv_groups,
     problem = replace(problem, model=replace(problem.model, num_query_groups=kv_groups))
     longest = np.sort(problem.seqlens)[-1:]
     durations = durations_of(problem.cost_model.table, problem.topology.num_lanes)
-    widths = [1 << k for k in _widths(alone_ns(causal(longest), durations, 6)[:, 0])]
+    widths = [1 << k for k in widths_of(alone_ns(causal(longest), durations, 6)[:, 0], 1)]
     assert widths[0] == widest
     assert min(widths) >= 8, "the longest sample does not fit narrower blocks"
 

@@ -1,0 +1,96 @@
+"""Packs level rows without a pipeline, for lanes that share experts: in a row they wait for the longest of them.
+
+A *slot* is one row of one block of lanes. Slots are filled one after the other, each as long as a common target or as
+the longest sample that is left needs, so that long samples are together and short ones are. Slots then go to the
+blocks, the longest first to the block that ends first.
+
+What is made level is the time that lanes compute apart (`durations.apart_durations_of`): experts take the mean of what
+all lanes of a block hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import ceil
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.packing.blocks import cut, widths_of
+from dynamic_cp.packing.durations import apart_durations_of, bucket_ns
+from dynamic_cp.packing.judge import grid_of_packing
+from dynamic_cp.packing.rows import alone_ns, fill_least
+from dynamic_cp.packing.table import Packing
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
+
+_ROW_FACTORS = (1.0, 1.3, 1.8, 2.6)
+"""Common targets, as an even share of so many times the fewest rows that hold all tokens."""
+_SLACKS = (1.02, 1.4)
+"""How many times the least of its longest sample a row may last: more lets that sample use fewer lanes."""
+_MOST_ROWS = 4.0
+_LOWEST, _STEPS = 0.8, 5
+"""The common target is lowered down to this share of it, as long as all samples fit into as many slots."""
+
+
+def pack_level(lengths: Lengths, cost_model: CostModel, base: int, fewest_rows: int) -> Iterator[tuple[str, Packing]]:
+    """Yield (name, packing) of level rows.
+
+    Args:
+        lengths: the samples.
+        cost_model: prices, and lanes that share experts.
+        base: log2 of the smallest allowed CP size.
+        fewest_rows: rows that the tokens need at least.
+    """
+    topology = cost_model.topology
+    durations = apart_durations_of(cost_model.table, topology.num_lanes)
+    alone = alone_ns(lengths, durations, topology.num_lanes.bit_length())
+    empty_ns = bucket_ns(durations, base, 0.0, 0.0)
+    totals = float(lengths.seqlens.sum()), float(lengths.squares.sum())
+    share_ns = (bucket_ns(durations, base, *totals) - empty_ns) / (topology.num_lanes >> base)
+    most = ceil(_MOST_ROWS * fewest_rows) + 1
+    for k, factor, slack in product(widths_of(alone[:, 0], topology.expert_lanes), _ROW_FACTORS, _SLACKS):
+        first_lanes, num_lanes = cut(topology.num_lanes, 1 << k)
+        num_blocks = len(num_lanes)
+        target_ns, num_rows = share_ns / (factor * fewest_rows) + empty_ns, most
+        found = None
+        for low, steps in ((1.0, 0), (_LOWEST, _STEPS)):
+            # Row by row over all blocks, so that the last slots are those that stay empty.
+            slot_lanes = np.tile(num_lanes, num_rows)
+            targets = np.full(len(slot_lanes), target_ns)
+            filled = fill_least(
+                lengths, durations, alone, slot_lanes, targets, np.zeros(len(targets)), low, 1.0, steps, slack
+            )
+            if filled[0] < 0:
+                break
+            found, num_rows = filled, int(filled[2].max()) // num_blocks + 1
+        if found is not None:
+            _, bucket_of_sample, slots, lanes, sizes = found
+            rows, blocks = np.divmod(slots, num_blocks)
+            packing = Packing(num_rows, bucket_of_sample, rows, first_lanes[blocks] + lanes, sizes)
+            if num_blocks > 1:
+                places = _dealt(_slot_ns(lengths, packing, cost_model, first_lanes), num_lanes)
+                rows, blocks = np.divmod(places[slots], num_blocks)
+                packing = packing._replace(rows=rows, first_lanes=first_lanes[blocks] + lanes)
+            yield f"level m={num_rows} width={1 << k} share=1/{factor} slack={slack}", packing
+
+
+def _slot_ns(lengths: Lengths, packing: Packing, cost_model: CostModel, first_lanes: Ints) -> Floats:
+    """Return [row, block] -> nanoseconds of the slot, experts included; all its lanes take as long."""
+    grid = grid_of_packing(lengths, packing, cost_model)
+    return grid.chunk_ns.sum(axis=0)[: packing.num_rows, first_lanes].astype(np.float64)
+
+
+def _dealt(slot_ns: Floats, num_lanes: Ints) -> Ints:
+    """Return [slot] -> its new place: the longest slot goes to the block of its width that ends first and has room."""
+    num_rows, num_blocks = slot_ns.shape
+    ends_ns, used = np.zeros(num_blocks), np.zeros(num_blocks, np.int64)
+    places = np.empty(slot_ns.size, np.int64)
+    for slot in np.argsort(-slot_ns.ravel(), kind="stable").tolist():
+        alike = np.flatnonzero((num_lanes == num_lanes[slot % num_blocks]) & (used < num_rows))
+        block = int(alike[np.argmin(ends_ns[alike])])
+        places[slot] = used[block] * num_blocks + block
+        used[block] += 1
+        ends_ns[block] += slot_ns.ravel()[slot]
+    return places

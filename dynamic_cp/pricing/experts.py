@@ -1,0 +1,94 @@
+"""What routed experts cost on one pipeline stage, and how they couple the lanes of an EP block.
+
+In each of its layers with experts, the lanes of a block compute attention and whatever else is their own (A, priced by
+`stage.py`), exchange copies of their tokens by all-to-all (X), compute what they got (E) and exchange it back. Nobody
+is done before all are, so a chunk takes, in one direction,
+
+    max over lanes of A + constant + per_mean * (mean tokens of the block's lanes) + per_routed * (most tokens routed)
+
+Attention takes the lanes' maximum, experts their average: level rows are those of level A, whatever the tokens. With
+
+    R        copies of a token: topk layers' worth, each hidden_size channels wide
+    E        imbalance * (GEMMs of R + sorting R by expert), and `expert_extra_tokens` more for each expert of a rank
+    X        R twice over the links that a block spans, by the lane that sends or gets most:
+             max(tokens of the fullest lane, imbalance * mean), and twice the latency of an exchange
+    A        has the copying of R on its lane, out and back
+
+Backward: GEMMs at their ratio, the rest once more; and what recomputation repeats.
+
+Limits: dense layers between those with experts count as if lanes met in each of them, too (their maxima would add up
+otherwise only where different lanes have most work in different layers). The host's wait for the number of routed
+tokens (`token_dispatcher.py` of megatron-core) is hidden. The imbalance is the same in all layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
+from dynamic_cp.types import ACROSS_NODES, Problem, Stage, Topology
+
+COPY_PASSES = 4
+"""Passes through memory to bring copies into order and, later, back: each reads and writes them. An estimate."""
+
+
+class ExpertPrice(NamedTuple):
+    """Seconds of the experts of a stage in one direction: what comes on top of the longest A of a block."""
+
+    constant: float = 0.0
+    per_mean: float = 0.0
+    per_routed: float = 0.0
+
+    def plus(self, other: ExpertPrice, times: float = 1.0) -> ExpertPrice:
+        """Return the sum of this and `times` another."""
+        return ExpertPrice(*(one + times * two for one, two in zip(self, other, strict=True)))
+
+
+def copying_s_per_token(stage: Stage, problem: Problem) -> float:
+    """Return the seconds of bringing a token's copies into order on its lane, and what comes back into its place."""
+    bandwidth = problem.hardware.memory_bandwidth_bytes_per_s
+    return COPY_PASSES * _routed_bytes(stage, problem) / bandwidth if bandwidth else 0.0
+
+
+def expert_prices(stage: Stage, problem: Problem) -> tuple[ExpertPrice, ExpertPrice]:
+    """Return the price of the experts of a stage (forward, backward); all 0 of a dense one."""
+    hardware, topology, options = problem.hardware, problem.topology, problem.options
+    num_layers = stage.sum(lambda layer: layer.num_experts > 0)
+    if not num_layers:
+        return ExpertPrice(), ExpertPrice()
+    flops_per_s, imbalance = hardware.expert_flops_per_s or hardware.linear_flops_per_s, options.imbalance(topology)
+    met = 2 * stage.sum(lambda layer: layer.expert_weights) / topology.tp_size
+    held = 2 * stage.sum(lambda layer: layer.held_expert_weights) / topology.ep_size
+    gemms = ExpertPrice(held * hardware.expert_extra_tokens / flops_per_s, imbalance * met / flops_per_s)
+    sorting = ExpertPrice(0.0, imbalance * copying_s_per_token(stage, problem))
+    exchanged = ExpertPrice()
+    if topology.ep_size > 1:
+        latency_s = 2 * num_layers * hardware.exchange_latency_s_per_layer
+        exchanged = ExpertPrice(latency_s, 0.0, 2 * _routed_bytes(stage, problem) * _s_per_byte(problem))
+    forward = gemms.plus(sorting).plus(exchanged)
+    backward = ExpertPrice().plus(gemms, hardware.linear_backward_over_forward).plus(sorting).plus(exchanged)
+    if "moe" in options.repeated:
+        backward = backward.plus(forward)
+    return forward, backward
+
+
+def _routed_bytes(stage: Stage, problem: Problem) -> float:
+    """Return the bytes of all copies of a token of a lane that one of its TP ranks has."""
+    element = problem.options.element_bytes.activation
+    return stage.sum(lambda layer: layer.routed_channels) * element / problem.topology.tp_size
+
+
+def _s_per_byte(problem: Problem) -> float:
+    """Return the seconds per byte routed in an EP block: a share stays on the rank, one in the node, one leaves it."""
+    hardware, topology = problem.hardware, problem.topology
+    near = ranks_of_block_in_node(topology)
+    in_node = (near - 1) / topology.ep_size / hardware.bandwidth_in_node_bytes_per_s
+    return in_node + (topology.ep_size - near) / topology.ep_size / hardware.bandwidth_across_nodes_bytes_per_s
+
+
+def ranks_of_block_in_node(topology: Topology) -> int:
+    """Return how many ranks of an EP block share a node, in the block that is spread most."""
+    lanes = topology.expert_lanes
+    if lanes > 1 and ACROSS_NODES in links_of(topology).used[lanes.bit_length() - 1]:
+        return min(lanes_in_one_node(topology), lanes) * topology.tp_size
+    return topology.ep_size
