@@ -51,6 +51,7 @@ class Setting:
         topology = self.topology
         words = [f"TP {topology.tp_size}", f"PP {topology.pp_size}"]
         words += [f"VPP {topology.vp_size}"] * (topology.vp_size > 1)
+        words += [f"EP {topology.ep_size}"] * (topology.ep_size > 1)
         words.append(f"{topology.num_lanes} lane{'' if topology.num_lanes == 1 else 's'}")
         words += [f"{self.recompute} recomputation"] * (self.recompute != "none")
         return ", ".join(words)

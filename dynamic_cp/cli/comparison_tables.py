@@ -64,7 +64,7 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
 
     topology, options = comparison.topology, comparison.options
     cross = "×" if can_draw(out) else "x"
-    sizes = [("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size)]
+    sizes = [("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size), ("EP", topology.ep_size)]
     split = "".join(f" {cross} {name} {size}" for name, size in sizes if size > 1)
     layout = f"= {topology.num_lanes} lanes{split}, recompute {options.recompute}"
     out.print(

@@ -14,6 +14,7 @@ _TRAINER_FLAGS = {
     "--tokenizer-type HuggingFaceTokenizer": ("--tokenizer",),
     "--tensor-model-parallel-size": ("--tp",),
     "--pipeline-model-parallel-size": ("--pp",),
+    "--expert-model-parallel-size": ("--ep",),
 }
 """Flag of the trainer -> the option that is the same here, the first that a command has."""
 
@@ -23,6 +24,7 @@ _ARGUMENTS = {
     "tp_size": "--tp",
     "pp_size": "--pp",
     "vp_size": "--vpp",
+    "ep_size": "--ep",
     "ranks_per_node": "--ranks-per-node",
     "max_seqlen": "--max-seqlen",
     "max_tokens_per_rank": "--max-tokens-per-rank",

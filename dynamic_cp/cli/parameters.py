@@ -35,6 +35,7 @@ from dynamic_cp.types import (
     is_power_of_two,
     parse_mask_rule,
 )
+from dynamic_cp.types.experts import EXPERT_IMBALANCE as DEFAULT_IMBALANCE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,6 +259,23 @@ MODEL_AND_HARDWARE = (
     ),
     SET,
 )
+EXPERT_IMBALANCE = _option(
+    "--expert-imbalance",
+    type=float,
+    metavar="X",
+    help="Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are for "
+    f"so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
+)
+
+
+def load_model(name: str, expert_imbalance: float | None) -> ModelShape:
+    """Return a model by name or file, with the imbalance of its experts where one is given."""
+    model = catalog.load_model(name)
+    if expert_imbalance is None:
+        return model
+    if model.experts is None:
+        raise InvalidInputError(f"--expert-imbalance is {expert_imbalance}, {name} has no experts: leave it out")
+    return dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=expert_imbalance))
 
 
 def check_name(name: str | None) -> None:
@@ -305,6 +323,13 @@ def job_options() -> Callable[[_Command], _Command]:
         ),
         _option("--pp", type=int, metavar="N", help=f"Number of pipeline stages. {_searched('1')}"),
         _option("--vpp", type=int, metavar="N", help=f"Number of model chunks per stage. {_searched('1')}"),
+        _option(
+            "--ep",
+            type=int,
+            metavar="N",
+            help=f"Number of neighbouring ranks that share the experts of a layer: 1, 2, 4, ... {_searched('1')}",
+        ),
+        EXPERT_IMBALANCE,
         RANKS_PER_NODE,
         _option(
             "--recompute",
@@ -517,6 +542,7 @@ class JobInput:
     tp: int | None
     pp: int | None
     vpp: int | None
+    ep: int | None
     ranks_per_node: int
     recompute: str | None
     no_distributed_optimizer: bool
@@ -526,11 +552,12 @@ class JobInput:
     cp_comm_type: str | None = None
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
+    expert_imbalance: float | None = None
 
     @cached_property
     def model_shape(self) -> ModelShape:
         """The model."""
-        return catalog.load_model(self.model)
+        return load_model(self.model, self.expert_imbalance)
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -551,7 +578,7 @@ class JobInput:
     def topology(self) -> Topology:
         """The given arrangement of ranks, with --lanes."""
         assert self.lanes is not None
-        sizes = [1 if size is None else size for size in (self.tp, self.pp, self.vpp)]
+        sizes = [1 if size is None else size for size in (self.tp, self.pp, self.vpp, self.ep)]
         return Topology(
             num_lanes=self.lanes,
             tp_size=sizes[0],
@@ -559,6 +586,7 @@ class JobInput:
             vp_size=sizes[2],
             ranks_per_node=self.ranks_per_node,
             sequence_parallel=sizes[0] > 1,
+            ep_size=sizes[3],
         )
 
     @property
@@ -607,11 +635,14 @@ class JobInput:
             pp_size=topology.pp_size,
             vp_size=topology.vp_size,
             ranks_per_node=self.ranks_per_node,
+            ep_size=topology.ep_size,
         )
         if reason:
+            ep = f" --ep {topology.ep_size}" if topology.ep_size > 1 else ""
             raise InvalidInputError(
-                f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}: {reason} "
+                f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}{ep}: {reason} "
                 f"(the model has {model.num_layers} layers, "
                 f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
-                f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change --tp, --pp or --vpp"
+                f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change "
+                f"{'--tp, --pp, --vpp or --ep' if ep else '--tp, --pp or --vpp'}"
             )

@@ -11,6 +11,7 @@ import click
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
+    EXPERT_IMBALANCE,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
     RANKS_PER_NODE,
@@ -20,6 +21,7 @@ from dynamic_cp.cli.parameters import (
     batch_options,
     exchange_option,
     json_option,
+    load_model,
     one_option,
     options_in,
     taken,
@@ -82,6 +84,7 @@ Examples:
     "Job",
     one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),
     *MODEL_AND_HARDWARE,
+    EXPERT_IMBALANCE,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
 )
@@ -95,6 +98,11 @@ Examples:
         "--vpp",
         type=Numbers(),
         help=f"Numbers of model chunks per stage to try. [default: those of 1 to {MAX_VP_SIZE} that are whole layers]",
+    ),
+    one_option(
+        "--ep",
+        type=Numbers(),
+        help="Numbers of ranks that share experts to try. [default: powers of two that divide the experts]",
     ),
     one_option(
         "--recompute",
@@ -132,7 +140,8 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     policies = _swept(policy)
     batch = taken(given, BatchInput)
-    model, hardware = catalog.load_model(given["model"]), catalog.load_hardware(given["hardware"], given["settings"])
+    model = load_model(given["model"], given["expert_imbalance"])
+    hardware = catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])
     check_memory_is_known(hardware)
     with progress("sweeping") as steps:
@@ -145,6 +154,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
             tp_sizes=given["tp"],
             pp_sizes=given["pp"],
             vp_sizes=given["vpp"],
+            ep_sizes=given["ep"],
             limits=given["max_tokens_per_rank"],
             recompute=tuple(word.strip() for word in given["recompute"].split(",")),
             exchanges=exchanges_tried(given["cp_comm_type"], model),
@@ -172,7 +182,10 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
             "distributed_optimizer": job.distributed_optimizer,
             "search": job.search,
             "recompute": space.recompute,
-            **{name: given[name] for name in ("tp", "pp", "vpp", "max_tokens_per_rank", "cp_comm_type")},
+            **{
+                name: given[name]
+                for name in ("tp", "pp", "vpp", "ep", "expert_imbalance", "max_tokens_per_rank", "cp_comm_type")
+            },
             "model": given["model"],
             "hardware": given["hardware"],
             "set": given["settings"],

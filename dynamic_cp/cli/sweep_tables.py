@@ -82,7 +82,9 @@ def _policies(comparison: Comparison) -> Table:
 
 def _front(front: Sequence[Point], out: Console) -> Table:
     wide = out.width >= WIDE
-    columns = ["s/batch", "GB", "tok/s/GPU", "TP", "PP", "VPP", "lanes", "limit", "recompute", "exchange", "CP"]
+    shares_experts = any(one.setting.topology.ep_size > 1 for one in front)
+    sizes = ["TP", "PP", "VPP", *["EP"] * shares_experts]
+    columns = ["s/batch", "GB", "tok/s/GPU", *sizes, "lanes", "limit", "recompute", "exchange", "CP"]
     table = make_table([name for name in columns if wide or name != "lanes"], left=0)
     for index, one in enumerate(front):
         topology, setting = one.setting.topology, one.setting
@@ -93,6 +95,7 @@ def _front(front: Sequence[Point], out: Console) -> Table:
             str(topology.tp_size),
             str(topology.pp_size),
             str(topology.vp_size),
+            *([str(topology.ep_size)] * shares_experts),
             *([str(topology.num_lanes)] if wide else []),
             str(setting.max_tokens_per_rank),
             setting.recompute,

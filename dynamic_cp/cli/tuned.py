@@ -59,6 +59,7 @@ def space_of(job: JobInput) -> Space:
         tp_sizes=alone(job.tp),
         pp_sizes=alone(job.pp),
         vp_sizes=alone(job.vpp),
+        ep_sizes=alone(job.ep),
         limits=None if job.limit_from_memory else alone(job.max_tokens_per_rank),
         recompute=alone(job.recompute) or RECOMPUTE_MODES,
         exchanges=exchanges_tried(job.cp_comm_type, job.model_shape),

@@ -78,6 +78,7 @@ def setting_to_dict(setting: Setting) -> dict[str, Any]:
         "tp": topology.tp_size,
         "pp": topology.pp_size,
         "vpp": topology.vp_size,
+        "ep": topology.ep_size,
         "lanes": topology.num_lanes,
         "recompute": setting.recompute,
         "max_tokens_per_rank": setting.max_tokens_per_rank,

@@ -13,7 +13,7 @@ MLPs counted by their true widths):
     where it has experts: shared ones in the place of the MLP, and of each
     copy of a token that the rank's experts compute, it and their MLP's     (hidden + 2 or 3 * ffn of one expert) * b
 
-A rank computes topk / TP copies of each token of a lane, on average over its EP block, times `expert_imbalance`.
+A rank computes topk / TP copies of each token of a lane, on average over its EP block, times their imbalance.
 
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, and needs one
 layer in full while it runs backward; selective recomputation of the attention drops the log-sum-exp, of the MLP of
@@ -71,7 +71,7 @@ def activation_bytes(
     # With fewer KV heads than TP ranks every rank keeps a whole head.
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
     mlp = layer.mlp_kept_channels * element / tp_size
-    routed = options.imbalance(topology) * element / tp_size
+    routed = model.imbalance(topology.ep_size) * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
     whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp

@@ -7,12 +7,16 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.types import ModelShape
+from dynamic_cp.types import Experts, ModelShape
 
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
 """Decoders whose layers differ from those of the others in what is not priced, and which tie their embeddings."""
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS)
-"""Dense, with a gate and an up projection, whatever their hidden_act."""
+_MOES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek")
+"""Decoders with experts."""
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS, *_MOES)
+"""With a gate and an up projection in each MLP, whatever their hidden_act."""
+_QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+"""Have windows only where use_sliding_window says so."""
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -26,11 +30,9 @@ MODEL_TYPES = (*_DECODERS, *_ENCODERS)
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 """Entries of layer_types."""
 
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NOT_PRICED = {
-    "num_local_experts": ("experts", 2),
-    "num_experts": ("experts", 2),
-    "n_routed_experts": ("experts", 2),
-    "moe_num_experts": ("experts", 2),
+    **dict.fromkeys(_EXPERT_COUNTS, ("experts", 2)),
     "kv_lora_rank": ("multi-head latent attention", 1),
     "q_lora_rank": ("multi-head latent attention", 1),
     "num_nextn_predict_layers": ("prediction of several tokens", 1),
@@ -51,6 +53,7 @@ _ARCHITECTURE = frozenset(
     {
         "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
         "mlp_bias", "attention_dropout", "hidden_act", "initializer_range", "max_position_embeddings",
+        "norm_topk_prob",
     }
 )  # fmt: skip
 _NOT_THE_MODEL = frozenset(
@@ -69,12 +72,16 @@ _NOT_THE_MODEL = frozenset(
         "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
         "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
         "begin_suppress_tokens", "chunk_size_feed_forward", "is_decoder",
+        # What routers put out and learn by, which is the run's choice.
+        "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     }
 )  # fmt: skip
 """Entries that change nothing that is trained."""
 _PRICED = frozenset(
     {
-        *_SIZES, *_NOT_PRICED, "model_type", "tie_word_embeddings", "sliding_window", "use_sliding_window",
+        *_SIZES, *_NOT_PRICED, "model_type", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace",
+        "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts",
+        "shared_expert_intermediate_size", "tie_word_embeddings", "sliding_window", "use_sliding_window",
         "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
     }
 )  # fmt: skip
@@ -136,7 +143,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         values.setdefault("tie_word_embeddings", True)
     if model_type == "llama" and values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if model_type != "qwen3" and values.get("head_dim") is None:
+    if model_type not in ("qwen3", "qwen3_moe", "gpt_oss") and values.get("head_dim") is None:
         values["head_dim"] = _divided(where, values)
     sizes: dict[str, Any] = {name: whole_number(where, values, key) for key, name in _SIZES.items()}
     tied = values.get("tie_word_embeddings", False)
@@ -150,6 +157,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
         **_windows(where, data, sizes["num_layers"]),
+        experts=_experts(where, data, sizes["num_layers"]) if model_type in _MOES else None,
         source=f"{where} (Hugging Face config, model_type {model_type})",
     )
 
@@ -160,7 +168,7 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
     A sliding window counts the token itself, as `window_tokens` does.
     """
     model_type, layer_types = data.get("model_type"), data.get("layer_types")
-    is_used = data.get("use_sliding_window", model_type not in ("qwen2", "qwen3"))
+    is_used = data.get("use_sliding_window", model_type not in _QWENS)
     window = data.get("sliding_window") if is_used and model_type not in _ENCODERS else None
     if window is None:
         if layer_types and _SLIDING in layer_types:
@@ -184,7 +192,7 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
                 "each layer",
                 key="layer_types",
             )
-    elif model_type in ("qwen2", "qwen3"):
+    elif model_type in _QWENS:
         first = whole_number(where, {"max_window_layers": 28, **data}, "max_window_layers")
         windowed = [layer >= first for layer in range(num_layers)]
     elif model_type in _GEMMAS:
@@ -196,6 +204,39 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
     else:
         windowed = [True] * num_layers
     return {"window_tokens": window, "window_attn_skip_freq": _skip_freq(windowed)} if any(windowed) else {}
+
+
+def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
+    """Return the experts of a model of one of `_MOES`, as transformers would have the layers."""
+    model_type = data["model_type"]
+
+    def number(key: str, default: int | None = None) -> int:
+        return whole_number(where, data if data.get(key) is not None else {**data, key: default}, key, needed)
+
+    if model_type in ("mixtral", "gpt_oss"):
+        needed: tuple[str, ...] = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+        counts, width, moe = "num_local_experts", number("intermediate_size"), [True] * num_layers
+    elif model_type == "deepseek":
+        needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+        counts, width = "n_routed_experts", number("moe_intermediate_size")
+        first, every = number("first_k_dense_replace", 0), number("moe_layer_freq", 1)
+        moe = [layer >= first and layer % every == 0 for layer in range(num_layers)]
+    else:
+        needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        counts, width, every = "num_experts", number("moe_intermediate_size"), number("decoder_sparse_step", 1)
+        dense = data.get("mlp_only_layers") or []
+        moe = [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+    shared = number("n_shared_experts", 0) * width if model_type == "deepseek" else 0
+    if model_type == "qwen2_moe":
+        shared = number("shared_expert_intermediate_size", 0)
+    return Experts(
+        num_experts=number(counts),
+        topk=number("num_experts_per_tok"),
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=shared,
+        shared_gate=model_type == "qwen2_moe" and shared > 0,
+        layer_freq=1 if all(moe) else tuple(map(int, moe)),
+    )
 
 
 def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
@@ -214,12 +255,14 @@ def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
     for part in parts:
         for key, (what, least) in _NOT_PRICED.items():
             value = part.get(key)
+            if key in _EXPERT_COUNTS and part is data and data.get("model_type") in _MOES:
+                continue
             if isinstance(value, int) and value >= least:
                 found.setdefault(what, f"{what} ({key} {value})")
     if found:
         raise UnsupportedFeatureError(
             f"{where}: model_type {data.get('model_type')!r} has {' and '.join(found.values())}, which cannot be "
-            f"priced yet: give a dense model ({', '.join(MODEL_TYPES)})",
+            f"priced yet: give one of {', '.join(MODEL_TYPES)}",
             key=next(iter(found)),
         )
 
@@ -252,6 +295,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         not_trained.append(f"model_type {data['model_type']}: an encoder")
     if data.get("model_type") in _GEMMAS:
         not_trained.append(f"model_type {data['model_type']}: norms, activation and embeddings of its own kind")
+    if data.get("model_type") in _MOES:
+        not_trained += _why_experts_differ(data)
     if data.get("attention_dropout"):
         not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
     if data.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -263,8 +308,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         norm_epsilon=_number(where, data, "rms_norm_eps", 1e-6),
         position_embedding_type="rope",
         add_bias_linear=attention_bias and mlp_bias,
-        add_qkv_bias=data.get("model_type") == "qwen2",
-        qk_layernorm=data.get("model_type") == "qwen3",
+        add_qkv_bias=data.get("model_type") in ("qwen2", "qwen2_moe"),
+        qk_layernorm=data.get("model_type") in ("qwen3", "qwen3_moe"),
         rotary_base=int(base),
         rotary_percent=float(rotary_percent),
         use_rope_scaling="factor" in rope,
@@ -273,6 +318,19 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         init_method_std=_number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
     )
+
+
+def _why_experts_differ(data: Mapping[str, Any]) -> list[str]:
+    """Return what of experts and their layers pretrain_gpt.py does not have."""
+    model_type = data["model_type"]
+    if model_type == "gpt_oss":
+        return ["model_type gpt_oss: learned attention sinks, experts with biases and an activation of its own"]
+    if model_type == "deepseek":
+        return ["model_type deepseek: its weights of experts do not sum to 1"]
+    # Softmax over all experts of which some are chosen and brought to sum 1: the softmax over the chosen ones.
+    if model_type != "mixtral" and not data.get("norm_topk_prob", False):
+        return ["norm_topk_prob false: weights of the experts of a token sum to 1"]
+    return []
 
 
 def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
@@ -315,6 +373,7 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
 def _family(where: str, shape: ModelShape, architecture: Architecture) -> str:
     """Return the model_type of a model."""
     reasons = [
+        *(["experts, which are read and not written"] * (shape.experts is not None)),
         *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
         *(["no gated MLP"] * (not shape.gated_linear_unit)),
         *([f"positions by {architecture.position_embedding_type}"] * (architecture.position_embedding_type != "rope")),

@@ -25,9 +25,9 @@ from dynamic_cp.packing.table import Packing
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
 
-_ROW_FACTORS = (1.0, 1.3, 1.8, 2.6)
+_ROW_FACTORS = {"fast": (1.0, 1.3, 1.8, 2.6), "thorough": (1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.2, 2.6, 3.2)}
 """Common targets, as an even share of so many times the fewest rows that hold all tokens."""
-_SLACKS = (1.02, 1.4)
+_SLACKS = {"fast": (1.02, 1.4), "thorough": (1.02, 1.1, 1.2, 1.4, 1.7)}
 """How many times the least of its longest sample a row may last: more lets that sample use fewer lanes."""
 _MOST_ROWS = 4.0
 _LOWEST, _STEPS = 0.8, 5
@@ -50,7 +50,8 @@ def pack_level(lengths: Lengths, cost_model: CostModel, base: int, fewest_rows: 
     totals = float(lengths.seqlens.sum()), float(lengths.squares.sum())
     share_ns = (bucket_ns(durations, base, *totals) - empty_ns) / (topology.num_lanes >> base)
     most = ceil(_MOST_ROWS * fewest_rows) + 1
-    for k, factor, slack in product(widths_of(alone[:, 0], topology.expert_lanes), _ROW_FACTORS, _SLACKS):
+    widths, effort = widths_of(alone[:, 0], topology.expert_lanes), cost_model.options.search
+    for k, factor, slack in product(widths, _ROW_FACTORS[effort], _SLACKS[effort]):
         first_lanes, num_lanes = cut(topology.num_lanes, 1 << k)
         num_blocks = len(num_lanes)
         target_ns, num_rows = share_ns / (factor * fewest_rows) + empty_ns, most
@@ -79,7 +80,8 @@ def pack_level(lengths: Lengths, cost_model: CostModel, base: int, fewest_rows: 
 def _slot_ns(lengths: Lengths, packing: Packing, cost_model: CostModel, first_lanes: Ints) -> Floats:
     """Return [row, block] -> nanoseconds of the slot, experts included; all its lanes take as long."""
     grid = grid_of_packing(lengths, packing, cost_model)
-    return grid.chunk_ns.sum(axis=0)[: packing.num_rows, first_lanes].astype(np.float64)
+    slot_ns: Floats = grid.chunk_ns.sum(axis=0)[: packing.num_rows, first_lanes].astype(np.float64)
+    return slot_ns
 
 
 def _dealt(slot_ns: Floats, num_lanes: Ints) -> Ints:

@@ -56,7 +56,8 @@ def expert_prices(stage: Stage, problem: Problem) -> tuple[ExpertPrice, ExpertPr
     num_layers = stage.sum(lambda layer: layer.num_experts > 0)
     if not num_layers:
         return ExpertPrice(), ExpertPrice()
-    flops_per_s, imbalance = hardware.expert_flops_per_s or hardware.linear_flops_per_s, options.imbalance(topology)
+    flops_per_s = hardware.expert_flops_per_s or hardware.linear_flops_per_s
+    imbalance = problem.model.imbalance(topology.ep_size)
     met = 2 * stage.sum(lambda layer: layer.expert_weights) / topology.tp_size
     held = 2 * stage.sum(lambda layer: layer.held_expert_weights) / topology.ep_size
     gemms = ExpertPrice(held * hardware.expert_extra_tokens / flops_per_s, imbalance * met / flops_per_s)

@@ -96,7 +96,7 @@ class StagePrices:
         self._moe_tensor_s_per_token = 0.5 * (layers - dense - routed_only) * tensor_s
         self._copying_s_per_token = copying_s_per_token(stage, problem)
         self.experts = expert_prices(stage, problem)
-        self.expert_lanes, self.imbalance = topology.expert_lanes, problem.options.imbalance(topology)
+        self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
         self._overheads_s = (
             layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,

@@ -21,7 +21,7 @@ from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
-from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
+from dynamic_cp.packing.durations import Durations, apart_durations_of, bucket_ns, durations_of
 from dynamic_cp.packing.judge import build_plan, grid_of_priced, makespan_ns, num_microbatches_of, price_packing
 from dynamic_cp.packing.level import pack_level
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
@@ -192,7 +192,10 @@ class _Search:
         self.batch = batch
         self.longest, self.lengths, self.input_order = batch.samples[0], batch.lengths, batch.input_order
         self.cost_model = cost_model
-        self.durations: Durations = durations_of(cost_model.table, cost_model.topology.num_lanes)
+        num_lanes = cost_model.topology.num_lanes
+        self.durations: Durations = durations_of(cost_model.table, num_lanes)
+        # Where lanes share experts, level is also what is level without them.
+        self.apart = apart_durations_of(cost_model.table, num_lanes) if cost_model.topology.expert_lanes > 1 else None
 
     def ranking(self, policy: str) -> list[Candidate]:
         """Return all candidates, the fastest first."""
@@ -268,6 +271,9 @@ class _Search:
             yield from self._ordered(f"static cp={cp_size} m={next_fit.num_rows}", next_fit, ("as packed",), best_ns)
         if policy != "static":
             yield from self._balanced(durations, k, next_fit, best_ns)
+        if policy == "dynamic" and self.apart is not None:
+            apart = self.apart._replace(capacities=durations.capacities)
+            yield from self._balanced(apart, k, next_fit, best_ns, "balanced apart")
         if policy == "dynamic":
             for packing in packings_like_wlb(self.lengths, self.cost_model, k):
                 yield from self._ordered(f"balanced as WLB cp={cp_size} m={packing.num_rows}", packing, best_ns=best_ns)
@@ -327,7 +333,7 @@ class _Search:
             yield from self._ordered(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
 
     def _balanced(
-        self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None
+        self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None, name: str = "balanced"
     ) -> Iterator[Candidate]:
         topology = self.cost_model.topology
         fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
@@ -337,9 +343,9 @@ class _Search:
             packing = pack_balanced(self.lengths, durations, k, topology.num_lanes, num_rows)
             if packing is not None:
                 none_fits = False
-                yield from self._ordered(f"balanced cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
+                yield from self._ordered(f"{name} cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
         if none_fits:
-            yield self._judged(f"balanced cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
+            yield self._judged(f"{name} cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
 
     def _ordered(
         self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: int | None = None

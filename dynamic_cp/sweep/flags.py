@@ -8,7 +8,7 @@ from math import lcm
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import Setting
-from dynamic_cp.types import ModelShape
+from dynamic_cp.types import Experts, ModelShape
 
 _POLICY_FLAGS = {"dynamic": ("--dynamic-cp",), "balanced": ("--static-cp-policy balanced",), "static": ()}
 _VOCAB_MULTIPLE = 128
@@ -85,6 +85,8 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> tuple[str, ..
     ]
     if topology.vp_size > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {topology.vp_size}")
+    if topology.ep_size > 1:
+        flags.append(f"--expert-model-parallel-size {topology.ep_size}")
     if topology.sequence_parallel:
         flags.append("--sequence-parallel")
     return (*flags, "--use-distributed-optimizer") if distributed_optimizer else tuple(flags)
@@ -136,11 +138,28 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
             flags.append(f"--window-attn-skip-freq {shlex.quote(text)}")
         if model.window_sink_tokens:
             flags.append(f"--window-sink-tokens {model.window_sink_tokens}")
+    flags += _experts(model.experts) if model.experts is not None else ()
     if not model.share_embeddings_and_output_weights:
         flags.append("--untie-embeddings-and-output-weights")
     flags.append(f"--vocab-size {model.vocab_size}")
     if model.vocab_size % lcm(_VOCAB_MULTIPLE, tp_size):
         flags.append("--make-vocab-size-divisible-by 1")
+    return tuple(flags)
+
+
+def _experts(experts: Experts) -> tuple[str, ...]:
+    flags = [
+        f"--num-experts {experts.num_experts}",
+        f"--moe-router-topk {experts.topk}",
+        f"--moe-ffn-hidden-size {experts.ffn_hidden_size}",
+    ]
+    if experts.shared_ffn_hidden_size:
+        flags.append(f"--moe-shared-expert-intermediate-size {experts.shared_ffn_hidden_size}")
+        flags += ["--moe-shared-expert-gate"] * experts.shared_gate
+    if experts.layer_freq != 1:
+        freq = experts.layer_freq
+        text = str(list(freq)).replace(" ", "") if isinstance(freq, tuple) else str(freq)
+        flags.append(f"--moe-layer-freq {shlex.quote(text)}")
     return tuple(flags)
 
 

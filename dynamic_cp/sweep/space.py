@@ -25,7 +25,7 @@ class Space:
 
     Attributes:
         num_gpus: ranks of the job, a multiple of ranks_per_node or below it.
-        tp_sizes, pp_sizes, vp_sizes: None = all that make sense.
+        tp_sizes, pp_sizes, vp_sizes, ep_sizes: None = all that make sense.
         limits: of tokens per rank; None = what memory holds and parts of it.
         exchanges: sets of exchanges that a bucket may use; those after the first are tried for what is close to the
             fastest.
@@ -37,6 +37,7 @@ class Space:
     tp_sizes: tuple[int, ...] | None = None
     pp_sizes: tuple[int, ...] | None = None
     vp_sizes: tuple[int, ...] | None = None
+    ep_sizes: tuple[int, ...] | None = None
     recompute: tuple[str, ...] = RECOMPUTE_MODES
     limits: tuple[int, ...] | None = None
     exchanges: tuple[tuple[CpCommType, ...], ...] = EXCHANGES
@@ -49,6 +50,7 @@ class Space:
             ("tp", self.tp_sizes or ()),
             ("pp", self.pp_sizes or ()),
             ("vpp", self.vp_sizes or ()),
+            ("ep", self.ep_sizes or ()),
             ("max_tokens_per_rank", self.limits or ()),
         ):
             if any(value < 1 for value in values):
@@ -78,19 +80,27 @@ def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Reco
     tp_sizes = space.tp_sizes or tuple(size for size in powers if size <= min(space.ranks_per_node, space.num_gpus))
     pp_sizes = space.pp_sizes or tuple(size for size in powers if size <= model.num_layers)
     for tp_size, pp_size in product(tp_sizes, pp_sizes):
-        for vp_size in space.vp_sizes or _vp_sizes(model, pp_size):
-            reason = _why_not(space, model, tp_size, pp_size, vp_size)
+        sizes = product(
+            space.vp_sizes or _vp_sizes(model, pp_size), space.ep_sizes or _ep_sizes(model, space.num_gpus // pp_size)
+        )
+        for vp_size, ep_size in sizes:
+            reason = _why_not(space, model, tp_size, pp_size, vp_size, ep_size)
             if reason:
                 yield Refused(reason)
                 continue
-            topology = Topology(
-                num_lanes=space.num_gpus // (tp_size * pp_size),
-                tp_size=tp_size,
-                pp_size=pp_size,
-                vp_size=vp_size,
-                ranks_per_node=space.ranks_per_node,
-                sequence_parallel=tp_size > 1,
-            )
+            try:
+                topology = Topology(
+                    num_lanes=space.num_gpus // (tp_size * pp_size),
+                    tp_size=tp_size,
+                    pp_size=pp_size,
+                    vp_size=vp_size,
+                    ranks_per_node=space.ranks_per_node,
+                    sequence_parallel=tp_size > 1,
+                    ep_size=ep_size,
+                )
+            except InvalidInputError:  # what else it refuses is refused above
+                yield Refused("blocks that share experts do not divide the lanes")
+                continue
             for recompute in space.recompute:
                 yield topology, recompute  # type: ignore[misc]
 
@@ -199,7 +209,17 @@ def _vp_sizes(model: ModelShape, pp_size: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, MAX_VP_SIZE + 1) if layers % size == 0)
 
 
-def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int) -> str | None:
+def _ep_sizes(model: ModelShape, ranks_of_stage: int) -> tuple[int, ...]:
+    """Return the powers of two up to the ranks of a stage that divide the experts; 1 of a dense model."""
+    if model.experts is None:
+        return (1,)
+    powers = (1 << k for k in range(max(1, ranks_of_stage).bit_length()))
+    return tuple(size for size in powers if model.experts.num_experts % size == 0)
+
+
+def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int, ep_size: int) -> str | None:
     if space.num_gpus % (tp_size * pp_size):
         return "TP x PP does not divide the GPUs"
-    return model.why_no_split(tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=space.ranks_per_node)
+    return model.why_no_split(
+        tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=space.ranks_per_node, ep_size=ep_size
+    )

@@ -26,7 +26,7 @@ from dynamic_cp.types.counts import (
     is_power_of_two,
     largest_power_of_two,
 )
-from dynamic_cp.types.experts import Experts
+from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts
 from dynamic_cp.types.hardware import (
     Hardware,
 )
@@ -50,7 +50,6 @@ from dynamic_cp.types.model import (
     ModelShape,
 )
 from dynamic_cp.types.options import (
-    EXPERT_IMBALANCE,
     RECOMPUTE_MODES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,

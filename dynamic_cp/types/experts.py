@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
+
+EXPERT_IMBALANCE = 1.25
+"""Tokens of the rank of an EP block that has most over their mean, where nothing else is known. An estimate: the
+capacity factor that Switch Transformers (arXiv 2101.03961, section 2.2) trained with, which drops what exceeds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,8 @@ class Experts:
         shared_gate: what the shared experts give is weighted by a gate of one number.
         layer_freq: which layers have experts, as Megatron says it: with N the first of every N, or 1 (has them) and 0
             (a dense MLP) for each layer.
+        imbalance: routed tokens of the rank of an EP block that gets most, over their mean; >= 1. Routing drops
+            nothing, so time and memory of experts are planned for so many.
     """
 
     num_experts: int
@@ -29,6 +36,7 @@ class Experts:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     layer_freq: int | tuple[int, ...] = 1
+    imbalance: float = EXPERT_IMBALANCE
 
     def __post_init__(self) -> None:
         require_at_least(1, num_experts=self.num_experts, topk=self.topk, ffn_hidden_size=self.ffn_hidden_size)
@@ -44,6 +52,12 @@ class Experts:
             raise InvalidInputError(
                 "shared_gate is true and shared_ffn_hidden_size 0: give the width of the shared experts that it "
                 "weights, or neither"
+            )
+        if not isinstance(self.imbalance, int | float) or not 1 <= self.imbalance < inf:
+            raise InvalidInputError(
+                f"the imbalance of experts is {self.imbalance}, it must be a number >= 1: how many tokens the rank "
+                "with most has for each of their mean",
+                imbalance=self.imbalance,
             )
         if not isinstance(self.layer_freq, list | tuple):
             require_at_least(1, layer_freq=self.layer_freq)

@@ -200,6 +200,10 @@ class ModelShape:
         """Width of all query heads together."""
         return self.num_attention_heads * self.kv_channels
 
+    def imbalance(self, ep_size: int) -> float:
+        """Return that of its experts; 1.0 where every rank has all of them."""
+        return self.experts.imbalance if self.experts is not None and ep_size > 1 else 1.0
+
     def why_no_split(
         self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int, ep_size: int = 1
     ) -> str | None:

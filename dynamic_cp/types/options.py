@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.attention import INNER_SIZES, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
-from dynamic_cp.types.topology import Topology
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
@@ -17,9 +15,6 @@ RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe"]
 RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
 """What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
 of a layer, router and experts with their exchange."""
-EXPERT_IMBALANCE = 1.25
-"""Tokens of the rank of an EP block that has most over their mean, where nothing else is known. An estimate: the
-capacity factor that Switch Transformers (arXiv 2101.03961, section 2.2) trained with, which drops what exceeds it."""
 
 SearchEffort = Literal["fast", "thorough"]
 SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
@@ -55,8 +50,6 @@ class PlanOptions:
         recompute_modules: what selective recomputation repeats; without it they say nothing.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
-        expert_imbalance: routed tokens of the rank of an EP block that gets most, over their mean; >= 1. Routing drops
-            nothing, so time and memory of experts are planned for so many.
         search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
     """
 
@@ -70,7 +63,6 @@ class PlanOptions:
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     bytes_per_element: int = 2
     fp32_residual: bool = False
-    expert_imbalance: float = EXPERT_IMBALANCE
     search: SearchEffort = "fast"
 
     def __post_init__(self) -> None:
@@ -91,12 +83,6 @@ class PlanOptions:
         if unknown := [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]:
             raise InvalidInputError(
                 f"recompute_modules: {unknown[0]!r} is unknown: use some of {', '.join(RECOMPUTE_MODULES)}"
-            )
-        if not 1 <= self.expert_imbalance < inf:
-            raise InvalidInputError(
-                f"expert_imbalance is {self.expert_imbalance}, it must be a number >= 1: how many tokens the rank with "
-                "most has for each of their mean",
-                expert_imbalance=self.expert_imbalance,
             )
         if self.search not in SEARCH_EFFORTS:
             raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
@@ -119,10 +105,6 @@ class PlanOptions:
         if self.recompute == "full":
             return frozenset(RECOMPUTE_MODULES)
         return frozenset(self.recompute_modules) if self.recompute == "selective" else frozenset()
-
-    def imbalance(self, topology: Topology) -> float:
-        """Return `expert_imbalance`, or 1.0 where every rank has all experts."""
-        return self.expert_imbalance if topology.ep_size > 1 else 1.0
 
     @property
     def element_bytes(self) -> ElementBytes:

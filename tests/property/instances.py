@@ -57,9 +57,9 @@ WINDOWED = {
 _EXPERTS = Experts(num_experts=16, topk=2, ffn_hidden_size=64)
 EXPERTS = {
     "experts": replace(DEEP_MODEL, experts=_EXPERTS),
-    "many-experts": replace(DEEP_MODEL, experts=replace(_EXPERTS, topk=8, ffn_hidden_size=16)),
+    "many-experts": replace(DEEP_MODEL, experts=replace(_EXPERTS, topk=8, ffn_hidden_size=16, imbalance=1.0)),
     "some-experts": replace(
-        MODELS["many-heads"], experts=replace(_EXPERTS, topk=1, shared_ffn_hidden_size=48, layer_freq=2)
+        MODELS["many-heads"], experts=replace(_EXPERTS, topk=1, shared_ffn_hidden_size=48, layer_freq=2, imbalance=3.0)
     ),
 }
 """Models of cases whose lanes may share experts."""
@@ -225,7 +225,6 @@ def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
         min_cp_size=1 << min(case.options.min_cp_size.bit_length() - 1, sizes - 1),
         max_cp_size=None,
         static_cp_size=None,
-        expert_imbalance=float(rng.choice([1.0, 1.25, 3.0])),
     )
     case = replace(case, topology=topology, options=options, model=kind, seqlens=(1,))
     try:

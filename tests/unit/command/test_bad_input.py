@@ -56,7 +56,7 @@ ANY_BATCH = [
     (["--model", "empty.json"], "empty.json: num_layers is 0, the smallest allowed value is 1"),
     (
         ["--model", "moe.json"],
-        "moe.json: model_type 'mixtral' has experts (num_local_experts 8), which cannot be priced",
+        "moe.json: model_type 'dbrx' has experts (moe_num_experts 16), which cannot be priced",
     ),
     (["--model", "mla.json"], "mla.json: model_type 'minicpm3' has multi-head latent attention (kv_lora_rank 256)"),
     (["--ranks-per-node", "0"], "error: --ranks-per-node is 0"),
@@ -205,7 +205,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "off.json").write_text('{"base": "h100", "hbm_bytes": {"value": 80, "source": "datasheet"}}')
     model = json.loads((INPUTS / "model.json").read_text())
     (tmp_path / "empty.json").write_text(json.dumps(model | {"num_layers": 0}))
-    (tmp_path / "moe.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    (tmp_path / "moe.json").write_text('{"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}')
     (tmp_path / "mla.json").write_text('{"model_type": "minicpm3", "kv_lora_rank": 256}')
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -53,6 +53,19 @@ def test_plan_prints_the_plan_and_figures_with_units(lengths, capsys, monkeypatc
     assert figures["digest"].rstrip() == report["digest"] == digest(plan)
 
 
+def test_plan_with_experts(lengths, capsys):
+    """Lanes that share experts: the topology says so, more imbalance takes longer, less memory holds the experts."""
+    words = [*plan_arguments(lengths)[1:], "--model", "mixtral-8x7b", "--hardware", "h100"]
+    alone, shared, uneven = (
+        report_of(capsys, *words, *more) for more in ([], ["--ep", "4"], ["--ep", "4", "--expert-imbalance", "2"])
+    )
+    assert "ep_size" not in alone["plan"]["topology"]
+    assert shared["plan"]["topology"]["ep_size"] == 4
+    check_plan(plan_from_dict(shared["plan"]))
+    assert shared["predicted_s"] < uneven["predicted_s"]
+    assert shared["peak_bytes"] < 0.4 * alone["peak_bytes"]
+
+
 def test_plan_cuts_a_long_grid_and_says_where_the_rest_is(lengths, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     words = [*plan_arguments(lengths), "--lanes", "2", "--global-batch-size", "100", "--max-tokens-per-rank", "2048"]
@@ -297,6 +310,11 @@ def test_only_planning_loads_the_compiler(lengths):
         (["--hardware", "abacus"], "none of the bundled hardware"),
         (["--vpp", "2"], "--pp is 1"),
         (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
+        (["--ep", "2"], "--tp 1 --pp 1 --vpp 1 --ep 2: EP 2 without experts"),
+        (["--ep", "3", "--model", "mixtral-8x7b"], "--ep 3 is not a power of two"),
+        (["--ep", "8", "--model", "mixtral-8x7b"], "--ep 8 makes blocks of 8 lanes (TP 1), which do not divide the 4"),
+        (["--ep", "4", "--model", "mixtral-8x7b", "--expert-imbalance", "0.5"], "the imbalance of experts is 0.5"),
+        (["--expert-imbalance", "2"], "--expert-imbalance is 2.0, llama-3-8b has no experts"),
     ],
 )
 def test_bad_input(lengths, tmp_path, capsys, change, says):

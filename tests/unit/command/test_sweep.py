@@ -30,7 +30,7 @@ from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import CP_COMM_TYPES, Lambda, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Experts, Lambda, Topology
 from tests.unit.support import samples_of
 
 ROOT = str(Path(__file__).parents[3])
@@ -102,6 +102,31 @@ def test_what_it_finds_fits_in_memory_and_is_what_planning_gives(found):
         assert point.peak_bytes <= memory.available_bytes
         assert point.setting.max_tokens_per_rank <= memory.max_tokens_per_rank(9000)
         assert point == evaluate(point.setting, JOB)
+
+
+def test_the_numbers_of_ranks_that_share_experts_are_searched():
+    """What does not fit is counted by its reason, and the launch line says what was found."""
+    experts = Experts(num_experts=8, topk=2, ffn_hidden_size=MODEL.ffn_hidden_size)
+    shape = replace(MODEL, experts=experts)
+    few = replace(SPACE, tp_sizes=(1, 2), pp_sizes=(1,), recompute=("full",))
+    found = [one for one in layouts_of(few, shape) if not isinstance(one, Refused)]
+    assert {(one.tp_size, one.ep_size) for one, _ in found} == {(tp, ep) for tp in (1, 2) for ep in (1, 2, 4, 8)}
+    refused = [one.reason for one in layouts_of(replace(few, ep_sizes=(16,)), shape) if isinstance(one, Refused)]
+    assert refused == ["EP 16 does not divide 8 experts"] * 2
+    assert {one.ep_size for one, _ in layouts_of(few, MODEL)} == {1}
+    roomy = replace(HARDWARE, hbm_bytes=6 * HARDWARE.hbm_bytes)
+    best = sweep(few, replace(JOB, model=shape, hardware=roomy), policies=("dynamic",)).best["dynamic"]
+    assert f"EP {best.setting.topology.ep_size}" in best.setting.layout or best.setting.topology.ep_size == 1
+    words = " ".join(
+        flag
+        for group in launch_flags(
+            replace(best.setting, topology=Topology(num_lanes=8, ep_size=4)), model=shape, architecture=None,
+            hardware_name="h100", max_seqlen=64, global_batch_size=2,
+        )
+        for flag in group
+    )  # fmt: skip
+    assert "--expert-model-parallel-size 4" in words
+    assert f"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size {MODEL.ffn_hidden_size}" in words
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])

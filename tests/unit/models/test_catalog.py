@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.models import catalog, hugging_face
-from dynamic_cp.types import Hardware
+from dynamic_cp.types import Experts, Hardware
 from tests.unit.support import CASES
 
 DATA = CASES.parents[1] / "dynamic_cp" / "data"
@@ -48,6 +48,9 @@ def test_models():
         ("qwen2.5-7b", 7_615_616_512, 2e-5),
         ("qwen2.5-32b", 32_763_876_352, 2e-5),
         ("qwen3-8b", 8_190_735_360, 2e-5),
+        ("mixtral-8x7b", 46_702_792_704, 0),
+        ("qwen3-30b-a3b", 30_532_122_624, 2e-5),
+        ("gpt-oss-20b", 20_914_757_184, 1e-3),
     ],
 )
 def test_parameters_of_the_bundled_models(name, parameters, tolerance):
@@ -268,7 +271,10 @@ def test_a_diffusers_config(tmp_path):
         ({"vocab_size": True}, "vocab_size is True, it must be a whole number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"num_key_value_heads": 5}, "is not a multiple of num_query_groups 5"),
-        ({"num_local_experts": 8}, r"experts \(num_local_experts 8\), which cannot be priced yet"),
+        (
+            {"num_local_experts": 8},
+            r"'llama' has experts \(num_local_experts 8\), which cannot be priced yet",
+        ),
         ({"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank 512\)"),
         ({"num_nextn_predict_layers": 1}, r"prediction of several tokens \(num_nextn_predict_layers 1\)"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
@@ -277,6 +283,77 @@ def test_a_diffusers_config(tmp_path):
 def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
     with pytest.raises(DynamicCPError, match=says):
         catalog.load_model(config_file(tmp_path, **changes))
+
+
+def moe_config(tmp_path, model_type, **changes):
+    keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_scaling": None}
+    return config_file(tmp_path, model_type=model_type, **keys | changes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "experts"),
+    [
+        ("mixtral", {}, {"num_experts": 8, "topk": 2, "ffn_hidden_size": 14336}),
+        (
+            "qwen3_moe",
+            {
+                "num_local_experts": "gone", "num_experts": 16, "moe_intermediate_size": 768, "decoder_sparse_step": 2,
+                "mlp_only_layers": [1], "norm_topk_prob": True, "head_dim": 128,
+            },
+            {"num_experts": 16, "topk": 2, "ffn_hidden_size": 768, "layer_freq": (0, 0, *[0, 1] * 15)},
+        ),
+        (
+            "qwen2_moe",
+            {
+                "num_local_experts": "gone", "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+            },
+            {
+                "num_experts": 60, "topk": 4, "ffn_hidden_size": 1408, "shared_ffn_hidden_size": 5632,
+                "shared_gate": True,
+            },
+        ),
+        (
+            "deepseek",
+            {
+                "num_local_experts": "gone", "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2,
+                "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+            },
+            {
+                "num_experts": 64, "topk": 6, "ffn_hidden_size": 1408, "shared_ffn_hidden_size": 2816,
+                "layer_freq": (0, *[1] * 31),
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_experts_of_a_config(tmp_path, model_type, changes, experts):
+    model = catalog.load_model(moe_config(tmp_path, model_type, **changes))
+    assert model.experts == Experts(**experts)
+    assert model.ffn_hidden_size == 14336
+
+
+def test_gpt_oss_has_windows_and_experts(tmp_path):
+    changes = {
+        "num_hidden_layers": 4, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 2880,
+    }  # fmt: skip
+    path = moe_config(tmp_path, "gpt_oss", **changes)
+    model = catalog.load_model(path)
+    assert (model.window_tokens, model.window_attn_skip_freq) == (128, 2)
+    assert model.experts == catalog.load_model("gpt-oss-20b").experts
+    assert "learned attention sinks" in catalog.load_architecture(path).not_trained[0]
+
+
+def test_deepseek_v3_waits_for_latent_attention(tmp_path):
+    path = moe_config(tmp_path, "deepseek_v3", n_routed_experts=256, kv_lora_rank=512)
+    with pytest.raises(DynamicCPError, match=r"multi-head latent attention \(kv_lora_rank 512\)"):
+        catalog.load_model(path)
+
+
+def test_experts_without_their_width_name_the_key(tmp_path):
+    with pytest.raises(InvalidInputError, match="lacks moe_intermediate_size: it needs num_experts, num_experts_per"):
+        catalog.load_model(moe_config(tmp_path, "qwen3_moe", num_experts=16, head_dim=128))
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -55,9 +55,9 @@ def waiting_with(lane: int, micro_batch: MicroBatch, block: int) -> set[int]:
     return found
 
 
-def experts_s(tokens: list[float], topology: Topology, options: PlanOptions) -> tuple[float, float]:
+def experts_s(tokens: list[float], topology: Topology, recompute: str, imbalance: float) -> tuple[float, float]:
     """Forward and backward seconds of the experts of a block on a stage, from their definition."""
-    layers, hidden, imbalance = MODEL.num_layers / topology.pp_size, MODEL.hidden_size, options.expert_imbalance
+    layers, hidden = MODEL.num_layers / topology.pp_size, MODEL.hidden_size
     mean, most = sum(tokens) / len(tokens), max(tokens)
     weights = 2 * hidden * EXPERTS.ffn_hidden_size
     copies = EXPERTS.topk * imbalance * mean / topology.tp_size
@@ -70,7 +70,7 @@ def experts_s(tokens: list[float], topology: Topology, options: PlanOptions) -> 
     sent = routed / topology.ep_size * (in_node / 1e8 + across / 2e7) + HARDWARE.exchange_latency_s_per_layer
     forward = layers * (gemms + sorting + 2 * sent)
     backward = layers * (2 * gemms + sorting + 2 * sent)
-    return forward, backward + (forward if options.recompute == "full" else 0)
+    return forward, backward + (forward if recompute == "full" else 0)
 
 
 def test_the_price_and_an_independent_event_driven_simulation():
@@ -83,10 +83,12 @@ def test_the_price_and_an_independent_event_driven_simulation():
             num_lanes=rng.choice([8, 16, 24]), ep_size=ep_size, tp_size=tp_size, pp_size=pp_size,
             vp_size=rng.choice([1, 2]) if pp_size > 1 else 1, ranks_per_node=rng.choice([2, 4, 8]),
         )  # fmt: skip
-        options = replace(OPTIONS, recompute=rng.choice(["none", "full"]), expert_imbalance=rng.choice([1.0, 1.3]))
+        recompute, imbalance = rng.choice(["none", "full"]), rng.choice([1.0, 1.3])
+        shape = replace(MODEL, experts=replace(EXPERTS, imbalance=imbalance))
         if topology.expert_lanes == 1:
             continue
-        model, plan = CostModel(MODEL, HARDWARE, topology, options), random_plan(rng, topology)
+        model = CostModel(shape, HARDWARE, topology, replace(OPTIONS, recompute=recompute))
+        plan = random_plan(rng, topology)
         costs = {bucket.samples[0].sample_id: model.bucket_cost(bucket) for bucket in plan.buckets}
         longer: Counter[tuple[str, int, int]] = Counter()
         for row, micro_batch in enumerate(plan.micro_batches):
@@ -96,12 +98,10 @@ def test_the_price_and_an_independent_event_driven_simulation():
                 together = waiting_with(lane, micro_batch, topology.expert_lanes)
                 blocks = {one // topology.expert_lanes for one in together}
                 for direction, kind in enumerate("FB"):
-                    experts = max(
-                        experts_s(
-                            [held[one] for one in together if one // topology.expert_lanes == block], topology, options
-                        )[direction]
-                        for block in blocks
-                    )
+                    tokens = [
+                        [held[one] for one in together if one // topology.expert_lanes == block] for block in blocks
+                    ]
+                    experts = max(experts_s(each, topology, recompute, imbalance)[direction] for each in tokens)
                     longest = max(round(own[one][direction] / topology.vp_size * 1e9) for one in together)
                     whole = longest + experts / topology.vp_size * 1e9
                     mine = round(own[lane][direction] / topology.vp_size * 1e9)
@@ -155,9 +155,9 @@ def test_experts_of_one_lane_are_part_of_its_price():
         dense = CostModel(TINY_MODEL, HARDWARE, replace(topology, ep_size=1), OPTIONS)
         assert model.table.expert_lanes == 1
         one = model.cost(1, 0, 40, 0).forward_s - model.cost(1, 0, 20, 0).forward_s
-        imbalance = OPTIONS.imbalance(topology)
-        more = experts_s([20.0], topology, replace(OPTIONS, expert_imbalance=imbalance))[0]
-        nothing = experts_s([0.0], topology, replace(OPTIONS, expert_imbalance=imbalance))[0]
+        more, nothing = (
+            experts_s([tokens], topology, "none", MODEL.imbalance(topology.ep_size))[0] for tokens in (20.0, 0.0)
+        )
         if topology.ep_size == 1:  # nothing is sent
             latency_s = 2 * MODEL.num_layers * HARDWARE.exchange_latency_s_per_layer
             nothing -= latency_s

@@ -70,6 +70,7 @@ def test_windows_and_experts_are_of_layers_apart():
         ({"num_experts": 0}, "num_experts is 0, the smallest allowed value is 1"),
         ({"layer_freq": (0, 0)}, r"layer_freq \[0, 0\] must be 1 \(experts\) or 0"),
         ({"layer_freq": (1, 0, 1)}, "says it of 3 layers, the model has 2"),
+        ({"imbalance": 0.9}, "the imbalance of experts is 0.9, it must be a number >= 1"),
         ({"shared_ffn_hidden_size": 0}, "shared_gate is true and shared_ffn_hidden_size 0"),
     ],
 )
@@ -166,10 +167,9 @@ def test_memory_counts_the_mean_of_a_block():
     row = MicroBatch(buckets=(Bucket(first_lane=0, samples=(sample,)), _empty(1)))
     topology = Topology(num_lanes=2, ep_size=2)
     plan = Plan(topology=topology, max_tokens_per_rank=256, micro_batches=(row,))
-    (peak,) = MemoryModel(MODEL, hardware, topology, replace(OPTIONS, expert_imbalance=1.0)).peak(plan)
-    (dense,) = MemoryModel(
-        replace(MODEL, experts=replace(EXPERTS, topk=1)), hardware, topology, replace(OPTIONS, expert_imbalance=1.0)
-    ).peak(plan)
+    even = replace(EXPERTS, imbalance=1.0)
+    (peak,) = MemoryModel(replace(MODEL, experts=even), hardware, topology, OPTIONS).peak(plan)
+    (dense,) = MemoryModel(replace(MODEL, experts=replace(even, topk=1)), hardware, topology, OPTIONS).peak(plan)
     per_copy = 2 * TINY_MODEL.num_layers * MODEL.layer.routed_kept_channels / 2
     assert peak.activations_bytes - dense.activations_bytes == pytest.approx(per_copy * (100 + 1) / 2)
 

@@ -1,0 +1,58 @@
+"""Plans for lanes that share experts are close to what no plan beats; those that do not know of the waits are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from benchmarks.planner.experts import GOAL, SETTINGS, Setting, problem_of
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import Experts, PlanOptions, Topology
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+
+CASES = tuple(one for one in SETTINGS if one.pp == 1 and one.samples <= 512)
+
+
+def test_level_rows_are_close_to_what_no_plan_beats():
+    over_bound, over_plan = [], []
+    for setting in CASES:
+        problem = problem_of(setting)
+        plan = problem.planned().plan
+        check_plan(plan, problem.samples)
+        ignorant = problem_of(setting, ep_size=1).planned().plan
+        seconds, bound = problem.seconds(plan), lower_bound(problem.samples, problem.cost_model)
+        ignorant_s = problem.seconds(replace(ignorant, topology=problem.topology))
+        assert bound.seconds <= seconds <= 1.06 * bound.seconds, setting.name
+        assert seconds <= ignorant_s, setting.name
+        over_bound.append(seconds / bound.seconds)
+        over_plan.append(ignorant_s / seconds)
+    assert len(over_bound) >= 7
+    assert fmean(over_bound) <= GOAL
+    assert max(over_plan) > 1.1
+    assert sum(one > 1.01 for one in over_plan) >= 4
+
+
+def test_a_thorough_search_is_not_slower():
+    problem = problem_of(Setting("github_bal", "8b-like", 1, 16, 16, 8192, 128, 65536))
+    fast, thorough = (problem.seconds(problem.planned(search=search).plan) for search in ("fast", "thorough"))
+    assert thorough <= fast
+
+
+def test_placed_attention_is_refused_where_lanes_share_experts():
+    shape = replace(TINY_MODEL, experts=Experts(num_experts=4, topk=1, ffn_hidden_size=64))
+    topology = Topology(num_lanes=4, ep_size=4)
+
+    def planned(*exchanges):
+        return plan_global_batch(
+            samples_of([100, 40, 9]), topology=topology, model=shape, hardware=CURVED_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=exchanges),
+        )  # fmt: skip
+
+    with pytest.raises(UnsupportedFeatureError, match="blocks may cut blocks of 4 lanes that share experts"):
+        planned("blocks")
+    assert planned("p2p", "blocks").plan == planned("p2p").plan
