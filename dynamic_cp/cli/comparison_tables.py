@@ -24,8 +24,10 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "tensor_parallel": ("t", "cyan"),
     "padding": ("p", "yellow"),
     "exchange": ("x", "red"),
+    "expert_exchange": ("e", "bright_red"),
     "pipeline_bubble": ("b", "blue"),
     "cp_wait": ("w", "magenta"),
+    "expert_wait": ("v", "bright_yellow"),
     "dp_wait": ("d", "bright_magenta"),
     "gradient_reduction": ("g", "bright_black"),
 }

@@ -1,13 +1,15 @@
 """Where the seconds of an iteration go: parts of the mean rank's time that add up to the iteration.
 
-    iteration = compute + launch + tensor parallel + padding + exchange        (busy)
-              + pipeline bubble + CP wait + DP wait                            (nothing runs)
+    iteration = compute + launch + tensor parallel + padding + exchange + expert exchange       (busy)
+              + pipeline bubble + CP wait + expert wait + DP wait                               (nothing runs)
               + gradient reduction
 
 Busy time is split by prices. Exchange is the price of a bucket minus its price if the exchange of keys and values were
 free; where attention is placed, waiting for what other lanes compute is in it. Tensor parallel is that minus its price
 if tensor parallelism were free, too. Padding is that minus the price of its true tokens alone (in a place without
-samples all of it). Launch is the price of no tokens at all. The rest is compute.
+samples all of it). Launch is the price of no tokens at all. Expert exchange is what the all-to-alls of experts take of
+a lane's own tokens; expert wait what a block of lanes that share experts takes longer than if all lanes had its mean.
+The rest is compute.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ class TimeParts:
         tensor_parallel_s: collectives of tensor and sequence parallelism.
         padding_s: computing padding, places without samples included.
         exchange_s: exchange inside CP groups that no computing hides.
+        expert_exchange_s: sending tokens to experts and back.
         pipeline_bubble_s: waiting for another pipeline stage (time on the way between stages included).
         cp_wait_s: waiting for other lanes of the CP group.
+        expert_wait_s: waiting, in layers with experts, for other lanes that share them.
         dp_wait_s: done, while other lanes still work.
         gradient_reduction_s: reduction of gradients at the end, an upper bound.
     """
@@ -51,8 +55,10 @@ class TimeParts:
     tensor_parallel_s: float
     padding_s: float
     exchange_s: float
+    expert_exchange_s: float
     pipeline_bubble_s: float
     cp_wait_s: float
+    expert_wait_s: float
     dp_wait_s: float
     gradient_reduction_s: float
 
@@ -64,12 +70,13 @@ class TimeParts:
     @property
     def busy_s(self) -> float:
         """Seconds in which something runs, without the gradient reduction."""
-        return self.compute_s + self.launch_s + self.tensor_parallel_s + self.padding_s + self.exchange_s
+        kernels_s = self.compute_s + self.launch_s + self.padding_s
+        return kernels_s + self.tensor_parallel_s + self.exchange_s + self.expert_exchange_s
 
     @property
     def bubble_s(self) -> float:
-        """Seconds in which nothing runs: pipeline bubble, CP wait and DP wait."""
-        return self.pipeline_bubble_s + self.cp_wait_s + self.dp_wait_s
+        """Seconds in which nothing runs: pipeline bubble, CP wait, expert wait and DP wait."""
+        return self.pipeline_bubble_s + self.cp_wait_s + self.expert_wait_s + self.dp_wait_s
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
         """Yield (name of the part without its unit, seconds)."""
@@ -82,8 +89,10 @@ PART_LABELS: Mapping[str, str] = {
     "tensor_parallel": "TP collectives",
     "padding": "padding",
     "exchange": "CP exchange",
+    "expert_exchange": "expert exchange",
     "pipeline_bubble": "pipeline bubble",
     "cp_wait": "CP wait",
+    "expert_wait": "expert wait",
     "dp_wait": "DP wait",
     "gradient_reduction": "gradients",
 }
@@ -126,17 +135,22 @@ def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
     split = timeline.split
     num_places = split.busy_ns.size
     closed, lane_by_lane = _of_closed_forms(timeline.plan, prices), _of_lanes(timeline.plan, prices)
-    exchange_s, tensor_parallel_s, padding_s, launch_s = map(sum, zip(closed, lane_by_lane, strict=True))
+    exchange_s, tensor_parallel_s, padding_s, launch_s, expert_exchange_s, level_s = map(
+        sum, zip(closed, lane_by_lane, strict=True)
+    )
     busy_s = float(split.busy_ns.sum()) / num_places / 1e9
+    expert_wait_s = max(0.0, busy_s - level_s) if timeline.plan.topology.expert_lanes > 1 else 0.0
     return TimeParts(
         # What is left, so that rounding to nanoseconds breaks no sum.
-        compute_s=busy_s - exchange_s - tensor_parallel_s - padding_s - launch_s,
+        compute_s=busy_s - exchange_s - expert_exchange_s - tensor_parallel_s - padding_s - launch_s - expert_wait_s,
         launch_s=launch_s,
         tensor_parallel_s=tensor_parallel_s,
         padding_s=padding_s,
         exchange_s=exchange_s,
+        expert_exchange_s=expert_exchange_s,
         pipeline_bubble_s=float(split.pipeline_bubble_ns.sum()) / num_places / 1e9,
         cp_wait_s=float(split.cp_wait_ns.sum()) / num_places / 1e9,
+        expert_wait_s=expert_wait_s,
         dp_wait_s=float(split.dp_wait_ns.sum()) / num_places / 1e9,
         gradient_reduction_s=timeline.gradient_reduction_s,
     )
@@ -149,24 +163,39 @@ class _Parts(NamedTuple):
     tensor_parallel_s: float
     padding_s: float
     launch_s: float
+    expert_exchange_s: float
+    level_s: float
 
 
 def _of_closed_forms(plan: Plan, prices: PricesByPart) -> _Parts:
     """Return the parts of the buckets that are priced from their tokens alone."""
     buckets = _buckets_of(plan, prices.all)
     if not len(buckets.rows):
-        return _Parts(0.0, 0.0, 0.0, 0.0)
+        return _Parts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     full = buckets.seconds(prices.all, buckets.padded)
     free_exchange = buckets.seconds(prices.without_exchange, buckets.padded)
     computing = buckets.seconds(prices.without_communication, buckets.padded)
     true = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, buckets.true))
     launch = np.where(buckets.is_empty, 0.0, buckets.seconds(prices.without_communication, np.zeros_like(buckets.true)))
+    experts = _expert_exchange_s(buckets, prices)
     return _Parts(
-        exchange_s=buckets.mean_over_places(full - free_exchange),
+        exchange_s=buckets.mean_over_places(full - free_exchange - experts),
         tensor_parallel_s=buckets.mean_over_places(free_exchange - computing),
         padding_s=buckets.mean_over_places(computing - true),
         launch_s=buckets.mean_over_places(launch),
+        expert_exchange_s=buckets.mean_over_places(experts),
+        level_s=buckets.mean_over_places(full),
     )
+
+
+def _expert_exchange_s(buckets: _Buckets, prices: PricesByPart) -> Floats | float:
+    """Return [bucket] -> forward + backward seconds of what a lane's own tokens cost on the way to experts and back."""
+    table, free = prices.all.table, prices.without_exchange.table
+    constant, _, per_routed = (table.expert_terms - free.expert_terms).sum(axis=0).tolist()
+    if not per_routed:
+        return 0.0
+    seconds: Floats = constant + table.imbalance * per_routed * buckets.padded[:, 0] / buckets.cp_sizes
+    return seconds
 
 
 def _of_lanes(plan: Plan, prices: PricesByPart) -> _Parts:
@@ -187,7 +216,8 @@ def _of_lanes(plan: Plan, prices: PricesByPart) -> _Parts:
             )
             # Rounding, as both add up in orders of their own, is no padding.
             padding = max(0.0, computing - true)
-            parts += full - free_exchange, free_exchange - computing, padding, bucket.cp_size * nothing
+            launch = bucket.cp_size * nothing
+            parts += full - free_exchange, free_exchange - computing, padding, launch, 0.0, full
     return _Parts(*(parts / topology.num_lanes).tolist())
 
 
@@ -224,9 +254,9 @@ class _Buckets(NamedTuple):
         total: Floats = both.sum(axis=1) + edges * sums[:, 0] / self.cp_sizes
         return total
 
-    def mean_over_places(self, seconds: Floats) -> float:
+    def mean_over_places(self, seconds: Floats | float) -> float:
         """Return the seconds of the mean lane from those of every bucket."""
-        return float((seconds * self.cp_sizes).sum()) / self.topology.num_lanes
+        return float(np.sum(seconds * self.cp_sizes)) / self.topology.num_lanes
 
 
 def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:

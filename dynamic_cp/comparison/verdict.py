@@ -231,7 +231,9 @@ def _why_it_does_not(
 
 
 def _largest_avoidable(parts: dict[str, float]) -> list[tuple[str, float]]:
-    names = ("launch", "padding", "exchange", "pipeline_bubble", "cp_wait", "dp_wait")
+    names = (
+        "launch", "padding", "exchange", "expert_exchange", "pipeline_bubble", "cp_wait", "expert_wait", "dp_wait"
+    )  # fmt: skip
     return sorted(((name, parts[name]) for name in names), key=lambda one: -one[1])
 
 

@@ -225,6 +225,10 @@ class MemoryModel:
         if state < self.available_bytes:  # else no fewer tokens help
             ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
             ways += ["recompute more"] * (self._options.recompute != "full")
+        experts, ep_size = self._model.experts, self._topology.ep_size
+        ranks = self._topology.num_lanes * self._topology.tp_size
+        if experts is not None and ep_size < min(ranks, experts.num_experts):
+            ways.append("use a larger ep_size (--expert-model-parallel-size)")
         ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
         ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
         return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]

@@ -4,7 +4,8 @@ All ranks of one (stage, lane) do the same, so they are one place here. On every
 
     busy + pipeline bubble + CP wait + DP wait = makespan
 
-    busy             computes, or waits for an exposed exchange of keys and values
+    busy             computes, or waits inside an operation: for an exposed exchange of keys and values, or in layers
+                     with experts for the lanes that share them
     pipeline bubble  free, but the input of its next operation is not there yet; or done, while the same lane still
                      works on other stages (the pipeline drains)
     CP wait          free and its input is there, but another lane of the bucket's group has not come to the operation

@@ -55,7 +55,7 @@ def test_plan_prints_the_plan_and_figures_with_units(lengths, capsys, monkeypatc
 
 def test_plan_with_experts(lengths, capsys):
     """Lanes that share experts: the topology says so, more imbalance takes longer, less memory holds the experts."""
-    words = [*plan_arguments(lengths)[1:], "--model", "mixtral-8x7b", "--hardware", "h100"]
+    words = [*plan_arguments(lengths)[1:], "--model", "mixtral-8x7b", "--hardware", "h100", "--set", "hbm=2TB"]
     alone, shared, uneven = (
         report_of(capsys, *words, *more) for more in ([], ["--ep", "4"], ["--ep", "4", "--expert-imbalance", "2"])
     )

@@ -19,7 +19,7 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.types import PlanOptions, Problem, Topology, parse_mask_rule
+from dynamic_cp.types import Experts, PlanOptions, Problem, Topology, parse_mask_rule
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGIES = [
@@ -69,6 +69,26 @@ def test_parts_add_up_and_none_is_negative(topology, recompute):
             seen += 1
         assert math.fsum(dict(policy.parts).values()) == pytest.approx(policy.iteration_s, rel=1e-12)
     assert seen == 15
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(num_lanes=4, ep_size=4), Topology(num_lanes=4, tp_size=2, pp_size=2, ep_size=2)], ids=str
+)
+def test_parts_of_experts_add_up(topology):
+    """Alone in its lane EP sends among TP ranks and nobody waits; over lanes it does where they differ."""
+    topology = replace(topology, sequence_parallel=topology.tp_size > 1)
+    shape = replace(TINY_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=96))
+    comparison = compared(topology, model=shape, policies=POLICIES)
+    for policy in comparison.policies:
+        for outcome in policy.batches:
+            parts = dict(outcome.parts)
+            assert math.fsum(parts.values()) == pytest.approx(outcome.iteration_s, rel=1e-12)
+            assert min(parts.values()) >= -1e-9, parts
+            assert outcome.makespan_s >= outcome.lower_bound_s * (1 - 1e-9)
+            assert parts["expert_exchange"] > 0
+            assert (parts["expert_wait"] > 1e-6) == (topology.expert_lanes > 1)
+    dense = compared(Topology(num_lanes=4))
+    assert all(one.parts.expert_exchange_s == one.parts.expert_wait_s == 0 for one in dense.policies)
 
 
 def parts_of(topology, hardware, seqlens, cp_size, **options):

@@ -108,7 +108,7 @@ def test_the_numbers_of_ranks_that_share_experts_are_searched():
     """What does not fit is counted by its reason, and the launch line says what was found."""
     experts = Experts(num_experts=8, topk=2, ffn_hidden_size=MODEL.ffn_hidden_size)
     shape = replace(MODEL, experts=experts)
-    few = replace(SPACE, tp_sizes=(1, 2), pp_sizes=(1,), recompute=("full",))
+    few = replace(SPACE, tp_sizes=(1, 2), pp_sizes=(1,), vp_sizes=(1,), recompute=("full",))
     found = [one for one in layouts_of(few, shape) if not isinstance(one, Refused)]
     assert {(one.tp_size, one.ep_size) for one, _ in found} == {(tp, ep) for tp in (1, 2) for ep in (1, 2, 4, 8)}
     refused = [one.reason for one in layouts_of(replace(few, ep_sizes=(16,)), shape) if isinstance(one, Refused)]
@@ -531,7 +531,7 @@ def test_what_the_configs_of_that_test_say(tmp_path):
     assert of("qwen3") == replace(llama, qk_layernorm=True)
     assert load_architecture("llama-3-8b").rotary_base == load_architecture("llama-3-70b").rotary_base == 500_000
     assert [name for name in TRAINED if load_architecture(name).add_qkv_bias] == ["qwen2.5-32b", "qwen2.5-7b"]
-    assert [name for name in TRAINED if load_architecture(name).qk_layernorm] == ["qwen3-8b"]
+    assert [name for name in TRAINED if load_architecture(name).qk_layernorm] == ["qwen3-30b-a3b", "qwen3-8b"]
 
 
 @pytest.mark.parametrize(
