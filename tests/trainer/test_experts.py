@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dynamic_cp.errors import CheckpointError, DynamicCPError
+from dynamic_cp.errors import CheckpointError, DynamicCPError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.experts import CHOICES, DEFAULTS
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import model
+from megatron.trainer.setup import model, run
 from tests.trainer.commandline import command_line
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, run_command, train
@@ -179,3 +179,17 @@ def test_the_log_has_the_routers(capfd: Any) -> None:
     assert 0.9 < aux < 1.3
     assert 4.0 < z < 5.0
     assert 1.0 < imbalance < 4.0
+
+
+def test_what_only_other_layers_have_is_refused_before_the_model_is_built() -> None:
+    (ended,) = run_command(1, f"--dynamic-cp --mock-data {EXPERTS} --moe-grouped-gemm")
+    assert ended.code == 2
+    assert ended.error == (
+        "--moe-grouped-gemm is for TransformerEngine's layers, the layers of this run are local: leave it out"
+    )
+
+
+def test_prompts_with_several_responses_are_refused() -> None:
+    run._check_experts(parsed(""))
+    with pytest.raises(UnsupportedFeatureError, match="--num-experts 8: prompts with several responses have masks of"):
+        run._check_experts(parsed(EXPERTS))
