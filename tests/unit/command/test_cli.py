@@ -63,7 +63,7 @@ def test_plan_with_experts(lengths, capsys):
     assert shared["plan"]["topology"]["ep_size"] == 4
     check_plan(plan_from_dict(shared["plan"]))
     assert shared["predicted_s"] < uneven["predicted_s"]
-    assert shared["peak_bytes"] < 0.4 * alone["peak_bytes"]
+    assert shared["peak_bytes"] < 0.6 * alone["peak_bytes"]
 
 
 def test_plan_cuts_a_long_grid_and_says_where_the_rest_is(lengths, capsys, monkeypatch):

@@ -79,6 +79,8 @@ def test_parts_of_experts_add_up(topology):
     topology = replace(topology, sequence_parallel=topology.tp_size > 1)
     shape = replace(TINY_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=96))
     comparison = compared(topology, model=shape, policies=POLICIES)
+    waits_s = [outcome.parts.expert_wait_s for policy in comparison.policies for outcome in policy.batches]
+    assert (max(waits_s) > 1e-6) == (topology.expert_lanes > 1)  # level rows hardly wait
     for policy in comparison.policies:
         for outcome in policy.batches:
             parts = dict(outcome.parts)
@@ -86,7 +88,6 @@ def test_parts_of_experts_add_up(topology):
             assert min(parts.values()) >= -1e-9, parts
             assert outcome.makespan_s >= outcome.lower_bound_s * (1 - 1e-9)
             assert parts["expert_exchange"] > 0
-            assert (parts["expert_wait"] > 1e-6) == (topology.expert_lanes > 1)
     dense = compared(Topology(num_lanes=4))
     assert all(one.parts.expert_exchange_s == one.parts.expert_wait_s == 0 for one in dense.policies)
 
