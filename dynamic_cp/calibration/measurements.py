@@ -89,7 +89,10 @@ class Setup:
 
     @property
     def shard(self) -> ModelShape:
-        """One layer as a TP rank holds it; its FLOPs are 1 / tp_size of the model's."""
+        """One layer as a TP rank holds it; its FLOPs are 1 / tp_size of the model's.
+
+        Measured are plain layers with heads of the same width: rates of kernels and of matrices are those of any model.
+        """
         model, tp_size = self.model, self.tp_size
         return replace(
             model,
@@ -101,6 +104,12 @@ class Setup:
             causal_attention=True,
             share_embeddings_and_output_weights=False,
             other_weights_per_layer=0,
+            mtp_num_layers=0,
+            q_lora_rank=0,
+            kv_lora_rank=0,
+            qk_head_dim=0,
+            qk_pos_emb_head_dim=0,
+            v_head_dim=0,
         )
 
     @property

@@ -189,7 +189,7 @@ _Kernels = tuple[tuple[_Kernel, _Kernel], tuple[_Kernel, _Kernel]]
 def _kernels_of_stage(stage: Stage, tp_size: int, hardware: Hardware) -> _Kernels:
     """Return the kernels of all layers of a stage, one after the other."""
     of_kinds = [
-        _kernels(number * layer.attention_flops_per_token2 / tp_size, hardware, layer.mask)
+        _kernels(number * layer.kernel_flops_per_token2 / tp_size, hardware, layer.mask)
         for number, layer in stage.layers
     ]
     (first, later), (first_back, later_back) = of_kinds[0]

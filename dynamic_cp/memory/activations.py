@@ -12,6 +12,9 @@ MLPs counted by their true widths):
     where attention has a gate: its sigmoid in fp32, and the product        gate / TP * (4 + b)
     where it has experts: shared ones in the place of the MLP, and of each
     copy of a token that the rank's experts compute, it and their MLP's     (hidden + 2 or 3 * ffn of one expert) * b
+    latent attention: latents before and after their norms, the rotated key (2 * (q + kv) + rope) * b, not split by TP
+        alone; queries, keys, values and output all of the width of keys, to which kernels pad the values
+    a module of multi-token prediction: embedding, norms, projected         6 * hidden_size * b, not split by TP alone
 
 A rank computes topk / TP copies of each token of a lane, on average over its EP block, times their imbalance.
 
@@ -36,7 +39,7 @@ class ActivationBytes(NamedTuple):
     Attributes:
         per_layer: kept from forward to backward by every layer of a chunk.
         working: held by the layer that runs: gradients of its MLP, with full recomputation all of its activations.
-        head: final norm, logits, their fp32 softmax and gradient.
+        head: final norm, logits, their fp32 softmax and gradient, of each head.
         hops: activations and gradients that are sent and received, with pipelining.
         ring_per_bucket_token: keys and values of the whole bucket, which the ring and all-gather keep for one layer,
             per token of the bucket.
@@ -74,7 +77,8 @@ def activation_bytes(
     routed = model.imbalance(topology.ep_size) * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
-    whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp
+    more = layer.more_kept_channels * element / topology.rank_token_multiple
+    whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp + more
     of_mlp = "moe" if layer.num_experts else "mlp"
     dropped = {"core_attn": log_sum_exp, "mlp": 0.0, "moe": 0.0, "layernorm": 2 * hidden} | {of_mlp: mlp}
     routed_kept = routed * layer.routed_kept_channels
@@ -86,7 +90,7 @@ def activation_bytes(
     return ActivationBytes(
         per_layer=kept,
         working=mlp + 2 * residual + again,
-        head=residual + hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size,
+        head=model.num_heads * (residual + hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size),
         hops=4 * residual if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,
         a2a_queries=2 * query,

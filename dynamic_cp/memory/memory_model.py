@@ -105,6 +105,9 @@ class MemoryModel:
             # With one stage a shared table is there already; with more the last stage has a copy.
             weights += model.hidden_size
             weights += 0 if is_first and model.share_embeddings_and_output_weights else table
+            # Modules of multi-token prediction embed tokens; where both are shared the head is that embedding.
+            has_more = model.mtp_num_layers > 0 and not is_first and not model.share_embeddings_and_output_weights
+            weights += table if has_more else 0
         return weights
 
     def num_expert_weights(self, stage: int) -> float:
@@ -282,10 +285,15 @@ class MemoryModel:
 
     def _largest_chunks(self, stage: int) -> float:
         """Return how many of its largest model chunk a stage is made of; all are taken as large as that."""
-        if not self._model.pipeline_layers or self._topology.pp_size == 1:
-            return self._topology.vp_size
-        chunks = self._model.pipeline_layers[stage]
-        return sum(chunks) / max(1, *chunks) or 1.0
+        model, topology = self._model, self._topology
+        modules = model.mtp_num_layers if stage == topology.pp_size - 1 else 0
+        is_even = not model.pipeline_layers or topology.pp_size == 1
+        if is_even and not modules:
+            return topology.vp_size
+        even = model.num_layers / (topology.pp_size * topology.vp_size)
+        chunks = [even] * topology.vp_size if is_even else [*map(float, model.pipeline_layers[stage])]
+        chunks[-1] += modules
+        return sum(chunks) / max(1.0, *chunks) or 1.0
 
     def _num_groups(self) -> int:
         """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""

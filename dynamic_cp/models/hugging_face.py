@@ -11,8 +11,11 @@ from dynamic_cp.types import Experts, ModelShape
 
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
 """Decoders whose layers differ from those of the others in what is not priced, and which tie their embeddings."""
-_MOES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek")
-"""Decoders with experts."""
+_LATENTS = ("deepseek_v2", "deepseek_v3")
+"""Decoders with multi-latent attention; version 3 may predict further tokens."""
+_DEEPSEEKS = ("deepseek", *_LATENTS)
+_MOES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *_DEEPSEEKS)
+"""Decoders with experts, in some layers at least; those of DeepSeek may have none."""
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS, *_MOES)
 """With a gate and an up projection in each MLP, whatever their hidden_act."""
 _QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -49,6 +52,22 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }
 
+_LATENT_SIZES = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_OF_LATENTS = frozenset({*_LATENT_SIZES, "q_lora_rank", "num_nextn_predict_layers"})
+_OF_EXPERTS = frozenset(
+    {
+        "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
+        "moe_layer_freq", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor",
+        "scoring_func", "seq_aux", "aux_loss_alpha", "ep_size",
+    }
+)  # fmt: skip
+"""What configs of DeepSeek say of experts, whether layers have some or not."""
+
 _ARCHITECTURE = frozenset(
     {
         "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
@@ -79,8 +98,8 @@ _NOT_THE_MODEL = frozenset(
 """Entries that change nothing that is trained."""
 _PRICED = frozenset(
     {
-        *_SIZES, *_NOT_PRICED, "model_type", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace",
-        "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts",
+        *_SIZES, *_NOT_PRICED, *_OF_LATENTS, "model_type", "num_experts_per_tok", "moe_intermediate_size",
+        "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts",
         "shared_expert_intermediate_size", "tie_word_embeddings", "sliding_window", "use_sliding_window",
         "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
     }
@@ -137,6 +156,11 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             key="layer_types",
         )
     values = dict(data)
+    latents = _latents(where, data)
+    if latents:
+        # transformers has other numbers in head_dim of some of these; each query head has keys of its own.
+        values["head_dim"] = latents["qk_head_dim"] + latents["qk_pos_emb_head_dim"]
+        values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type in _ENCODERS:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type in (*_ENCODERS, *_GEMMAS):
@@ -157,8 +181,30 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
         **_windows(where, data, sizes["num_layers"]),
-        experts=_experts(where, data, sizes["num_layers"]) if model_type in _MOES else None,
+        experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
+        **latents,
         source=f"{where} (Hugging Face config, model_type {model_type})",
+    )
+
+
+def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of latent attention and of further tokens as `ModelShape` has them; {} of other models."""
+    if data.get("model_type") not in _LATENTS:
+        return {}
+    found = {name: whole_number(where, data, key, _LATENT_SIZES) for key, name in _LATENT_SIZES.items()}
+    for key, name in (("q_lora_rank", "q_lora_rank"), ("num_nextn_predict_layers", "mtp_num_layers")):
+        if data.get(key) is not None:
+            found[name] = whole_number(where, data, key)
+    return found
+
+
+def _has_experts(data: Mapping[str, Any]) -> bool:
+    """Return whether any layer has experts."""
+    if data.get("model_type") not in _DEEPSEEKS:
+        return data.get("model_type") in _MOES
+    first, layers = data.get("first_k_dense_replace"), data.get("num_hidden_layers")
+    return data.get("n_routed_experts") is not None and not (
+        isinstance(first, int) and isinstance(layers, int) and first >= layers
     )
 
 
@@ -216,7 +262,7 @@ def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
     if model_type in ("mixtral", "gpt_oss"):
         needed: tuple[str, ...] = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
         counts, width, moe = "num_local_experts", number("intermediate_size"), [True] * num_layers
-    elif model_type == "deepseek":
+    elif model_type in _DEEPSEEKS:
         needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         counts, width = "n_routed_experts", number("moe_intermediate_size")
         first, every = number("first_k_dense_replace", 0), number("moe_layer_freq", 1)
@@ -226,7 +272,7 @@ def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
         counts, width, every = "num_experts", number("moe_intermediate_size"), number("decoder_sparse_step", 1)
         dense = data.get("mlp_only_layers") or []
         moe = [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
-    shared = number("n_shared_experts", 0) * width if model_type == "deepseek" else 0
+    shared = number("n_shared_experts", 0) * width if model_type in _DEEPSEEKS else 0
     if model_type == "qwen2_moe":
         shared = number("shared_expert_intermediate_size", 0)
     return Experts(
@@ -252,11 +298,11 @@ def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
 def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
     parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
     found: dict[str, str] = {}
+    model_type = data.get("model_type")
+    priced = {*(_EXPERT_COUNTS if model_type in _MOES else ()), *(_OF_LATENTS if model_type in _LATENTS else ())}
     for part in parts:
         for key, (what, least) in _NOT_PRICED.items():
-            value = part.get(key)
-            if key in _EXPERT_COUNTS and part is data and data.get("model_type") in _MOES:
-                continue
+            value = None if key in priced and part is data else part.get(key)
             if isinstance(value, int) and value >= least:
                 found.setdefault(what, f"{what} ({key} {value})")
     if found:
@@ -295,13 +341,15 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         not_trained.append(f"model_type {data['model_type']}: an encoder")
     if data.get("model_type") in _GEMMAS:
         not_trained.append(f"model_type {data['model_type']}: norms, activation and embeddings of its own kind")
-    if data.get("model_type") in _MOES:
+    if _has_experts(data):
         not_trained += _why_experts_differ(data)
     if data.get("attention_dropout"):
         not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
     if data.get("hidden_act", "silu") not in ("silu", "swish"):
         not_trained.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
     known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
+    if data.get("model_type") in _LATENTS:
+        known |= _OF_EXPERTS
     not_trained += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return Architecture(
         normalization="RMSNorm",
@@ -309,7 +357,7 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         position_embedding_type="rope",
         add_bias_linear=attention_bias and mlp_bias,
         add_qkv_bias=data.get("model_type") in ("qwen2", "qwen2_moe"),
-        qk_layernorm=data.get("model_type") in ("qwen3", "qwen3_moe"),
+        qk_layernorm=data.get("model_type") in ("qwen3", "qwen3_moe", *_LATENTS),
         rotary_base=int(base),
         rotary_percent=float(rotary_percent),
         use_rope_scaling="factor" in rope,
@@ -324,7 +372,9 @@ def _why_experts_differ(data: Mapping[str, Any]) -> list[str]:
     """Return what of experts and their layers pretrain_gpt.py does not have."""
     model_type = data["model_type"]
     if model_type == "gpt_oss":
-        return ["model_type gpt_oss: learned attention sinks, experts with biases and an activation of its own"]
+        return ["model_type gpt_oss: experts with biases and an activation of their own"]
+    if model_type in _LATENTS:
+        return [f"model_type {model_type}: experts together with latent attention"]
     if model_type == "deepseek":
         return ["model_type deepseek: its weights of experts do not sum to 1"]
     # Softmax over all experts of which some are chosen and brought to sum 1: the softmax over the chosen ones.
@@ -377,6 +427,8 @@ def _family(where: str, shape: ModelShape, architecture: Architecture) -> str:
         *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
         *(["no gated MLP"] * (not shape.gated_linear_unit)),
         *([f"positions by {architecture.position_embedding_type}"] * (architecture.position_embedding_type != "rope")),
+        *(["latent attention"] * (shape.kv_lora_rank > 0)),
+        *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0)),
         *([f"rotary_percent {architecture.rotary_percent}"] * (architecture.rotary_percent != 1)),
     ]
     only_some = 0 < shape.num_windowed_layers < shape.num_layers

@@ -32,7 +32,14 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
         + _memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
         + collective_s
     )
-    return embedding_s, embedding_back_s, head_s, head_back_s
+    # The modules of multi-token prediction embed their tokens, and use the head, where the last stage does.
+    modules = model.mtp_num_layers
+    return (
+        embedding_s,
+        embedding_back_s,
+        model.num_heads * head_s + modules * embedding_s,
+        model.num_heads * head_back_s + modules * embedding_back_s,
+    )
 
 
 def tensor_s_per_token(problem: Problem) -> float:
@@ -57,7 +64,9 @@ def gradient_reduction_s(problem: Problem) -> float:
         return 0.0
     if topology.spans_nodes(0, topology.num_lanes):
         bandwidth = min(bandwidth, topology.lanes_per_node * hardware.bandwidth_across_nodes_bytes_per_s)
-    tables = model.vocabulary_weights if topology.pp_size == 1 else model.vocab_size * model.hidden_size
+    # The last of several stages has the head, with modules of multi-token prediction the embedding, too.
+    has_both = topology.pp_size == 1 or model.mtp_num_layers > 0
+    tables = model.vocabulary_weights if has_both else model.vocab_size * model.hidden_size
     of_layers = max(stage.sum(lambda layer: layer.held_weights) for stage in model.stages(topology.pp_size))
     weights = (of_layers + tables) / topology.tp_size
     moved_bytes = GRADIENT_BYTES + problem.options.element_bytes.weight

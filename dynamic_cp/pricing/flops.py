@@ -49,7 +49,7 @@ def batch_flops(
     (stage,) = model.stages(1)
     layers = 2.0 * stage.sum(lambda layer: layer.linear_weights) * seqlen_sum
     attention = stage.sum(lambda layer: layer.attention_flops_per_token2) * seqlen_squared_sum
-    head = 2.0 * model.hidden_size * model.vocab_size * seqlen_sum
+    head = 2.0 * model.num_heads * model.hidden_size * model.vocab_size * seqlen_sum
     forward = layers + attention + head
     repeated = {"none": 0.0, "selective": attention, "full": layers + attention}[recompute]
     return BatchFlops(forward, 2 * forward, repeated)

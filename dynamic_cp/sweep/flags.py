@@ -125,7 +125,13 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
     ]
     if model.num_query_groups != model.num_attention_heads:
         flags += ["--group-query-attention", f"--num-query-groups {model.num_query_groups}"]
-    flags.append(f"--kv-channels {model.kv_channels}")
+    if model.kv_lora_rank:
+        flags += ["--multi-latent-attention", f"--kv-lora-rank {model.kv_lora_rank}"]
+        flags += [f"--q-lora-rank {model.q_lora_rank}"] * (model.q_lora_rank > 0)
+        flags += [f"--qk-head-dim {model.qk_head_dim}", f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}"]
+        flags.append(f"--v-head-dim {model.v_head_dim}")
+    else:
+        flags.append(f"--kv-channels {model.kv_channels}")
     if model.gated_linear_unit:
         flags.append("--swiglu")
     if model.attention_output_gate:
@@ -139,6 +145,8 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
         if model.window_sink_tokens:
             flags.append(f"--window-sink-tokens {model.window_sink_tokens}")
     flags += _experts(model.experts) if model.experts is not None else ()
+    if model.mtp_num_layers:
+        flags.append(f"--mtp-num-layers {model.mtp_num_layers}")
     if not model.share_embeddings_and_output_weights:
         flags.append("--untie-embeddings-and-output-weights")
     flags.append(f"--vocab-size {model.vocab_size}")

@@ -18,8 +18,11 @@ class Layer(NamedTuple):
         norm_weights: weights that every TP rank has: norms, a router.
         mlp_kept_channels: channels of a token that its MLP or its shared experts keep for backward, which the TP ranks
             share.
+        more_kept_channels: channels that it keeps beyond those of a plain layer, which only sequence parallelism splits
+            over the TP ranks.
         num_attention_heads, query_size: query heads, and how wide they are together.
         kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
+        value_size: width of what all heads find, of the values' own width; 0: as query_size.
         gate_size: width of the gate that what attention finds is multiplied by; 0: none.
         mlp_weights: those of linear_weights that are its dense MLP's.
         mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
@@ -49,15 +52,22 @@ class Layer(NamedTuple):
     moe_weights: int = 0
     routed_channels: int = 0
     routed_kept_channels: int = 0
+    more_kept_channels: int = 0
+    value_size: int = 0
 
     @property
     def attention_flops_per_token2(self) -> float:
         """Forward FLOPs of its attention per squared token: scores and values, 2 for each channel of a pair."""
+        return 2 * (self.query_size + (self.value_size or self.query_size)) * self.mask.pairs_per_token2
+
+    @property
+    def kernel_flops_per_token2(self) -> float:
+        """The same with values that are padded to the width of keys, as kernels compute them."""
         return 4 * self.query_size * self.mask.pairs_per_token2
 
 
 class Stage(NamedTuple):
-    """What a pipeline stage computes besides embedding and LM head.
+    """What a pipeline stage computes besides embedding and LM head; modules of multi-token prediction are layers.
 
     Attributes:
         layers: (how many, of which kind), all of its model chunks together; not whole numbers where PP does not divide

@@ -39,6 +39,13 @@ class ModelShape:
             one) and 0 for each layer; 0 = all.
         window_sink_tokens: first keys of its sequence that a token attends to besides those of the window.
         experts: those of the layers that have some instead of the MLP; None = all layers are dense.
+        mtp_num_layers: modules of multi-token prediction behind the last layer, each a layer with a projection of two
+            hidden states to one before it, and one more pass of the LM head.
+        q_lora_rank, kv_lora_rank: widths of the latents that queries, and keys with values, are projected up from, in
+            multi-latent attention (DeepSeek-V2). kv_lora_rank 0: the model has plain attention; q_lora_rank 0: queries
+            are projected from the hidden states.
+        qk_head_dim, qk_pos_emb_head_dim: channels of a head's queries and keys without and with rotation, which are
+            together kv_channels; v_head_dim: of its values. Of latent attention only.
     """
 
     num_layers: int
@@ -58,10 +65,21 @@ class ModelShape:
     window_sink_tokens: int = 0
     pipeline_layers: tuple[tuple[int, ...], ...] = ()
     experts: Experts | None = None
+    mtp_num_layers: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
-        require_at_least(0, other_weights_per_layer=self.other_weights_per_layer, window_tokens=self.window_tokens)
+        require_at_least(
+            0,
+            other_weights_per_layer=self.other_weights_per_layer,
+            window_tokens=self.window_tokens,
+            mtp_num_layers=self.mtp_num_layers,
+        )
         require_at_least(
             1,
             num_layers=self.num_layers,
@@ -85,6 +103,55 @@ class ModelShape:
             if not isinstance(self.experts, Experts):  # a dict where it comes from JSON
                 object.__setattr__(self, "experts", Experts(**self.experts))
             self.experts.moe_layers(self.num_layers)  # refuses a pattern of another number of layers
+        self._check_latent_attention()
+        if self.mtp_num_layers and self.window_tokens:
+            raise InvalidInputError(
+                f"mtp_num_layers is {self.mtp_num_layers} and window_tokens {self.window_tokens}: modules of "
+                "multi-token prediction have no windows, leave one of them out",
+                mtp_num_layers=self.mtp_num_layers,
+                window_tokens=self.window_tokens,
+            )
+
+    def _check_latent_attention(self) -> None:
+        of_heads = {name: getattr(self, name) for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")}
+        require_at_least(0, q_lora_rank=self.q_lora_rank, kv_lora_rank=self.kv_lora_rank)
+        if not self.kv_lora_rank:
+            if given := [name for name, value in {"q_lora_rank": self.q_lora_rank, **of_heads}.items() if value]:
+                raise InvalidInputError(
+                    f"{given[0]} is {getattr(self, given[0])} and kv_lora_rank 0: only multi-latent attention has it; "
+                    "give both or neither",
+                    name=given[0],
+                )
+            return
+        require_at_least(1, **of_heads)
+        together = self.qk_head_dim + self.qk_pos_emb_head_dim
+        if self.kv_channels != together:
+            raise InvalidInputError(
+                f"kv_channels is {self.kv_channels}, qk_head_dim {self.qk_head_dim} and qk_pos_emb_head_dim "
+                f"{self.qk_pos_emb_head_dim} are together {together}: give that",
+                kv_channels=self.kv_channels,
+                expected=together,
+            )
+        if self.v_head_dim > together:
+            raise InvalidInputError(
+                f"v_head_dim is {self.v_head_dim}, queries and keys have {together} channels: values wider than keys "
+                "are not supported",
+                v_head_dim=self.v_head_dim,
+                kv_channels=together,
+            )
+        if self.num_query_groups != self.num_attention_heads:
+            raise InvalidInputError(
+                f"num_query_groups is {self.num_query_groups}, num_attention_heads {self.num_attention_heads}: in "
+                "multi-latent attention each query head has a KV head of its own, give the same",
+                num_query_groups=self.num_query_groups,
+            )
+        if self.attention_output_gate or self.window_tokens:
+            other = "attention_output_gate" if self.attention_output_gate else "window_tokens"
+            raise InvalidInputError(
+                f"kv_lora_rank is {self.kv_lora_rank} and {other} {getattr(self, other)}: multi-latent attention has "
+                "none, leave one of them out",
+                other=other,
+            )
 
     def _check_pipeline_layers(self) -> None:
         of_stages = tuple(map(tuple, self.pipeline_layers))  # lists where it comes from JSON
@@ -242,7 +309,20 @@ class ModelShape:
     def linear_weights_per_layer(self) -> int:
         """Weights of the matrices of one dense layer (QKV, output projection, MLP), without biases and norms."""
         attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
+        if self.kv_lora_rank:
+            heads = self.num_attention_heads
+            queries = (self.q_lora_rank or self.hidden_size) * self.query_size
+            up = self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
+            output = heads * self.v_head_dim * self.hidden_size
+            attention = self.down_weights_per_layer + queries + up + output
         return attention + self.mlp_weights_per_layer + self.other_weights_per_layer
+
+    @property
+    def down_weights_per_layer(self) -> int:
+        """Weights of the projections to the latents of one layer; 0 without latent attention."""
+        if not self.kv_lora_rank:
+            return 0
+        return self.hidden_size * (self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim)
 
     @property
     def mlp_weights_per_layer(self) -> int:
@@ -264,14 +344,22 @@ class ModelShape:
 
     @property
     def layer(self) -> Layer:
-        """One of its layers, without a window and dense where there are such: all others are equal to it."""
+        """One of its layers, without a window and dense where there are such: all others are equal to it.
+
+        Of latent attention every TP rank is said to have the projections down and the norms of the latents, as with
+        TransformerEngine's layers (megatron-core's own split the projections), and to keep latents before and after
+        their norms.
+        """
         return self._layer(has_experts=all(self.moe_layers), has_window=False)
 
     def _layer(self, *, has_experts: bool, has_window: bool) -> Layer:
+        of_latents = self.q_lora_rank + self.kv_lora_rank
         dense = Layer(
             linear_weights=self.linear_weights_per_layer,
-            held_weights=self.linear_weights_per_layer,
-            norm_weights=2 * self.hidden_size,
+            held_weights=self.linear_weights_per_layer - self.down_weights_per_layer,
+            norm_weights=2 * self.hidden_size + self.down_weights_per_layer + of_latents,
+            more_kept_channels=2 * of_latents + self.qk_pos_emb_head_dim,
+            value_size=self.num_attention_heads * self.v_head_dim,
             mlp_kept_channels=self._kept_channels(self.ffn_hidden_size),
             num_attention_heads=self.num_attention_heads,
             query_size=self.query_size,
@@ -308,8 +396,30 @@ class ModelShape:
     def _kept_channels(self, ffn_hidden_size: int) -> int:
         return (3 if self.gated_linear_unit else 2) * ffn_hidden_size
 
+    @property
+    def mtp_module(self) -> Layer:
+        """A module of multi-token prediction: a layer as the last one, the projection before it and three norms.
+
+        It keeps the embedding of the later token, norms of both and what is projected.
+        """
+        projection = 2 * self.hidden_size * self.hidden_size
+        layer = self._layer(has_experts=self.moe_layers[-1], has_window=False)
+        return layer._replace(
+            linear_weights=layer.linear_weights + projection,
+            held_weights=layer.held_weights + projection,
+            norm_weights=layer.norm_weights + 3 * self.hidden_size,
+            more_kept_channels=layer.more_kept_channels + 6 * self.hidden_size,
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """Passes of the LM head, with its loss."""
+        return 1 + self.mtp_num_layers
+
     def stages(self, pp_size: int) -> tuple[Stage, ...]:
         """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these.
+
+        Modules of multi-token prediction are layers of the last stage.
 
         Raises:
             InvalidInputError: `pipeline_layers` are those of another number of stages.
@@ -321,7 +431,8 @@ class ModelShape:
             for (has_window, has_experts), number in sorted(which.items())
         ]
         if pp_size == 1 or not self.pipeline_layers:
-            return (Stage(tuple((number / pp_size, layer) for number, layer in kinds)),) * pp_size
+            stages = (Stage(tuple((number / pp_size, layer) for number, layer in kinds)),) * pp_size
+            return self._with_modules(stages)
         if len(self.pipeline_layers) != pp_size:
             raise InvalidInputError(
                 f"pipeline_layers are of {len(self.pipeline_layers)} stages, the pipeline has {pp_size}: give them for "
@@ -329,11 +440,21 @@ class ModelShape:
                 pp_size=pp_size,
             )
         of_stages = [sum(chunks) for chunks in self.pipeline_layers]
-        return tuple(Stage(tuple((n * one / self.num_layers, layer) for n, layer in kinds)) for one in of_stages)
+        stages = tuple(Stage(tuple((n * one / self.num_layers, layer) for n, layer in kinds)) for one in of_stages)
+        return self._with_modules(stages)
+
+    def _with_modules(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """Return stages with the modules of multi-token prediction, which are on the last one."""
+        if not self.mtp_num_layers:
+            return stages
+        *others, last = stages
+        return (*others, Stage((*last.layers, (self.mtp_num_layers, self.mtp_module))))
 
     def chunks_of_heaviest(self, stage: int, chunk: int, vp_size: int) -> float:
         """Return the layers of the stage that has most over those of a model chunk; inf of one that has none."""
         if not self.pipeline_layers:
             return vp_size
-        layers = self.pipeline_layers[stage][chunk]
-        return max(map(sum, self.pipeline_layers)) / layers if layers else inf
+        chunks = [list(of_stage) for of_stage in self.pipeline_layers]
+        chunks[-1][-1] += self.mtp_num_layers
+        layers = chunks[stage][chunk]
+        return max(map(sum, chunks)) / layers if layers else inf

@@ -50,6 +50,16 @@ REFUSED: tuple[Unsupported, ...] = (
     ),
     Unsupported(flag="--dataloader-type", off=("single",), reason=_DATA),
     Unsupported(flag="--dataloader-save", reason="what was drawn ahead is not part of a loader's state"),
+    Unsupported(
+        flag="--mtp-num-layers",
+        off=(0,),
+        reason="columns of later tokens are made where samples are read, which a checkout's script does itself "
+        "(pretrain_gpt.py of this project has the flag)",
+    ),
+    Unsupported(
+        flag="--multi-latent-attention",
+        reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
+    ),
     Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
     Unsupported(flag="--perform-rl-step", reason=_LOOP),
     Unsupported(flag="--inprocess-restart", reason=_LOOP),

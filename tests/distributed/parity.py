@@ -34,9 +34,12 @@ from dynamic_cp.types import (
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
+from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.multi_token import mtp_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
@@ -118,6 +121,8 @@ class Layout:
             window_tokens=windows.tokens,
             window_attn_skip_freq=windows.skip_freq,
             window_sink_tokens=windows.sink_tokens,
+            mtp_num_layers=config.mtp_num_layers or 0,
+            **shape_of(config),
         )
 
 
@@ -249,10 +254,11 @@ def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
     return {(bucket.cp_comm_type, bucket.inner_cp_size) for bucket in plan.buckets if bucket.cp_size > 1}
 
 
-def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
-    """Return what the planner says that a rank of `lane` sends for attention in the step, on any stage."""
+def planned_bytes(plan: Plan, layout: Layout, lane: int, stage: int = 0) -> float:
+    """Return what the planner says that a rank of `lane` sends for attention in the step."""
     is_repeated = "core_attn" in layout.config.get("recompute_modules", ["core_attn"])
     forwards = 2 if "recompute_granularity" in layout.config and is_repeated else 1
+    num_modules = layout.model.mtp_num_layers if stage == layout.pp - 1 else 0
     total = 0.0
     for micro_batch in plan.micro_batches:
         bucket = micro_batch.bucket_of_lane(lane)
@@ -262,7 +268,7 @@ def planned_bytes(plan: Plan, layout: Layout, lane: int) -> float:
             continue
         tokens = rank_tokens(bucket, plan.topology.rank_token_multiple)
         sent = sent_by(bucket, tokens, layout.model, layout.tp, 4)
-        total += layout.num_layers / layout.pp * (forwards * sent.forward + sent.backward)
+        total += (layout.num_layers / layout.pp + num_modules) * (forwards * sent.forward + sent.backward)
     return total
 
 
@@ -318,6 +324,8 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
                 config,
                 variant,
                 gpt_block_spec(config, vp_stage, transformer_impl=layout.transformer_impl),
+                DynamicCPGPTModel,
+                mtp_block_spec=mtp_block_spec(config, vp_stage, transformer_impl=layout.transformer_impl),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
@@ -473,7 +481,7 @@ def run_step(
         plan_source=fixed_plan(plan, groups),
         read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
         groups=groups,
-        chunks=[ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process) for chunk in chunks],
+        chunks=[ChunkNeeds.of(chunk) for chunk in chunks],
     )
     step = wrapper.wrap(0, samples)
     recorded: list[tuple[Any, torch.Tensor]] = []
@@ -572,7 +580,8 @@ def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, exp
 
 def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
     """What each rank counted while it sent is what the planner prices; ranks count TP fastest, then lanes."""
-    planned = [planned_bytes(plan, layout, rank // layout.tp % layout.lanes) for rank in range(len(comparisons))]
+    places = [divmod(rank // layout.tp, layout.lanes) for rank in range(len(comparisons))]
+    planned = [planned_bytes(plan, layout, lane, stage) for stage, lane in places]
     assert max(planned) > 0
     assert [c.bytes_sent for c in comparisons] == planned
 

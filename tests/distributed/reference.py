@@ -15,11 +15,15 @@ from unittest import mock
 import torch
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig, utils
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, utils
 
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.repairs import expert_routing
+from megatron.dynamic_cp.repairs import expert_routing, latent_attention
 from tests.distributed.harness import initialize_model_parallel
 
 VOCAB_SIZE = 256
@@ -135,6 +139,11 @@ MOE_TOP_1 = ModelVariant(
     },
 )
 EXPERTS = (MOE, MOE_SIGMOID, MOE_TOP_1)
+# Two further tokens; unlike features above it has layers and losses of its own, so that it is trained apart from them.
+MTP = ModelVariant("mtp", config={**LLAMA.config, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3})
+MTP_TIED = ModelVariant("mtp_tied", tied=True, config=MTP.config)
+# Later tokens have later positions, which their embeddings show.
+MTP_GPT2 = ModelVariant("mtp_gpt2", position_embedding="learned_absolute", config={**GPT2.config, "mtp_num_layers": 3})
 FEATURES = (
     FP32_RESIDUAL,
     FP32_RESIDUAL_GPT2,
@@ -149,9 +158,47 @@ FEATURES = (
     ALL_BUT_YARN,
     ALL_WITH_YARN,
 )
-VARIANTS = {
-    v.name: v for v in (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE, *FEATURES, *EXPERTS)
+MULTI_TOKEN = (MTP, MTP_TIED, MTP_GPT2)
+# As DeepSeek-V2: values narrower than keys; with norms and YaRN, and without either and without narrow queries.
+_LATENT = {
+    "multi_latent_attention": True,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "kv_lora_rank": 48,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_channels": 24,
 }
+LATENT = ModelVariant(
+    "latent",
+    config={
+        **_LATENT,
+        "q_lora_rank": 64,
+        "qk_layernorm": True,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 8.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+    },
+)
+LATENT_PLAIN = ModelVariant(
+    "latent_plain",
+    tied=True,
+    config={
+        **_LATENT,
+        "gated_linear_unit": False,
+        "q_lora_rank": None,
+        "rope_type": "rope",
+        "v_head_dim": 20,
+        "rotary_base": 500,
+    },
+)
+LATENT_8_HEADS = ModelVariant("latent_8_heads", config={**LATENT.config, "num_attention_heads": 8, "mtp_num_layers": 1})
+LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
+PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
+VARIANTS = {v.name: v for v in (*PLAIN, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS)}
 
 
 # As Megatron-LM names and fills them for megatron-core; not taken from the code under test.
@@ -187,7 +234,8 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
         "calculate_per_token_loss": True,
         "context_parallel_size": 1,
     }
-    config = TransformerConfig(**{**values, **variant.config, **overrides})
+    kind = MLATransformerConfig if variant.config.get("multi_latent_attention") else TransformerConfig
+    config = kind(**{**values, **variant.config, **overrides})
     for name, value in variant.yarn.items():  # fields that megatron-core has not, each with its default
         setattr(config, YARN_FIELDS[name], value)
     for name, value in YARN_DEFAULTS.items() if variant.yarn else ():
@@ -196,9 +244,11 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
     return config
 
 
-def gpt_model(config: TransformerConfig, variant: ModelVariant, layer_spec: Any, **stage: Any) -> GPTModel:
-    """Return megatron-core's GPTModel with `layer_spec`."""
-    return GPTModel(
+def gpt_model(
+    config: TransformerConfig, variant: ModelVariant, layer_spec: Any, kind: type[GPTModel] = GPTModel, **stage: Any
+) -> GPTModel:
+    """Return megatron-core's GPTModel, or ours, with `layer_spec`."""
+    return kind(
         config=config,
         transformer_layer_spec=layer_spec,
         vocab_size=VOCAB_SIZE,
@@ -240,6 +290,34 @@ def window_mask(seqlen: int, window_size: tuple[int, int], sink_tokens: int = 0)
     return hidden
 
 
+class TwoWidths(torch.nn.Module):
+    """Causal attention of keys and values of different widths, by its definition: megatron-core's local one has one."""
+
+    def __init__(self, softmax_scale: float, **_unused: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return [S, 1, heads * value width] of query and key [S, 1, heads, width]."""
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.softmax_scale
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).flatten(2)
+
+
+def stock_layer(config: TransformerConfig) -> Any:
+    """Return the spec of megatron-core's own layer."""
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        qk_l2_norm=config.qk_l2_norm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    if config.multi_latent_attention:
+        latent_attention.install()
+        spec.submodules.self_attention.submodules.core_attention = TwoWidths
+    return spec
+
+
 def reference_step(
     variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
@@ -258,13 +336,11 @@ def reference_step(
     )
     config = transformer_config(variant, num_layers=num_layers, **of_config)
     torch.compiler.set_stance("force_eager")  # compiling for each length takes longer than all the rest
-    spec: Any = get_gpt_layer_local_spec(
-        normalization=config.normalization, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
-    )
+    spec = stock_layer(config)
     if config.num_moe_experts is not None:
         expert_routing.install()
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    model = gpt_model(config, variant, spec)
+    model = gpt_model(config, variant, spec, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False))
     with torch.no_grad():
         for parameter in model.parameters():
             # Away from the symmetric start (norms at 1, biases at 0), where errors could hide.
@@ -278,7 +354,7 @@ def reference_step(
         tokens, labels = (torch.from_numpy(x)[None] for x in (values.tokens, values.labels))
         token_losses = model(tokens, torch.arange(sample.seqlen)[None], None, labels=labels)[0]
         losses[sample.sample_id] = token_losses.detach().clone()
-        token_losses.sum().backward()
+        token_losses.sum().backward()  # and what losses of multi-token prediction add to it
     num_tokens = sum(sample.seqlen for sample in samples)
     gradients = {name: p.grad / num_tokens for name, p in model.named_parameters()}
     return {

@@ -28,7 +28,11 @@ from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 from tests.distributed.test_parity import BATCHES
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
-LAYOUTS = {"dp4": Layout(4, config=BF16), "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16)}
+LAYOUTS = {
+    "dp4": Layout(4, config=BF16),
+    "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16),
+    "latent_attention_and_later_tokens": Layout(2, variant="latent_8_heads", config=BF16),
+}
 PP2 = Layout(2, pp=2, config=BF16)
 FP32_RESIDUAL = Layout(2, pp=2, config={**BF16, "fp32_residual_connection": True})
 
@@ -77,7 +81,7 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
         plan_source=fixed_plan(plan, groups),
         read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
         groups=groups,
-        chunks=[ChunkNeeds(tokens=chunk.pre_process, labels=chunk.post_process)],
+        chunks=[ChunkNeeds.of(chunk)],
     )
     data = wrapper.wrap(0, samples)
     logs = get_forward_backward_func()(

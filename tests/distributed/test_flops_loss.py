@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.flags.latent_attention import shape_of as shape_of_latents
 from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.step.loss import forward_step, sum_of_losses
 from tests.distributed import reference
@@ -30,6 +31,8 @@ def shape_of(variant: reference.ModelVariant) -> ModelShape:
         kv_channels=config.kv_channels,
         vocab_size=reference.VOCAB_SIZE,
         gated_linear_unit=config.gated_linear_unit,
+        mtp_num_layers=config.mtp_num_layers or 0,
+        **shape_of_latents(config),
     )
 
 
@@ -38,20 +41,20 @@ def counted_flops(variant_name: str) -> int:
     variant = reference.VARIANTS[variant_name]
     initialize_model_parallel()
     config = reference.transformer_config(variant)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    model = reference.gpt_model(config, variant, spec)
+    spec = reference.stock_layer(config)
+    model = reference.gpt_model(config, variant, spec, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False))
     tokens = torch.ones(1, SEQLEN, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(SEQLEN)[None], None, labels=tokens).sum().backward()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "mtp", "latent", "latent_plain"])
 def test_flops_are_those_of_the_real_model(variant: str) -> None:
     (counted,) = run_ranks(1, counted_flops, variant, timeout_s=60)
     # The stock model computes the whole square of scores, we count the causal half: 3 * (2 + 2) * q * S^2 / 2 a layer.
     shape = shape_of(reference.VARIANTS[variant])
-    masked_half = shape.num_layers * 3 * 2 * shape.query_size * SEQLEN**2
+    masked_half = (shape.num_layers + shape.mtp_num_layers) * 3 * shape.layer.attention_flops_per_token2 * SEQLEN**2
     assert training_flops(shape, SEQLEN, SEQLEN**2) == counted - masked_half
 
 
@@ -102,7 +105,7 @@ def test_forward_step_hands_each_tensor_to_its_argument() -> None:
         calls.append((tokens, position_ids, attention_mask, labels, packed_seq_params))
         return torch.tensor([[1.0, 2.0, 4.0]])
 
-    params = SimpleNamespace(label="step 1, micro-batch 0", positions=torch.arange(3))
+    params = SimpleNamespace(label="step 1, micro-batch 0", positions=torch.arange(3), future=None)
     batch = {
         "tokens": "tokens",
         "position_ids": "position_ids",

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -48,6 +49,9 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
     releases.COMMON_AS_OBJECT: lambda: '"common_state"' in inspect.getsource(serialization.save),
     releases.NO_ASYNC_ALLREDUCE: lambda: (
         "async_tensor_model_parallel_allreduce" not in TransformerConfig.__dataclass_fields__
+    ),
+    releases.MODULES_OF_PACKS: lambda: (
+        "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters
     ),
     releases.READ_ALONE: lambda: "no_dist=True" in inspect.getsource(TorchDistLoadShardedStrategy.load),
     releases.PRODUCT_IS_NONE: lambda: "te_general_gemm,\n    ) = (None" in inspect.getsource(moe_utils),

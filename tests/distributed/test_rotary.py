@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from dynamic_cp.types import Sample
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.model.rotary import _TABLE_STEP_TOKENS, OneRotaryTable, rotary_cos_sin, rotate
@@ -81,3 +82,19 @@ def test_a_model_that_saw_short_sequences_first_sees_long_ones_as_another() -> N
     (after_short,), (alone,) = (run_ranks(1, _losses, first, seqlen) for first in (64, seqlen))
     assert len(after_short) == seqlen
     assert torch.equal(after_short, alone)
+
+
+def test_a_lane_may_hold_the_end_of_a_sample_that_is_longer_than_all_it_holds() -> None:
+    """Attention is placed: 4 tokens here, and the angles of the last of 9000."""
+    positions, sample = torch.arange(8996, 9000), Sample(sample_id=0, seqlen=9000)
+    group = SimpleNamespace(size=lambda: 4, rank=lambda: 3)
+    placed = SimpleNamespace(samples=(sample,))
+    params = DynamicPackedSeqParams.build(
+        (4,), positions, group, cp_comm_type="blocks", label="test", stats=ExchangeStats(), placed=placed
+    )
+
+    def rotated() -> list[float]:
+        table = OneRotaryTable(RotaryEmbedding(HEAD_DIM, 1.0, use_cpu_initialization=True))
+        return rotary_cos_sin(table(params.max_seqlen_q), params, torch.float32)[0][:, 0, 0, 0].tolist()
+
+    assert run_ranks(1, rotated)[0] == pytest.approx(positions.double().cos().tolist(), abs=1e-4)

@@ -165,6 +165,7 @@ def choose_on_this_rank(
             recomputes_norms=False,
             fp32_residual=False,
             softmax_type="vanilla",
+            latent_attention=False,
             device=torch.device("cpu"),
         )
     except DynamicCPError as error:

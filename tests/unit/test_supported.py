@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
@@ -30,6 +30,9 @@ TRAINER_WORDS = [
     "--normalization LayerNorm --qk-layernorm --rotary-interleaved --add-qkv-bias --norm-epsilon 1e-6",
     "--bf16 --fp32-residual-connection --pipeline-model-parallel-size 2",
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling",
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim "
+    "16 --num-query-groups 4 --rotary-scaling-factor 4 --rotary-base 500 --qk-layernorm",
+    "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --recompute-granularity full",
     "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",
 ]
 
@@ -113,7 +116,7 @@ def test_a_refusal_names_value_and_default():
 
 def test_allowed_fields_exist():
     gone = {"async_tensor_model_parallel_allreduce"} if releases.NO_ASYNC_ALLREDUCE.here else set()
-    assert ALLOWED - set(TransformerConfig.__dataclass_fields__) == gone
+    assert ALLOWED - set(MLATransformerConfig.__dataclass_fields__) == gone
 
 
 def test_the_exchanges_are_those_of_the_attention_and_have_a_price():

@@ -115,7 +115,10 @@ class DataIteratorWrapper:
         self._read_sample = read_sample
         reads = any(needs.tokens or needs.labels for needs in self._chunks)
         self._packer = Packer(
-            read_sample if reads else None, num_workers=num_workers, pin_memory=self._device.type == "cuda"
+            read_sample if reads else None,
+            num_depths=max((needs.num_depths for needs in self._chunks), default=0),
+            num_workers=num_workers,
+            pin_memory=self._device.type == "cuda",
         )
         self._source.on_arrival(lambda _, plan: self._packer.submit(plan))
         self._requested: set[int] = set()

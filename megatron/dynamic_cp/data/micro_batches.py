@@ -8,7 +8,7 @@ A packed step is two flat tensors and a short list, so that it moves between pro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
@@ -26,6 +26,7 @@ from dynamic_cp.types import CAUSAL, PLACED, Bucket, Causal, CpCommType, Full, S
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.future_columns import NUM_COLUMNS, FutureColumns
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions, take_shard
 
@@ -39,15 +40,21 @@ ReadSample = Callable[[int], HasTokens]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkNeeds:
-    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask."""
+    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask.
+
+    Attributes:
+        num_depths: modules of multi-token prediction, which read tokens, too.
+    """
 
     tokens: bool
     labels: bool
+    num_depths: int = 0
 
     @classmethod
     def of(cls, chunk: torch.nn.Module) -> ChunkNeeds:
         """Return what a bare GPTModel reads."""
-        return cls(tokens=chunk.pre_process, labels=chunk.post_process)
+        num_depths = (chunk.config.mtp_num_layers or 0) if getattr(chunk, "mtp_process", False) else 0
+        return cls(tokens=chunk.pre_process or num_depths > 0, labels=chunk.post_process, num_depths=num_depths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,7 @@ class PackedStep:
         cu_seqlens: int32, the boundaries of the padded sequences of each bucket, bucket after bucket.
         columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
         loss_mask: float32 [T], 0 for padding; None where `columns` is.
+        future_columns, future_loss_mask: as in `FutureColumns`; None where no chunk reads any.
     """
 
     buckets: tuple[PackedBucket, ...]
@@ -98,6 +106,8 @@ class PackedStep:
     cu_seqlens: Tensor
     columns: Tensor | None
     loss_mask: Tensor | None
+    future_columns: Tensor | None = None
+    future_loss_mask: Tensor | None = None
 
     def pin_memory(self) -> PackedStep:
         """Return the step in page-locked memory, from which a GPU copies without waiting (called by DataLoader)."""
@@ -114,22 +124,34 @@ class PackedStep:
             cu_seqlens=move(self.cu_seqlens),
             columns=None if self.columns is None else move(self.columns),
             loss_mask=None if self.loss_mask is None else move(self.loss_mask),
+            future_columns=None if self.future_columns is None else move(self.future_columns),
+            future_loss_mask=None if self.future_loss_mask is None else move(self.future_loss_mask),
         )
 
+    def future(self, part: slice) -> FutureColumns | None:
+        """Return what modules of multi-token prediction read of some local tokens; None where there are none."""
+        if self.future_columns is None or self.future_loss_mask is None:
+            return None
+        return FutureColumns(columns=self.future_columns[..., part], loss_mask=self.future_loss_mask[..., part])
 
-def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
+
+def pack_step(plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 0) -> PackedStep:
     """Return the padded shard of every micro-batch of a lane.
 
     Args:
         read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
             reads tokens or labels.
+        num_depths: modules of multi-token prediction on this rank.
 
     Raises:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
+        UnsupportedFeatureError: a sample with a mask of its own, and multi-token prediction.
     """
     packed, positions = [], []
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in [*COLUMNS, *_names_of_depths(num_depths)]}
     for index, bucket in enumerate(plan.buckets):
+        if num_depths:
+            _check_has_future(bucket)
         packed.append(_packed(bucket, plan, plan.parts.get(index)))
         shards = shards_of(packed[-1], plan.lane)
         # Behind the shards of samples there may be one that is nothing but padding.
@@ -137,7 +159,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
         places += shards[len(places) :]
         positions += places
         if read_sample is not None:
-            for name, part in read_shard(bucket, shards, places, read_sample).items():
+            for name, part in read_shard(bucket, shards, places, read_sample, num_depths).items():
                 columns[name].append(part)
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
     return PackedStep(
@@ -146,7 +168,33 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None) -> PackedStep:
         cu_seqlens=torch.from_numpy(np.concatenate([boundaries(bucket.padded_seqlens) for bucket in packed])),
         columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
+        **(_future_of(joined, num_depths) if joined and num_depths else {}),
     )
+
+
+def _future_of(joined: Mapping[str, NDArray[Any]], num_depths: int) -> dict[str, Tensor]:
+    names = _names_of_depths(num_depths)
+    columns = np.stack([joined[name] for name in names if not name.startswith("loss_mask")])
+    masks = np.stack([joined[name] for name in names if name.startswith("loss_mask")])
+    return {
+        "future_columns": torch.from_numpy(columns).unflatten(0, (num_depths, NUM_COLUMNS)),
+        "future_loss_mask": torch.from_numpy(masks),
+    }
+
+
+def _names_of_depths(num_depths: int) -> list[str]:
+    """Return the columns of all depths, those of `FutureColumns` in their order."""
+    return [f"{name} {depth}" for depth in range(1, num_depths + 1) for name in COLUMNS]
+
+
+def _check_has_future(bucket: Bucket) -> None:
+    for sample in bucket.samples:
+        if sample.mask is not None:
+            raise UnsupportedFeatureError(
+                f"--mtp-num-layers: sample {sample.sample_id} has a mask of its own ({str(sample.mask)[:60]}), under "
+                "which another token than the next may follow: leave multi-token prediction out, or give plain samples",
+                sample_id=sample.sample_id,
+            )
 
 
 def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
@@ -194,21 +242,27 @@ def read_shard(
     shards: Sequence[NDArray[np.int64]],
     places: Sequence[NDArray[np.int64]],
     read_sample: ReadSample,
+    num_depths: int = 0,
 ) -> dict[str, NDArray[Any]]:
     """Return tokens, labels, loss mask and position ids of the local tokens, 0 in all of them for padding.
+
+    Also those of the tokens 1 to `num_depths` places further on in the same sample, each name with its depth; 0 where
+    the sample has ended.
 
     Args:
         shards: for each sequence of the pack which of its tokens this rank holds.
         places: their positions, of `_positions`.
     """
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in [*COLUMNS, *_names_of_depths(num_depths)]}
     held = zip(bucket.samples, shards, strict=False)
     read = [_read(sample, read_sample) if len(shard) else _EMPTY_PLACE for sample, shard in held]
     read += [_EMPTY_PLACE] * (len(shards) - len(read))
     for values, shard, positions in zip(read, shards, places, strict=True):
-        for name in ("tokens", "labels", "loss_mask"):
-            columns[name].append(take_shard(getattr(values, name), shard))
-        columns["position_ids"].append(np.where(shard < len(values.tokens), positions, 0))
+        for depth in range(num_depths + 1):
+            behind = f" {depth}" if depth else ""
+            for name in ("tokens", "labels", "loss_mask"):
+                columns[name + behind].append(take_shard(getattr(values, name), shard + depth))
+            columns["position_ids" + behind].append(np.where(shard + depth < len(values.tokens), positions + depth, 0))
     return {name: np.concatenate(column) for name, column in columns.items()}
 
 
@@ -281,6 +335,7 @@ def micro_batches(
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
                 stats=stats,
+                future=on_device.future(part),
             )
         }
         if on_device.columns is not None:

@@ -38,12 +38,21 @@ class Packer:
 
     Args:
         read_sample: see `pack_step`.
+        num_depths: see `pack_step`.
         num_workers: processes; 0 packs inside `take`.
         pin_memory: hand out page-locked memory, for copies to a GPU.
     """
 
-    def __init__(self, read_sample: ReadSample | None, *, num_workers: int = 0, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        read_sample: ReadSample | None,
+        *,
+        num_depths: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
         self._read_sample = read_sample
+        self._num_depths = num_depths
         self._plans: deque[LanePlan] = deque()
         self._pin_memory = pin_memory
         self._queues: list[Any] = []
@@ -58,7 +67,7 @@ class Packer:
             with _own_child_signal():
                 self._packed = iter(
                     DataLoader(
-                        _Packing(self._queues, read_sample),
+                        _Packing(self._queues, read_sample, num_depths),
                         batch_size=None,
                         num_workers=num_workers,
                         multiprocessing_context=context,
@@ -85,7 +94,7 @@ class Packer:
         """
         if self._packed is None:
             with span("packing"):
-                packed = pack_step(self._plans.popleft(), self._read_sample)
+                packed = pack_step(self._plans.popleft(), self._read_sample, self._num_depths)
             return packed.pin_memory() if self._pin_memory else packed
         try:
             self._raise_of_ended_workers()
@@ -125,9 +134,10 @@ class Packer:
 class _Packing(IterableDataset):
     """What a worker does: wait for a plan, pack it."""
 
-    def __init__(self, queues: list[Any], read_sample: ReadSample) -> None:
+    def __init__(self, queues: list[Any], read_sample: ReadSample, num_depths: int) -> None:
         self._queues = queues
         self._read_sample = read_sample
+        self._num_depths = num_depths
         self._parent = os.getpid()
 
     def __iter__(self) -> Iterator[PackedStep | DynamicCPError]:
@@ -135,7 +145,7 @@ class _Packing(IterableDataset):
         assert info is not None, "only workers iterate"
         while (plan := self._next(self._queues[info.id])) is not None:
             try:
-                outcome: PackedStep | DynamicCPError = pack_step(plan, self._read_sample)
+                outcome: PackedStep | DynamicCPError = pack_step(plan, self._read_sample, self._num_depths)
             except DynamicCPError as error:
                 outcome = error
             except Exception as error:

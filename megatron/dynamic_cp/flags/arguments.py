@@ -15,6 +15,9 @@ from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, RECOMPUTE_MODULES, SEARCH_EFFORTS, RecomputeModule
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
+from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
+from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
+from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.windows import windows_of
 
@@ -254,12 +257,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         reason="--moe-router-num-groups and --moe-router-group-topk take its place",
     ),
     Unsupported(flag="--moe-use-upcycling", reason="--load takes checkpoints of the same model"),
-    Unsupported(
-        flag="--multi-latent-attention",
-        field="multi_latent_attention",
-        reason="megatron-core's MLA refuses a CP group per micro-batch",
-    ),
-    Unsupported(flag="--mtp-num-layers", field="mtp_num_layers", off=(0,), reason="it shifts labels across shards"),
     Unsupported(flag="--experimental-attention-variant", field="experimental_attention_variant", reason=_ATTENTION),
     Unsupported(flag="--linear-attention-freq", field="linear_attention_freq", reason=_ATTENTION),
     Unsupported(flag="--hybrid-override-pattern", field="is_hybrid_model", reason="state-space layers are sequential"),
@@ -308,6 +305,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 ALLOWED = frozenset(
     {
         "num_layers",
+        "mtp_num_layers",
+        "mtp_loss_scaling_factor",
+        *LATENT_FIELDS,
         "hidden_size",
         "ffn_hidden_size",
         "num_attention_heads",
@@ -394,7 +394,7 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
         config: flags or a configuration.
 
     Raises:
-        UnsupportedFeatureError: modules of experts and latent attention, which no model has here, or an MLP with bias.
+        UnsupportedFeatureError: modules of experts, the projections up of latent attention, or an MLP with bias.
     """
     given = getattr(config, "recompute_modules", None)
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
@@ -435,7 +435,8 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
             the flag or the field with its value and its default.
-        InvalidInputError: a window that cannot be, two norms of queries and keys, or experts that do not fit.
+        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, latents or modules of
+            multi-token prediction that do not fit.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
@@ -443,6 +444,8 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     windows_of(config)
     check_norms(config)
     check_experts(config)
+    check_latent_attention(config)
+    check_multi_token(config)
     recompute_modules(config)
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads

@@ -283,8 +283,19 @@ class ForeignIteratorWrapper:
 
 
 def chunks_of(model: Sequence[torch.nn.Module]) -> tuple[ChunkNeeds, ...]:
-    """Return what each model chunk reads, bare or wrapped (DDP, Float16Module)."""
-    return tuple(ChunkNeeds.of(unwrap_model(chunk)) for chunk in model)
+    """Return what each model chunk reads, bare or wrapped (DDP, Float16Module).
+
+    Raises:
+        UnsupportedFeatureError: a model with multi-token prediction.
+    """
+    bare = [unwrap_model(chunk) for chunk in model]
+    if any(chunk.config.mtp_num_layers for chunk in bare):
+        raise UnsupportedFeatureError(
+            "--mtp-num-layers with the samples of another loop's iterator: columns of later tokens are made where "
+            "samples are read; use DataIteratorWrapper, or leave multi-token prediction out",
+            flag="--mtp-num-layers",
+        )
+    return tuple(ChunkNeeds.of(chunk) for chunk in bare)
 
 
 def wrap_data_iterator(

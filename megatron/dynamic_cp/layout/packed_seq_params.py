@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dynamic_cp.types import CAUSAL, CpCommType, Mask, Sample
+from megatron.dynamic_cp.layout.future_columns import FutureColumns
 
 try:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -58,7 +59,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     TransformerEngine sees the fields of the base class only. All four `cu_seqlens*` are the SAME int32 tensor of padded
     boundaries over the whole group [num_sequences + 1], padding is at the end of each sequence, `max_seqlen_*` is the
-    longest padded length; `cp_group` and `local_cp_size` are always set, also for one lane.
+    longest padded length, and at least that of any sample of which attention is placed; `cp_group` and `local_cp_size`
+    are always set, also for one lane.
 
     Attributes:
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
@@ -81,6 +83,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
         packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
         of_masks: the same for layers with other masks, filled by the first layer of each.
+        future: what modules of multi-token prediction read; None: there are none on this rank.
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -100,6 +103,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     placed: Any = None
     packs: dict[str, Any] = field(default_factory=dict)
     of_masks: dict[Mask, DynamicPackedSeqParams] = field(default_factory=dict)
+    future: FutureColumns | None = None
 
     @property
     def inner_cp_size(self) -> int:
@@ -146,6 +150,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         masked_samples: tuple[Sample, ...] | None = None,
         placed: Any = None,
         is_empty_place: bool = False,
+        future: FutureColumns | None = None,
     ) -> DynamicPackedSeqParams:
         """Return the parameters of a bucket with sequences of `padded_seqlens` tokens over `cp_group`.
 
@@ -153,12 +158,14 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
             seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples, placed, is_empty_place: as the attributes.
+            mask, masked_samples, placed, is_empty_place, future: as the attributes.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
             cu_seqlens = torch.from_numpy(boundaries(padded_seqlens)).to(positions.device)
         longest = max(padded_seqlens)
+        if placed is not None:  # a lane may hold the end of a sample that is longer than all it holds
+            longest = max(longest, *(sample.seqlen for sample in placed.samples))
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -181,4 +188,5 @@ class DynamicPackedSeqParams(PackedSeqParams):
             ring_group=ring_group,
             label=label,
             stats=stats,
+            future=future,
         )

@@ -11,14 +11,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.flags.experts import layers_with_experts
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
+from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
-from megatron.dynamic_cp.repairs import expert_routing, norm_recomputation
+from megatron.dynamic_cp.repairs import expert_routing, latent_attention, norm_recomputation
 
 
 def gpt_block_spec(
@@ -29,39 +31,58 @@ def gpt_block_spec(
     Args:
         transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
     """
-    make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
-    layer, norm = make(config, num_experts=None)
+    layer, norm = layer_spec(config, transformer_impl)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [layer] * num_layers
     if config.num_moe_experts is not None:
-        with_experts, _ = make(config, num_experts=config.num_moe_experts)
+        with_experts, _ = layer_spec(config, transformer_impl, config.num_moe_experts)
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         have_some = layers_with_experts(config.moe_layer_freq, config.num_layers)[first : first + num_layers]
         layers = [with_experts if has_some else layer for has_some in have_some]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
+def layer_spec(
+    config: TransformerConfig, transformer_impl: TransformerImpl, num_experts: int | None = None
+) -> tuple[ModuleSpec, type]:
+    """Return one layer, dense or with experts, and the norm behind the last one."""
+    make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
+    return make(config, num_experts)
+
+
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         norm_recomputation.install()
+    if config.multi_latent_attention:
+        latent_attention.install()
     layer = get_gpt_layer_local_spec(
-        num_experts=num_experts, normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        num_experts=num_experts,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
     if config.fp32_residual_connection:
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add_to_residual
     attention = layer.submodules.self_attention
-    attention.module = DynamicCPSelfAttention
+    attention.module = DynamicCPLatentAttention if config.multi_latent_attention else DynamicCPSelfAttention
     attention.submodules.core_attention = TorchTHDAttention
     if config.qk_layernorm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = TorchNorm
+        names = ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm")
+        for name in names:
+            setattr(attention.submodules, name, TorchNorm)
     _normalize_without_weights(attention, config)
     _route_by_sample(layer, num_experts)
     return layer, TorchNorm
 
 
 def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
+    if config.multi_latent_attention:
+        raise UnsupportedFeatureError(
+            "--multi-latent-attention with layers of TransformerEngine is not supported: use --transformer-impl local",
+            flag="--multi-latent-attention",
+        )
     # Here: neither can be built without TransformerEngine.
     from megatron.core.extensions.transformer_engine import TENorm
 

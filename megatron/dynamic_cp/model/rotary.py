@@ -49,8 +49,8 @@ class OneRotaryTable(torch.nn.Module):
 
 
 def use_one_rotary_table(model: torch.nn.Module) -> None:
-    """Give a GPTModel its `OneRotaryTable`; does nothing when it has no RoPE."""
-    if getattr(model, "position_embedding_type", None) in ROTARY:
+    """Give a GPTModel its `OneRotaryTable`; does nothing when it has no RoPE, or each layer its own."""
+    if getattr(model, "position_embedding_type", None) in ROTARY and hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = OneRotaryTable(model.rotary_pos_emb)
 
 

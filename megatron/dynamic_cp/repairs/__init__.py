@@ -1,6 +1,6 @@
 """Fixes to the released megatron-core, each with its reason.
 
 Read in this order: `releases` (what differs between them), `cpu_backend` (CPU ranks), `optimizer_checkpoint` (loading
-without fused optimizers), `norm_recomputation` and `expert_routing` (without TransformerEngine), `triton_imports`
-(imports without triton).
+without fused optimizers), `norm_recomputation`, `expert_routing` and `latent_attention` (without TransformerEngine),
+`triton_imports` (imports without triton).
 """

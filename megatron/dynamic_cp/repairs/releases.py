@@ -100,6 +100,11 @@ EXPERTS_BY_FUNCTION = Difference(
     what="the experts of a layer spec are a partial function; before, a ModuleSpec",
     why="our router is put into either",
 )
+MODULES_OF_PACKS = Difference(
+    since="0.18",
+    what="modules of multi-token prediction hand on a mask of padding, and recompute packed samples",
+    why="ours take their tokens from elsewhere, and hand on as much; before, their recomputation is ours, too",
+)
 COMMON_AS_OBJECT = Difference(
     since="0.19",
     what="the values beside the tensors are an object among them, and there is no common.pt",
@@ -107,7 +112,7 @@ COMMON_AS_OBJECT = Difference(
 )
 DIFFERENCES = (
     *(ASYNC_STRATEGIES, COMMON_BY_FUNCTION, NO_ASYNC_ALLREDUCE, PRODUCT_IS_NONE),
-    *(READ_ALONE, EXPERTS_BY_FUNCTION),
+    *(READ_ALONE, EXPERTS_BY_FUNCTION, MODULES_OF_PACKS),
     COMMON_AS_OBJECT,
 )
 

@@ -15,22 +15,30 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
+from megatron.dynamic_cp.layout.future_columns import FutureColumns
 from megatron.dynamic_cp.measuring.nvtx import bucket_span, span
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-def sum_of_losses(loss_mask: Tensor, token_losses: Tensor) -> LossOutput:
+def sum_of_losses(loss_mask: Tensor, token_losses: Tensor, future: FutureColumns | None = None) -> LossOutput:
     """Return (sum of the losses of unmasked tokens, their number as int, {"lm loss": [sum, number]}).
+
+    Losses of multi-token prediction, whose gradients the model has attached already, are logged beside it.
 
     Args:
         loss_mask: [1, T] float32, 0 for padding.
         token_losses: [1, T] loss of each local token.
+        future: of a model with multi-token prediction that was run on them.
     """
     mask = loss_mask.reshape(-1)
     total = torch.sum(token_losses.reshape(-1).float() * mask)
     num_tokens = mask.sum().to(torch.int)
-    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+    logged = {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+    if future is not None:
+        logged |= {FUTURE_LOSS.format(depth): found for depth, found in enumerate(future.found, 1)}
+    return total, num_tokens, logged
 
 
 def forward_step(
@@ -42,4 +50,4 @@ def forward_step(
     phase.enter_micro_batch(params.label, len(params.positions))
     with span("%s", params.label), bucket_span("forward", params):
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-    return output, partial(sum_of_losses, batch["loss_mask"])
+    return output, partial(sum_of_losses, batch["loss_mask"], future=params.future)

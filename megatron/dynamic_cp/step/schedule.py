@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
+from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
@@ -70,6 +71,7 @@ class JobSums:
         stop: some rank wants to leave.
         is_writing: some rank still writes files of a checkpoint.
         process_s: CPU time of the ranks.
+        future_losses: mean loss per token of each depth of multi-token prediction.
     """
 
     loss_sum: float
@@ -78,6 +80,7 @@ class JobSums:
     stop: bool
     is_writing: bool
     process_s: float
+    future_losses: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -93,16 +96,26 @@ def sum_over_job(
     device: torch.device,
     is_writing: bool = False,
     process_s: float = 0.0,
+    num_depths: int = 0,
 ) -> JobSums:
-    """Return the sums of all ranks, the same on each; one all-reduce of six numbers."""
+    """Return the sums of all ranks, the same on each; one all-reduce of six numbers.
+
+    Args:
+        num_depths: of multi-token prediction, on any stage; two more numbers each. 0 where it was not run.
+    """
     # One copy: writing numbers of the host into a tensor of a GPU one by one waits for it each time.
-    sums = torch.tensor([0.0, 0.0, exchanged_bytes, stop, is_writing, process_s], dtype=torch.float64, device=device)
+    of_rank = [0.0, 0.0, exchanged_bytes, stop, is_writing, process_s]
+    names = ["lm loss", *(FUTURE_LOSS.format(depth) for depth in range(1, num_depths + 1))]
+    sums = torch.tensor([*of_rank, *[0.0] * (2 * num_depths)], dtype=torch.float64, device=device)
     # Tensor-parallel ranks hold the same losses, pipeline stages before the last none.
     if logged and parallel_state.get_tensor_model_parallel_rank() == 0:
-        sums[:2] = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
+        losses = torch.stack([torch.stack([entry[name] for name in names]) for entry in logged])
+        total = losses.double().sum(dim=0)
+        sums[:2] = total[0]
+        sums[len(of_rank) :] = total[1:].reshape(-1)
     with span("sums over the job"):
         dist.all_reduce(sums)
-        loss_sum, num_tokens, total_bytes, num_stops, num_writing, total_process_s = sums.tolist()
+        loss_sum, num_tokens, total_bytes, num_stops, num_writing, total_process_s, *of_depths = sums.tolist()
     return JobSums(
         loss_sum=loss_sum,
         num_tokens=int(num_tokens),
@@ -110,4 +123,5 @@ def sum_over_job(
         stop=num_stops > 0,
         is_writing=num_writing > 0,
         process_s=total_process_s,
+        future_losses=tuple(of_depths[k] / max(1, of_depths[k + 1]) for k in range(0, len(of_depths), 2)),
     )

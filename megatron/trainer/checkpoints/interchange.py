@@ -20,9 +20,9 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from dynamic_cp.errors import CheckpointError
-from megatron.dynamic_cp.flags import experts, positions
 from megatron.dynamic_cp.flags.positions import ROTARY
 from megatron.trainer.checkpoints import checkpoint_files, manifest, optimizer_state, safe_loading
+from megatron.trainer.flags.derive import FEATURES, features_of
 
 CONTENT_METADATA = {
     **optimizer_state.SHARDING,
@@ -156,6 +156,6 @@ def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[
         left -= {"rotary_base", "rotary_percent", "rotary_interleaved"}
     if not model["disable_bias_linear"]:
         left.discard("add_qkv_bias")  # it has all biases, this one as well; Megatron-LM then sets the flag
-    always = {name: own for name, own in model.items() if name not in positions.CHOICES | experts.CHOICES}
+    always = {name: own for name, own in model.items() if name not in FEATURES}
     said_of = {name: said[name] if name in left and said.get(name) is not None else own for name, own in always.items()}
-    return said_of | positions.choices(args) | experts.choices(args)
+    return said_of | features_of(args)

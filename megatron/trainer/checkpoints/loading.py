@@ -16,17 +16,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_zero
-from megatron.dynamic_cp.flags import experts, positions
 from megatron.dynamic_cp.flags.positions import ROTARY, STRETCHED
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
 from megatron.trainer.checkpoints.disk import reporting
 from megatron.trainer.checkpoints.extra_states import load_weights, without_extra_states
 from megatron.trainer.checkpoints.state import Position, Trainable, set_rng_state, sharded_model, sharded_rng
-from megatron.trainer.flags.derive import TOKEN_IDS
+from megatron.trainer.flags.derive import FEATURES, TOKEN_IDS
 
 logger = logging.getLogger(__name__)
-
-_CHOICES = positions.CHOICES | experts.CHOICES
 
 
 def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position:
@@ -158,7 +155,7 @@ def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Pa
     """Check each named part; both dicts are part -> {name: value}."""
     for part, values in own.items():
         # What is on in one model only is named there only.
-        more = _CHOICES & saved.get(part, {}).keys() - values.keys() if part == "model" else ()
+        more = FEATURES & saved.get(part, {}).keys() - values.keys() if part == "model" else ()
         for name in (*values, *sorted(more)):
             value, saved_value = values.get(name), saved.get(part, {}).get(name)
             if saved_value != value:

@@ -19,6 +19,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, layer_freq
+from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
@@ -123,6 +124,27 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=SOFTMAX_TYPES[0],
         help="scores of keys alone; or one of 0, or a learned one for each head, beside them, as gpt-oss (local layers "
         "only)",
+    )
+    _switch(group, "--multi-latent-attention", help="queries, keys and values are projected from narrow latents")
+    group.add_argument("--q-lora-rank", type=int, help="width of the latent of queries; default: none, no latent")
+    group.add_argument("--kv-lora-rank", type=int, help="width of the latent of keys and values; default: 32")
+    group.add_argument("--qk-head-dim", type=int, help="channels of a key that are not rotated; default: 128")
+    group.add_argument("--qk-pos-emb-head-dim", type=int, help="channels of a key that are rotated; default: 64")
+    group.add_argument("--v-head-dim", type=int, help="channels of a value; default: 128")
+    group.add_argument(
+        "--rope-type",
+        choices=ROPE_TYPES,
+        help="with --multi-latent-attention: how positions are rotated; default: yarn with --rotary-scaling-factor "
+        "above 1, else rope",
+    )
+    group.add_argument(
+        "--mtp-num-layers", type=int, help="modules behind the last layer, each predicts a token one place further on"
+    )
+    group.add_argument(
+        "--mtp-loss-scaling-factor",
+        type=float,
+        default=0.1,
+        help="weight of the mean of their losses; with --mtp-num-layers",
     )
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)

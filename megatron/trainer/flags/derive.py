@@ -8,11 +8,15 @@ from typing import Any
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import Experts, ModelShape
 from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags.latent_attention import LATENT, latent_attention_of, shape_of
+from megatron.dynamic_cp.flags.multi_token import MODULES, modules_of
 from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
-from megatron.dynamic_cp.flags.positions import choices
+from megatron.dynamic_cp.flags.positions import CHOICES, choices
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
 
+FEATURES = CHOICES | experts.CHOICES | MODULES | LATENT
+"""All names that `features_of` may return."""
 TOKEN_IDS = "num_token_ids"
 """Argument under which checkpoints keep how many rows of the embedding table are no padding."""
 
@@ -51,6 +55,8 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pipeline_layers=pipeline_layers,
         experts=experts_of(model),
+        **shape_of(model),
+        mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
         source="command line",
     )
 
@@ -86,4 +92,9 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
     identity = {name: getattr(model, name) for name in names.split()}
     # What came later is there only where it is on, so that checkpoints from before still fit.
     identity |= {"vocab_size": vocab_rows, "gated_linear_unit": model.swiglu}
-    return identity | choices(model) | experts.choices(model)
+    return identity | features_of(model)
+
+
+def features_of(flags: Any) -> dict[str, Any]:
+    """Return what of a model is not as it always was: name -> JSON value, nothing for what is off; see FEATURES."""
+    return choices(flags) | experts.choices(flags) | modules_of(flags) | latent_attention_of(flags)

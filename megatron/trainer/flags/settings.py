@@ -26,6 +26,8 @@ class ModelSettings:
         rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
             `positions.YARN` says.
         expert_tensor_parallel_size: 1 with experts.
+        q_lora_rank and what follows: of multi-latent attention; None without it, q_lora_rank also where queries are
+            projected from the hidden states.
         transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
         gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
     """
@@ -59,6 +61,15 @@ class ModelSettings:
     qk_l2_norm: bool
     attention_output_gate: bool
     softmax_type: str
+    multi_latent_attention: bool
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
+    qk_head_dim: int | None
+    qk_pos_emb_head_dim: int | None
+    v_head_dim: int | None
+    rope_type: str | None
+    mtp_num_layers: int | None
+    mtp_loss_scaling_factor: float
     normalization: str
     norm_epsilon: float
     swiglu: bool

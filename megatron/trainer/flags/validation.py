@@ -16,6 +16,8 @@ from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts
 from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
+from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
@@ -40,6 +42,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
         "distributed_timeout_minutes lr vocab_size recompute_num_layers "
         "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base "
+        "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
         "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow num_experts moe_ffn_hidden_size "
         "moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
         "moe_router_topk_scaling_factor moe_router_bias_update_rate expert_model_parallel_size",
@@ -48,7 +51,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         args,
         "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
         "lr_wsd_decay_samples mscale mscale_all_dim exit_duration_in_mins num_workers profile_step_start "
-        "stopped_process_timeout",
+        "stopped_process_timeout mtp_num_layers",
     )
     check_planning_values(args)
     _check_calibration(args)
@@ -64,6 +67,8 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _complete_model_parallel(args)
     _complete_experts(args)
     _complete_recompute(args)
+    args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
+    check_multi_token(args)
     planning = planning_settings(args)
     if args.global_batch_size is None:
         args.global_batch_size = planning.topology.num_lanes
@@ -125,6 +130,7 @@ def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
 
 
 def _complete_model(args: argparse.Namespace) -> None:
+    complete_latent_attention(args)
     if args.kv_channels is None:
         _divides(
             args.num_attention_heads,
@@ -175,9 +181,11 @@ def _complete_model(args: argparse.Namespace) -> None:
         raise InvalidInputError("--fp32-residual-connection says what stays in float32: add --bf16, or leave it out")
     check_norms(args)
     check_positions(args)
+    check_latent_attention(args)
     _refuse_without_effect(args)
     width = int(args.kv_channels * args.rotary_percent)
-    if args.position_embedding_type in ROTARY and (width < 2 or width % 2):
+    rotates_heads = args.position_embedding_type in ROTARY and not args.multi_latent_attention
+    if rotates_heads and (width < 2 or width % 2):
         raise InvalidInputError(
             f"RoPE rotates {width} of {args.kv_channels} channels of a head (--kv-channels * --rotary-percent "
             f"{args.rotary_percent}), it needs an even number of at least 2: change one of them",
@@ -193,7 +201,14 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
             f"--rope-scaling-factor {args.rope_scaling_factor} says by how much: add --use-rope-scaling, or "
             "leave it out"
         )
+    if args.mtp_loss_scaling_factor != 0.1 and not args.mtp_num_layers:
+        raise InvalidInputError(
+            f"--mtp-loss-scaling-factor {args.mtp_loss_scaling_factor} weighs losses of later tokens, and there are "
+            "none: add --mtp-num-layers, or leave it out"
+        )
     for name in YARN:
+        if args.rope_type == "yarn":
+            break
         if getattr(args, name) is not None and args.position_embedding_type != "yarn":
             raise InvalidInputError(
                 f"{_flag(name)} is for --position-embedding-type yarn, this model has {args.position_embedding_type}: "
@@ -214,6 +229,12 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
         )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _divides(tp_size, getattr(args, name), _flag(name), "--tensor-model-parallel-size", "lower TP")
+    if args.multi_latent_attention:
+        # megatron-core's layers share out what they project down, and the latents with it.
+        of_keys = args.kv_lora_rank + args.qk_pos_emb_head_dim
+        by = "--tensor-model-parallel-size"
+        _divides(tp_size, of_keys, "--kv-lora-rank + --qk-pos-emb-head-dim", by, "lower TP")
+        _divides(tp_size, args.q_lora_rank or 0, "--q-lora-rank", by, "lower TP")
     # One TP rank has nothing to split: Megatron-LM scripts pass the flag all the same.
     args.sequence_parallel = args.sequence_parallel and tp_size > 1
 

@@ -214,12 +214,15 @@ class Loop:
             device=runtime.device,
             is_writing=self.saver.is_writing(),
             process_s=0.0 if began is None else time.process_time() - began.process_s,
+            num_depths=runtime.model_shape.mtp_num_layers,
         )
         with span("sums over routers"):
             routing = sum_over_routers(run.model, data.seqlen_sum, runtime.device)
         others = None if began is None else share_of_others(began, sums.process_s, runtime.topology)
         self.refining.end_step(iteration)
         _check_finite("loss", sums.loss, iteration)
+        for future_loss in sums.future_losses:
+            _check_finite("loss of multi-token prediction", future_loss, iteration)
         learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
         phase.enter(f"iteration {iteration}, the optimizer's step")
         with span("optimizer"):
@@ -230,6 +233,7 @@ class Loop:
         record = StepRecord.of(
             facts,
             loss=sums.loss,
+            future_losses=sums.future_losses,
             grad_norm=float(grad_norm),
             learning_rate=learning_rate,
             elapsed_s=time.perf_counter() - started,

@@ -17,6 +17,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
+from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.dynamic_cp.step.routing import Routing
 
 
@@ -36,6 +37,7 @@ class StepRecord:
         exchanged_bytes: sent for attention by all ranks.
         is_fallback: the planner failed and the static plan was run.
         routing: of tokens to experts; None for a dense model.
+        future_losses: of each depth of multi-token prediction, as `loss`.
         share_of_others: of the cores, taken from the ranks by other processes; None where that is not known (GPUs).
     """
 
@@ -57,6 +59,7 @@ class StepRecord:
     is_fallback: bool = False
     share_of_others: float | None = None
     routing: Routing | None = None
+    future_losses: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class StepRecord:
         exchanged_bytes: int,
         share_of_others: float | None = None,
         routing: Routing | None = None,
+        future_losses: tuple[float, ...] = (),
     ) -> StepRecord:
         """Return the record of a step that ran the plan of `facts`, with what was measured of it."""
         return cls(
@@ -93,6 +97,7 @@ class StepRecord:
             is_fallback=facts.fallback is not None,
             share_of_others=share_of_others,
             routing=routing,
+            future_losses=future_losses,
         )
 
 
@@ -115,6 +120,7 @@ def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
         "learning_rate": record.learning_rate,
         "exchanged_bytes": record.exchanged_bytes,
         "is_fallback": record.is_fallback,
+        **({"future_losses": list(record.future_losses)} if record.future_losses else {}),
     }
 
 
@@ -142,6 +148,12 @@ class Interval:
         return {name: self.routing_mean(field) for name, field in _losses_of(routing)}
 
     @property
+    def future_losses(self) -> dict[str, float]:
+        """Means of the losses of multi-token prediction, by the names that Megatron-LM has for them."""
+        of_depths = zip(*(record.future_losses for record in self.records), strict=True)
+        return {FUTURE_LOSS.format(depth): sum(losses) / len(losses) for depth, losses in enumerate(of_depths, 1)}
+
+    @property
     def tokens_per_s(self) -> float:
         """Real tokens per second of the whole job."""
         return self.mean("num_tokens") / self.mean("elapsed_s")
@@ -167,6 +179,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"global batch size: {last.num_samples:5d}",
         f"lm loss: {interval.mean('loss'):.6E}",
         *(f"{name}: {value:.6E}" for name, value in interval.router_losses.items()),
+        *(f"{name}: {loss:.6E}" for name, loss in interval.future_losses.items()),
         f"grad norm: {last.grad_norm:.3f}",
         f"num_microbatches: {last.num_microbatches}",
         format_cp_sizes(histogram),
@@ -257,6 +270,7 @@ class Scalars:
         self._write(
             {
                 "lm loss": interval.mean("loss"),
+                **interval.future_losses,
                 "grad-norm": last.grad_norm,
                 "learning-rate": last.learning_rate,
                 "batch-size": last.num_samples,

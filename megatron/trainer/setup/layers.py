@@ -48,6 +48,7 @@ def choose(
     recomputes_norms: bool,
     fp32_residual: bool,
     softmax_type: str,
+    latent_attention: bool,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -73,6 +74,7 @@ def choose(
             recomputes_norms=recomputes_norms,
             fp32_residual=fp32_residual,
             softmax_type=softmax_type,
+            latent_attention=latent_attention,
             version=version,
             why_missing=why_missing,
         )

@@ -13,11 +13,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_of_vectors
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
@@ -28,10 +27,13 @@ from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
+from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import set_sinks
+from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.multi_token import mtp_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
@@ -48,7 +50,7 @@ class Built:
     """
 
     config: TransformerConfig
-    chunks: Sequence[GPTModel]
+    chunks: Sequence[DynamicCPGPTModel]
     wrapped: Sequence[DistributedDataParallel]
     needs: Sequence[ChunkNeeds]
     optimizer: MegatronOptimizer
@@ -92,7 +94,8 @@ def transformer_config(
     topology, recompute = planning.topology, planning.recompute
     skip, unrotated = model.window_attn_skip_freq, model.no_rope_freq
     interleaved = topology.vp_size > 1
-    config = TransformerConfig(
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    config = kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -111,6 +114,9 @@ def transformer_config(
         qk_l2_norm=model.qk_l2_norm,
         attention_output_gate=model.attention_output_gate,
         softmax_type=model.softmax_type,  # type: ignore[arg-type]  # one of three, as checked
+        **latent_fields(model),
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         no_rope_freq=list(unrotated) if isinstance(unrotated, tuple) else unrotated,
         rotary_interleaved=model.rotary_interleaved,
         init_method_std=model.init_method_std,
@@ -179,15 +185,16 @@ def ddp_bucket_size(num_lanes: int, static_cp_size: int) -> int:
 
 def build_chunks(
     model: ModelSettings, config: TransformerConfig, vocab_rows: int, impl: TransformerImpl
-) -> list[GPTModel]:
+) -> list[DynamicCPGPTModel]:
     """Return the GPT chunks of this pipeline stage."""
     chunks = []
     for index in range(config.virtual_pipeline_model_parallel_size or 1):
         vp_stage = None if config.virtual_pipeline_model_parallel_size is None else index
         chunks.append(
-            GPTModel(
+            DynamicCPGPTModel(
                 config=config,
                 transformer_layer_spec=gpt_block_spec(config, vp_stage, transformer_impl=impl),
+                mtp_block_spec=mtp_block_spec(config, vp_stage, transformer_impl=impl),
                 vocab_size=vocab_rows,
                 max_sequence_length=model.max_position_embeddings,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -209,7 +216,7 @@ def build_chunks(
 def wrap_chunks(
     settings: Settings,
     config: TransformerConfig,
-    chunks: Sequence[GPTModel],
+    chunks: Sequence[DynamicCPGPTModel],
     bucket_size: int,
     device: torch.device,
 ) -> list[DistributedDataParallel]:

@@ -116,7 +116,7 @@ def set_up(settings: Settings) -> Run:
     data = load_data(settings, device)
     if data.splits.train.has_masks:
         layer_choice.check_masks("prompts with several responses")
-        _check_windows(settings)
+        _check_masks(settings)
         _check_experts(settings)
     runtime = PlannedRuntime.agree(
         settings.planning,
@@ -154,7 +154,12 @@ def set_up(settings: Settings) -> Run:
     return run
 
 
-def _check_windows(settings: Settings) -> None:
+def _check_masks(settings: Settings) -> None:
+    if depths := settings.model.mtp_num_layers:
+        raise UnsupportedFeatureError(
+            f"--mtp-num-layers {depths}: after a prompt with several responses more than one token is the next, and "
+            "both together are not supported: give each response a line with its prompt, or leave the flag out"
+        )
     if settings.planning.has_windows:
         size = ",".join(map(str, settings.model.window_size or ()))
         raise UnsupportedFeatureError(
@@ -188,6 +193,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         recomputes_norms=settings.planning.recomputes_norms,
         fp32_residual=settings.planning.fp32_residual,
         softmax_type=settings.model.softmax_type,
+        latent_attention=settings.model.multi_latent_attention,
         device=device,
     )
     logger.info("%s", choice.describe())

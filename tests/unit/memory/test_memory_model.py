@@ -63,6 +63,71 @@ def test_a_gate_by_hand():
         assert kept - plain == 8 * 6 / tp_size
 
 
+def test_latent_attention_by_hand():
+    """Hidden states of 8; latents of 6 and 4, heads with 3 + 1 channels of keys and 2 of values."""
+    heads = MODEL.num_attention_heads
+    widths = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 3, "qk_pos_emb_head_dim": 1, "v_head_dim": 2}
+    latent = replace(MODEL, num_query_groups=heads, kv_channels=4, **widths)
+    down = 8 * (6 + 4 + 1)
+    matrices = down + 6 * heads * 4 + 4 * heads * (3 + 2) + heads * 2 * 8
+    assert latent.linear_weights_per_layer == matrices + MODEL.mlp_weights_per_layer
+    assert latent.layer.held_weights + down == latent.linear_weights_per_layer
+    plain = replace(MODEL, num_query_groups=heads, kv_channels=4)
+    of_attention = latent.linear_weights_per_layer - plain.linear_weights_per_layer
+    assert latent.num_parameters - plain.num_parameters == MODEL.num_layers * (of_attention + 6 + 4)
+    assert latent.layer.attention_flops_per_token2 == heads * (4 + 2)
+    assert latent.layer.kernel_flops_per_token2 == plain.layer.kernel_flops_per_token2 == heads * (4 + 4)
+    # Every TP rank has the projections down; latents before and after their norms, and the rotated key, are kept.
+    one, two = (memory(Topology(num_lanes=4, tp_size=tp_size), model=latent).num_weights(0) for tp_size in (1, 2))
+    tables = 2 * MODEL.vocab_size * 8
+    shared = MODEL.num_layers * latent.layer.held_weights + tables
+    assert one - two == shared / 2
+    kept, of_plain = (activation_bytes(model, Topology(num_lanes=1), OPTIONS) for model in (latent, plain))
+    assert kept.per_layer - of_plain.per_layer == (2 * (6 + 4) + 1) * 2
+    assert kept.ring_per_bucket_token == of_plain.ring_per_bucket_token == 2 * heads * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"kv_channels": 5}, "kv_channels is 5, qk_head_dim 3 and qk_pos_emb_head_dim 1 are together 4: give that"),
+        ({"v_head_dim": 5}, "v_head_dim is 5, queries and keys have 4 channels"),
+        ({"num_query_groups": 1}, "num_query_groups is 1, num_attention_heads 4"),
+        ({"kv_lora_rank": 0}, "q_lora_rank is 6 and kv_lora_rank 0: only multi-latent attention has it"),
+        ({"window_tokens": 4}, "kv_lora_rank is 4 and window_tokens 4: multi-latent attention has none"),
+        ({"qk_head_dim": 0}, "qk_head_dim is 0"),
+    ],
+)
+def test_latents_that_cannot_be_are_told(changed, says):
+    widths = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 3, "qk_pos_emb_head_dim": 1, "v_head_dim": 2}
+    heads = MODEL.num_attention_heads
+    with pytest.raises(InvalidInputError, match=says):
+        replace(MODEL, **{"num_query_groups": heads, "kv_channels": 4, **widths, **changed})
+
+
+def test_modules_of_multi_token_prediction_by_hand():
+    """A layer of 728 weights, a projection of 16 x 8 and three norms of 8; the last stage embeds tokens, too."""
+    later = replace(MODEL, mtp_num_layers=2)
+    module = (MODEL.num_parameters - replace(MODEL, num_layers=MODEL.num_layers - 1).num_parameters) + 128 + 24
+    assert later.num_parameters == MODEL.num_parameters + 2 * module
+    split = Topology(num_lanes=4, pp_size=2)
+    (first, last), (plain_first, plain_last) = (
+        [memory(split, model=model).num_weights(stage) for stage in range(2)] for model in (later, MODEL)
+    )
+    assert first == plain_first
+    assert last - plain_last == 2 * module + MODEL.vocab_size * MODEL.hidden_size
+    tied, plain_tied = (replace(model, share_embeddings_and_output_weights=True) for model in (later, MODEL))
+    more = memory(split, model=tied).num_weights(1) - memory(split, model=plain_tied).num_weights(1)
+    assert more == 2 * module, "the embedding of the modules is the head"
+    (kept, plain) = (activation_bytes(model, Topology(num_lanes=1), OPTIONS) for model in (later, MODEL))
+    assert kept.head == 3 * plain.head
+    of_module = activation_bytes(later, Topology(num_lanes=1), OPTIONS, later.mtp_module)
+    assert of_module.per_layer - kept.per_layer == 6 * 8 * 2
+    (peaks, plain_peaks) = (memory(split, model=model).peak_at(64) for model in (later, MODEL))
+    assert peaks[0] == plain_peaks[0]
+    assert peaks[1].activations_bytes > plain_peaks[1].activations_bytes
+
+
 def test_recomputed_modules_by_hand():
     """Of 8 channels in bf16: two norms put out 16 bytes each; the MLP keeps 2 * 16 channels; 4 heads a log-sum-exp."""
     topology, selective = Topology(num_lanes=1), replace(OPTIONS, recompute="selective")

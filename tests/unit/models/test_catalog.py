@@ -216,6 +216,46 @@ def test_a_hugging_face_encoder_attends_to_whole_samples(tmp_path):
     assert (modern.causal_attention, modern.gated_linear_unit) == (False, True)
 
 
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": "gone", "vocab_size": 129280,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "first_k_dense_replace": 61, "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
+    "rope_scaling": None,
+}  # fmt: skip
+"""As published, but that no layer has experts."""
+
+
+def test_latent_attention_of_a_config(tmp_path):
+    path = config_file(tmp_path, **DEEPSEEK_V3)
+    model = catalog.load_model(path)
+    assert (model.q_lora_rank, model.kv_lora_rank, model.kv_channels, model.v_head_dim) == (1536, 512, 192, 128)
+    assert (model.num_query_groups, model.mtp_num_layers) == (128, 1)
+    # 187 107 328 weights of attention in a layer, 2048 of them of norms (arXiv 2412.19437, section 4.2, has the sizes).
+    assert model.linear_weights_per_layer - model.mlp_weights_per_layer == 187_107_328 - 2048
+    architecture = catalog.load_architecture(path)
+    assert architecture is not None
+    assert architecture.qk_layernorm
+    assert not [one for one in architecture.not_trained if "expert" in one or "lora" in one or "head_dim" in one]
+    lite = config_file(tmp_path, **DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "head_dim": 64})
+    model = catalog.load_model(lite)
+    assert (model.q_lora_rank, model.kv_channels) == (0, 192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"first_k_dense_replace": 3}, "lacks moe_intermediate_size: it needs n_routed_experts, num_experts_per_tok"),
+        ({"kv_lora_rank": None}, "lacks kv_lora_rank: it needs kv_lora_rank, qk_nope_head_dim"),
+        ({"v_head_dim": "gone"}, "lacks v_head_dim"),
+        ({"q_lora_rank": "all"}, "q_lora_rank is 'all', it must be a whole number"),
+    ],
+)
+def test_latent_attention_that_does_not_fit_names_the_key(tmp_path, changes, says):
+    with pytest.raises(DynamicCPError, match=says):
+        catalog.load_model(config_file(tmp_path, **DEEPSEEK_V3 | changes))
+
+
 def diffusers_file(tmp_path, **changes):
     path = tmp_path / "config.json"
     wan = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "model_type": None}
@@ -341,13 +381,20 @@ def test_gpt_oss_has_windows_and_experts(tmp_path):
     model = catalog.load_model(path)
     assert (model.window_tokens, model.window_attn_skip_freq) == (128, 2)
     assert model.experts == Experts(num_experts=32, topk=4, ffn_hidden_size=2880)
-    assert "learned attention sinks" in catalog.load_architecture(path).not_trained[0]
+    assert "experts with biases and an activation" in catalog.load_architecture(path).not_trained[0]
 
 
-def test_deepseek_v3_waits_for_latent_attention(tmp_path):
-    path = moe_config(tmp_path, "deepseek_v3", n_routed_experts=256, kv_lora_rank=512)
-    with pytest.raises(DynamicCPError, match=r"multi-head latent attention \(kv_lora_rank 512\)"):
-        catalog.load_model(path)
+def test_deepseek_v3_has_latents_and_experts(tmp_path):
+    """As many parameters as its report says: 671 billion, 37 of them for each token (arXiv 2412.19437, section 4.2)."""
+    experts = {"first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_shared_experts": 1}
+    path = config_file(tmp_path, **DEEPSEEK_V3 | experts | {"num_experts_per_tok": 8, "num_nextn_predict_layers": 0})
+    model = catalog.load_model(path)
+    assert model.num_parameters / 1e9 == pytest.approx(671, abs=0.5)
+    active = model.num_parameters - sum(model.moe_layers) * (256 - 8) * 3 * 7168 * 2048
+    assert active / 1e9 == pytest.approx(37.5, abs=0.5)
+    whole = catalog.load_model(config_file(tmp_path, **DEEPSEEK_V3 | experts | {"num_experts_per_tok": 8}))
+    assert (whole.num_parameters - model.num_parameters) / 1e9 == pytest.approx(11.5, abs=0.5), "a layer with experts"
+    assert "experts together with latent attention" in catalog.load_architecture(path).not_trained[0]
 
 
 def test_experts_without_their_width_name_the_key(tmp_path):

@@ -96,6 +96,31 @@ def test_parameters_and_flops_are_sums_over_layers():
     assert more == of_experts + 10_000 * TINY_MODEL.layer.attention_flops_per_token2
 
 
+def test_modules_of_multi_token_prediction_are_layers_of_the_last_stage():
+    later = replace(TINY_MODEL, num_layers=4, mtp_num_layers=2)
+    assert [stage.num_layers for stage in later.stages(2)] == [2, 4]
+    assert [stage.num_layers for stage in replace(later, pipeline_layers=((3,), (1,))).stages(2)] == [3, 3]
+    projection = later.mtp_module.linear_weights - later.layer.linear_weights
+    assert projection == 2 * TINY_MODEL.hidden_size**2
+    # Three heads, six layers and two projections; the attention of all of them.
+    plain, more = (batch_flops(model, 100, 10_000) for model in (replace(later, mtp_num_layers=0), later))
+    heads = 2 * 2 * 100 * TINY_MODEL.hidden_size * TINY_MODEL.vocab_size
+    layers = 2 * (2 * 100 * later.mtp_module.linear_weights + 10_000 * later.layer.attention_flops_per_token2)
+    assert more.forward - plain.forward == pytest.approx(heads + layers, rel=1e-12)
+    # All stages are priced as the last one; a lane alone pays for each layer.
+    alone = [cost(replace(TINY_MODEL, num_layers=8), cp_size=1, pp_size=2), cost(later, cp_size=1, pp_size=2)]
+    assert alone[1].forward_s > alone[0].forward_s
+    expected = 3 * alone[0].head_forward_s + 2 * alone[0].embedding_forward_s
+    assert alone[1].head_forward_s == pytest.approx(expected), "the modules embed their tokens, too"
+    with pytest.raises(InvalidInputError, match="mtp_num_layers is 2 and window_tokens 8: modules of multi-token"):
+        replace(later, window_tokens=8)
+
+
+def test_chunks_with_modules_take_longer():
+    later = replace(TINY_MODEL, num_layers=4, pipeline_layers=((1, 1), (1, 1)), mtp_num_layers=1)
+    assert [later.chunks_of_heaviest(*place, 2) for place in ((0, 0), (1, 0), (1, 1))] == [3, 3, 1.5]
+
+
 UNEVEN = replace(TINY_MODEL, num_layers=6, pipeline_layers=((1, 1), (2, 2)))
 
 

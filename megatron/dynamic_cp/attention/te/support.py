@@ -149,6 +149,7 @@ def choose_layers(
     recomputes_norms: bool = False,
     fp32_residual: bool = False,
     softmax_type: str = SOFTMAX_TYPES[0],
+    latent_attention: bool = False,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -166,6 +167,7 @@ def choose_layers(
         recomputes_norms: --recompute-modules has layernorm.
         fp32_residual: --fp32-residual-connection.
         softmax_type: --softmax-type.
+        latent_attention: --multi-latent-attention.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
@@ -183,6 +185,8 @@ def choose_layers(
         obstacle = f"TransformerEngine {version} is installed, {shown(OLDEST)} is needed"
     elif not bf16:
         obstacle = "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"
+    elif latent_attention:
+        obstacle = "latent attention (--multi-latent-attention) is checked with local layers only"
     elif head_dim % HEAD_DIM_MULTIPLE or head_dim > LARGEST_HEAD_DIM:
         obstacle = (
             f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "

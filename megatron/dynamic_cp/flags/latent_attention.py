@@ -1,0 +1,181 @@
+"""Multi-latent attention as Megatron-LM's flags say it, and what it is not trained together with.
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. Its YaRN is megatron-core's own:
+`--rope-type yarn` with the flags that `--position-embedding-type yarn` has in other models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.flags.positions import YARN
+
+FLAG = "--multi-latent-attention"
+WIDTHS = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Flag -> Megatron-LM's default; None: queries are projected from the hidden states."""
+ROPE_TYPES = ("rope", "yarn")
+
+_YARN_FIELDS = {
+    "rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""Flag -> field of MLATransformerConfig; `YARN` has the defaults."""
+FIELDS = frozenset({*WIDTHS, *_YARN_FIELDS.values(), "rope_type", "rotary_base"})
+"""Fields of MLATransformerConfig that may have any value that `check_latent_attention` lets pass."""
+LATENT = frozenset({"multi_latent_attention", "rope_type", *WIDTHS, *_YARN_FIELDS.values()})
+"""All names that `latent_attention_of` may return."""
+
+
+def is_on(config: Any) -> bool:
+    """Return whether flags or a configuration ask for it."""
+    return bool(getattr(config, "multi_latent_attention", False))
+
+
+def complete_latent_attention(flags: Any) -> None:
+    """Fill in what flags of latent attention leave open, `kv_channels` among it; does nothing without it.
+
+    Raises:
+        InvalidInputError: flags of it without it, or values that disagree.
+    """
+    if not is_on(flags):
+        for name in (*WIDTHS, "rope_type"):
+            if getattr(flags, name) is not None:
+                raise InvalidInputError(
+                    f"{_flag(name)} {getattr(flags, name)} is for multi-latent attention: add {FLAG}, or leave it out",
+                    name=name,
+                )
+        return
+    for name, default in WIDTHS.items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, default)
+    stretch = flags.rotary_scaling_factor
+    if flags.rope_type is None:
+        flags.rope_type = "yarn" if stretch is not None and stretch > 1 else "rope"
+    if flags.rope_type == "yarn" and (stretch is None or stretch <= 1):
+        raise InvalidInputError(
+            f"--rope-type yarn stretches positions by --rotary-scaling-factor, which is {stretch or 1.0}: give one "
+            "above 1, or rope",
+            factor=stretch,
+        )
+    together = flags.qk_head_dim + flags.qk_pos_emb_head_dim
+    if flags.kv_channels not in (None, together):
+        raise InvalidInputError(
+            f"--kv-channels is {flags.kv_channels}, --qk-head-dim {flags.qk_head_dim} and --qk-pos-emb-head-dim "
+            f"{flags.qk_pos_emb_head_dim} are together {together}: leave it out",
+            kv_channels=flags.kv_channels,
+        )
+    flags.kv_channels = together
+
+
+def check_latent_attention(config: Any) -> None:
+    """Refuse what cannot be, and what was not checked together with latent attention.
+
+    Args:
+        config: completed flags or a configuration.
+
+    Raises:
+        InvalidInputError: widths that cannot be.
+        UnsupportedFeatureError: another feature, which the message names.
+    """
+    if not is_on(config):
+        return
+    together = config.qk_head_dim + config.qk_pos_emb_head_dim
+    if config.qk_pos_emb_head_dim % 2:
+        raise InvalidInputError(
+            f"--qk-pos-emb-head-dim is {config.qk_pos_emb_head_dim}, RoPE rotates pairs: give an even number",
+            width=config.qk_pos_emb_head_dim,
+        )
+    if config.v_head_dim > together or config.kv_channels != together:
+        raise InvalidInputError(
+            f"--v-head-dim is {config.v_head_dim} and --kv-channels {config.kv_channels}, queries and keys have "
+            f"{together} channels (--qk-head-dim and --qk-pos-emb-head-dim): values may have at most as many, and "
+            "--kv-channels must be that",
+            v_head_dim=config.v_head_dim,
+            kv_channels=together,
+        )
+    groups, heads = config.num_query_groups, config.num_attention_heads
+    positions = getattr(config, "position_embedding_type", "rope")
+    for is_given, what, why in (
+        (groups not in (None, heads), f"--num-query-groups {groups}", f"each of its {heads} heads has keys of its own"),
+        (positions != "rope", f"--position-embedding-type {positions}", "it rotates by --rope-type alone"),
+        (
+            _has(config, "num_experts") or _has(config, "num_moe_experts"),
+            "--num-experts",
+            "its layers were not checked with experts",
+        ),
+        (getattr(config, "softmax_type", "vanilla") != "vanilla", "--softmax-type", "it has scores of keys alone"),
+        (_has(config, "attention_output_gate"), "--attention-output-gate", "it has no gate"),
+        (_has(config, "qk_l2_norm"), "--qk-l2-norm", "it normalizes latents"),
+        (_has(config, "no_rope_freq"), "--no-rope-freq", "all layers rotate"),
+        (getattr(config, "window_size", None) is not None, "--window-size", "its layers were not checked with one"),
+        (_has(config, "rotary_interleaved"), "--rotary-interleaved", "its channels are paired in one way"),
+        (_has(config, "add_qkv_bias"), "--add-qkv-bias", "its projections have none"),
+        (_has(config, "use_rope_scaling"), "--use-rope-scaling", "its RoPE is not scaled"),
+        (
+            getattr(config, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
+            "--rotary-seq-len-interpolation-factor",
+            "its positions are not divided",
+        ),
+        (getattr(config, "rotary_percent", 1.0) != 1, "--rotary-percent", "--qk-pos-emb-head-dim says what is rotated"),
+        (
+            _has(config, "fp32_residual_connection"),
+            "--fp32-residual-connection",
+            "latents were not checked with a residual of another type",
+        ),
+        (
+            getattr(config, "yarn_correction_range_round_to_int", None) is not None,
+            "--yarn-correction-range-round-to-int",
+            "its YaRN always rounds",
+        ),
+    ):
+        if is_given:
+            raise UnsupportedFeatureError(
+                f"{FLAG} with {what} is not supported: {why}; leave one of them out", flag=FLAG, other=what
+            )
+
+
+def latent_fields(model: Any) -> dict[str, Any]:
+    """Return the fields of MLATransformerConfig beyond those of other models; {} without latent attention.
+
+    Args:
+        model: completed flags.
+    """
+    if not is_on(model):
+        return {}
+    widths = {name: getattr(model, name) for name in WIDTHS}
+    yarn = {}
+    for name, field in _YARN_FIELDS.items():
+        value = getattr(model, name) if model.rope_type == "yarn" else None
+        yarn[field] = YARN[name][1] if value is None else value
+    return {**widths, **yarn, "rope_type": model.rope_type, "rotary_base": model.rotary_base}
+
+
+def latent_attention_of(flags: Any) -> dict[str, Any]:
+    """Return what checkpoints must share of latent attention: name -> JSON value, nothing without it.
+
+    Args:
+        flags: completed, of this trainer.
+    """
+    if not is_on(flags):
+        return {}
+    found = latent_fields(flags)
+    del found["rotary_base"]  # which checkpoints name for all models
+    return {"multi_latent_attention": True, **found}
+
+
+def shape_of(model: Any) -> dict[str, int]:
+    """Return the numbers of `ModelShape` that only latent attention has; {} without it."""
+    return {name: getattr(model, name) or 0 for name in WIDTHS} if is_on(model) else {}
+
+
+def _has(config: Any, name: str) -> bool:
+    return bool(getattr(config, name, False))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,117 @@
+"""Multi-latent attention (DeepSeek-V2): queries, keys and values are projected up from narrow latents.
+
+megatron-core's module refuses a CP group per micro-batch, rotates by its static group, and loses a sum over the
+tensor-parallel ranks. Here only its weights and its last projection are used: what a token projects is computed below,
+rotated by the true positions of the shard, and attention is that of every other model, with keys and values of all
+heads in full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.model.rotary import OneRotaryTable, rotary_cos_sin, rotate
+
+
+class DynamicCPLatentAttention(MLASelfAttention):
+    """megatron-core's MLASelfAttention, its weights and their names; the forward pass of training is ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = OneRotaryTable(self.rotary_pos_emb)
+        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
+            # Of other models' norms of queries each TP rank has the gradient of its own heads, and megatron-core sums
+            # up what is called q_layernorm. This one's is whole on every rank, as it is of the latent: their mean.
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *_unused: Any,
+        packed_seq_params: DynamicPackedSeqParams | None = None,
+        **_also_unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (output [T, 1, hidden size], its bias); with sequence parallelism T is a share of the tokens."""
+        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
+            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
+        query, key, value = self._projected(hidden_states, packed_seq_params)
+        if self.checkpoint_core_attention and self.training:
+            context = self._checkpointed_attention_forward(
+                query, key, value, attention_mask, packed_seq_params=packed_seq_params
+            )
+        else:
+            context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(context.reshape(len(context), 1, -1))
+        return output
+
+    def _projected(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query and key [T, heads, qk width], value [T, heads, value width] of the heads of this TP rank."""
+        config, cos_sin = self.config, self._cos_sin(params, hidden_states.dtype)
+        heads = self.num_attention_heads_per_partition
+        content, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            latent, _ = self._latent(self.linear_q_down_proj, hidden_states, config.q_lora_rank)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
+        # [T, 1, heads * width] -> [T, 1, heads, width]
+        q_content, q_rotated = query.unflatten(-1, (heads, content + rotated)).split((content, rotated), dim=-1)
+        latent, k_rotated = self._latent(self.linear_kv_down_proj, hidden_states, config.kv_lora_rank, rotated)
+        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        both = keys_and_values.unflatten(-1, (heads, content + config.v_head_dim))
+        k_content, value = both.split((content, config.v_head_dim), dim=-1)
+        k_rotated = self._rotate(k_rotated.unsqueeze(-2), cos_sin).expand(-1, -1, heads, -1)
+        query = torch.cat((q_content, self._rotate(q_rotated, cos_sin)), dim=-1)
+        key = torch.cat((k_content, k_rotated), dim=-1)
+        return query.squeeze(1), key.squeeze(1), value.squeeze(1).contiguous()
+
+    def _latent(self, linear: Any, hidden_states: Tensor, width: int, more: int = 0) -> tuple[Tensor, Tensor]:
+        """Return (the latent, `more` channels beside it) of a projection down.
+
+        The latent is as the projection up takes it, with sequence parallelism a share of the tokens; the channels
+        beside it are of all tokens.
+
+        megatron-core's own layers share the channels out over TP ranks; TransformerEngine's have all of them on each.
+        """
+        combined, _ = linear(hidden_states)
+        is_parallel = self.config.tensor_model_parallel_size > 1
+        is_split = combined.shape[-1] != width + more
+        if is_split:
+            combined = gather_from_tensor_model_parallel_region(combined)
+        latent, beside = combined.split((width, more), dim=-1)
+        if is_parallel and self.config.sequence_parallel and not is_split:
+            # Its backward pass sums over the TP ranks.
+            return latent, gather_from_sequence_parallel_region(beside) if more else beside
+        if is_parallel and self.config.sequence_parallel:
+            latent = scatter_to_sequence_parallel_region(latent)
+        if is_parallel and more:
+            # Every TP rank uses it for its own heads, so that its gradient is the sum of theirs. megatron-core 0.16.1
+            # to 0.19.2 forgets that: the gradient of its weights is off by 1%.
+            beside = copy_to_tensor_model_parallel_region(beside)
+        return latent, beside
+
+    def _cos_sin(self, params: DynamicPackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the local tokens, each [T, 1, 1, rotated width]; computed by the first layer."""
+        if params.rotary_cache is not None:
+            return params.rotary_cache
+        found = self.rotary_pos_emb(params.max_seqlen_q)
+        table, concentration = found if isinstance(found, tuple) else (found, 1.0)
+        return rotary_cos_sin(table, params, dtype, concentration)
+
+    def _rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Return x [T, 1, heads, width] rotated: neighbouring channels are pairs, and come out as halves."""
+        halves = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+        return rotate(halves, *cos_sin, interleaved=False)

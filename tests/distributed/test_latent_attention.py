@@ -1,0 +1,163 @@
+"""Multi-latent attention trains as in a stock megatron-core model in one process, and mistakes show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.attention import torch_thd
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.model import latent_attention
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
+from tests.distributed import reference
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import (
+    BATCHES,
+    TOLERANCE,
+    Case,
+    Comparison,
+    Layout,
+    assert_all_equal_to_reference,
+    in_jobs_of_their_own,
+    mixed_plan,
+    placed_plan,
+    run_step,
+)
+from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, plan_of_exchanges
+
+EVERY_DAY = {
+    "dp4_mixed": Layout(4, exchange="mixed", variant="latent"),
+    "tp2_sp": Layout(2, tp=2, sp=True, variant="latent"),
+    "pp2_vpp2_distributed_optimizer": Layout(2, pp=2, vpp=2, variant="latent_plain", distributed_optimizer=True),
+}
+EACH_NIGHT = {
+    "dp4_full_recompute": Layout(4, variant="latent", exchange="mixed", config=FULL_RECOMPUTE),
+    "dp4_selective_recompute": Layout(4, variant="latent_plain", exchange="mixed", config=SELECTIVE_RECOMPUTE),
+    "six_lanes": Layout(6, variant="latent", exchange="all_gather"),
+    "tp2": Layout(2, tp=2, variant="latent_plain"),
+    "tp2_distributed_optimizer": Layout(2, tp=2, variant="latent", distributed_optimizer=True),
+    "tp2_sp_two_levels_with_modules": Layout(4, tp=2, sp=True, exchange="a2a+p2p", variant="latent_8_heads"),
+    "pp2": Layout(2, pp=2, variant="latent"),
+}
+
+
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
+)
+def test_latent_attention_equals_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    cases = {}
+    for name, layout in layouts.items():
+        plan = (mixed_plan if layout.exchange == "p2p" else plan_of_exchanges)(samples, layout)
+        assert max(plan.cp_histogram) == min(layout.lanes, 4)
+        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    assert_all_equal_to_reference(cases, bytes_too=True)
+
+
+def test_placed_latent_attention_equals_single_process(reference_of: Any) -> None:
+    layout, samples = Layout(3, variant="latent"), BATCHES["long_tail"]
+    plan = placed_plan(samples, layout)
+    assert sum(bucket.placement is not None for bucket in plan.buckets) == 2
+    expected = reference_of(layout, "long_tail")
+    assert_all_equal_to_reference({"three_lanes": Case(layout, samples, plan, expected)}, bytes_too=True)
+
+
+def lose_the_sum_of_rotated_keys(monkeypatch: Any) -> None:
+    """As megatron-core does."""
+    monkeypatch.setattr(latent_attention, "copy_to_tensor_model_parallel_region", lambda x: x)
+
+
+def sum_whole_gradients(monkeypatch: Any) -> None:
+    """As megatron-core does: the norm of the latent of queries counts once for each TP rank."""
+    built = latent_attention.DynamicCPLatentAttention.__init__
+
+    def summed(self: Any, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        for parameter in self.q_layernorm.parameters():
+            parameter.average_gradients_across_tp_domain = False
+
+    monkeypatch.setattr(latent_attention.DynamicCPLatentAttention, "__init__", summed)
+
+
+def rotate_other_pairs(monkeypatch: Any) -> None:
+    def halves(self: Any, x: Any, cos_sin: Any) -> Any:
+        return rotate(x, *cos_sin, interleaved=False)
+
+    monkeypatch.setattr(latent_attention.DynamicCPLatentAttention, "_rotate", halves)
+
+
+def forget_the_concentration(monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        latent_attention, "rotary_cos_sin", lambda table, params, dtype, _: rotary_cos_sin(table, params, dtype)
+    )
+
+
+def divide_scores_by_the_width_of_values(monkeypatch: Any) -> None:
+    attend = torch_thd.attention_thd
+
+    def by_values(q: Any, k: Any, v: Any, params: Any, scale: float, backend: str) -> Any:
+        return attend(q, k, v, params, scale * (24 / 16) ** 0.5, backend)
+
+    monkeypatch.setattr(torch_thd, "attention_thd", by_values)
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "a lost sum of rotated keys": lose_the_sum_of_rotated_keys,
+    "a norm that counts once for each rank": sum_whole_gradients,
+    "other pairs of channels": rotate_other_pairs,
+    "YaRN without its concentration": forget_the_concentration,
+    "scores divided for values": divide_scores_by_the_width_of_values,
+}
+
+
+def run_faulty(case: Case) -> dict[str, Comparison]:
+    found = {}
+    for name, plant in in_jobs_of_their_own(FAULTS):
+        with pytest.MonkeyPatch.context() as patched:
+            plant(patched)
+            found[name] = run_step(*case, None)
+    return found
+
+
+def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
+    """On two tensor-parallel ranks; without sequence parallelism, which sums up by itself."""
+    layout, samples = Layout(1, tp=2, variant="latent"), BATCHES["long_tail"]
+    plan = mixed_plan(samples, layout)
+    ranks = run_ranks(2, run_faulty, Case(layout, samples, plan, reference_of(layout, "long_tail")), timeout_s=120)
+    for name in FAULTS:
+        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"window_size": (7, 0)}, "--window-size is not supported: its layers were not checked with one"),
+        ({"no_rope_freq": 2}, "--no-rope-freq is not supported: all layers rotate"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection is not supported"),
+        ({"num_query_groups": 2}, "--num-query-groups 2 is not supported: each of its 4 heads has keys of its own"),
+        ({"add_qkv_bias": True}, "--add-qkv-bias is not supported"),
+    ],
+)
+def test_what_was_not_checked_together_is_refused(overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=f"--multi-latent-attention with {said}"):
+        check_supported(reference.transformer_config(reference.LATENT, **overrides))
+
+
+def test_widths_that_cannot_be_are_told() -> None:
+    check_supported(reference.transformer_config(reference.LATENT))
+    with pytest.raises(InvalidInputError, match="--v-head-dim is 32 and --kv-channels 24, queries and keys have 24"):
+        check_supported(reference.transformer_config(reference.LATENT, v_head_dim=32))
+    with pytest.raises(InvalidInputError, match="--qk-pos-emb-head-dim is 7, RoPE rotates pairs"):
+        check_supported(reference.transformer_config(reference.LATENT, qk_pos_emb_head_dim=7, kv_channels=23))
+    with pytest.raises(UnsupportedFeatureError, match="cache_mla_latents"):
+        check_supported(reference.transformer_config(reference.LATENT, cache_mla_latents=True))
+
+
+def test_layers_of_transformer_engine_are_refused() -> None:
+    config = reference.transformer_config(reference.LATENT)
+    with pytest.raises(UnsupportedFeatureError, match="--multi-latent-attention with layers of TransformerEngine"):
+        gpt_block_spec(config, transformer_impl="transformer_engine")

@@ -1,0 +1,176 @@
+"""Multi-token prediction trains as in a stock megatron-core model in one process, and mistakes show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import Sample, SharedQuestion
+from megatron.dynamic_cp.data import micro_batches
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.layout.future_columns import FutureColumns
+from tests.distributed import reference
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import (
+    BATCHES,
+    TOLERANCE,
+    Case,
+    Comparison,
+    Layout,
+    assert_all_equal_to_reference,
+    in_jobs_of_their_own,
+    mixed_plan,
+    run_step,
+)
+from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, plan_of_exchanges
+
+EVERY_DAY = {
+    "dp4_mixed": Layout(4, exchange="mixed", variant="mtp"),
+    "pp2_vpp2_distributed_optimizer": Layout(2, pp=2, vpp=2, variant="mtp", distributed_optimizer=True),
+    "pp2_tied_full_recompute": Layout(2, pp=2, variant="mtp_tied", config=FULL_RECOMPUTE),
+}
+EACH_NIGHT = {
+    "dp4_learned_positions": Layout(4, variant="mtp_gpt2"),
+    "dp4_selective_recompute": Layout(4, variant="mtp", exchange="mixed", config=SELECTIVE_RECOMPUTE),
+    "six_lanes": Layout(6, variant="mtp", exchange="all_gather"),
+    "tp2_sp": Layout(2, tp=2, sp=True, variant="mtp"),
+    "tp2_distributed_optimizer": Layout(2, tp=2, variant="mtp_tied", distributed_optimizer=True),
+    "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, variant="mtp", config=FULL_RECOMPUTE),
+    "pp2_last_stage_without_layers": Layout(
+        2,
+        pp=2,
+        vpp=2,
+        variant="mtp",
+        config={
+            "num_layers": 2,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
+)
+def test_multi_token_prediction_equals_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
+    """Plans pack many samples, some of one token, and have empty places; bytes of exchanges are those of the plan."""
+    samples = BATCHES["long_tail"]
+    cases = {}
+    for name, layout in layouts.items():
+        plan = (plan_of_exchanges if layout.exchange == "mixed" else mixed_plan)(samples, layout)
+        assert max(plan.cp_histogram) == min(layout.lanes, 4)
+        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    # With layers for embedding and loss stages differ in more than modules.
+    uneven = {name: cases.pop(name) for name in layouts if "without_layers" in name}
+    assert_all_equal_to_reference(cases, bytes_too=True)
+    assert_all_equal_to_reference(uneven)
+
+
+def change_columns(change: Callable[..., None]) -> None:
+    """Have `change(columns, depth)` alter what was read of a bucket."""
+    original = micro_batches.read_shard
+
+    def changed(*of_bucket: Any) -> dict[str, Any]:
+        columns, num_depths = original(*of_bucket), of_bucket[-1]
+        for depth in range(1, num_depths + 1):
+            change(columns, depth)
+        return columns
+
+    micro_batches.read_shard = changed
+
+
+def shift_after_sharding(columns: dict[str, Any], depth: int) -> None:
+    """As megatron-core does with its static group; the last tokens get what is behind them in the pack."""
+    for name in ("tokens", "labels", "loss_mask"):
+        columns[f"{name} {depth}"] = np.roll(columns[name], -depth)
+
+
+def leave_the_mask(columns: dict[str, Any], depth: int) -> None:
+    """The last tokens of samples have a loss, as if something came after the end."""
+    columns[f"loss_mask {depth}"] = columns["loss_mask"].copy()
+
+
+def shift_depths_alike(columns: dict[str, Any], depth: int) -> None:
+    for name in ("tokens", "labels"):
+        columns[f"{name} {depth}"] = columns[f"{name} 1"].copy()
+
+
+def leave_positions(columns: dict[str, Any], depth: int) -> None:
+    columns[f"position_ids {depth}"] = columns["position_ids"].copy()
+
+
+FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
+    "shifted after sharding": ("mtp", shift_after_sharding),
+    "a mask that is not shifted": ("mtp", leave_the_mask),
+    "all depths shifted by one": ("mtp", shift_depths_alike),
+    "positions that are not shifted": ("mtp_gpt2", leave_positions),
+}
+
+
+def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
+    found, read_shard = {}, micro_batches.read_shard
+    for name, (variant, change) in in_jobs_of_their_own(FAULTS):
+        change_columns(change)
+        found[name] = run_step(*cases[variant], None)
+        micro_batches.read_shard = read_shard
+    return found
+
+
+def test_mistakes_in_later_tokens_show(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    layouts = {variant: Layout(2, variant=variant) for variant in ("mtp", "mtp_gpt2")}
+    cases = {
+        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+        for name, layout in layouts.items()
+    }
+    ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
+    for name in FAULTS:
+        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+
+
+def test_a_sample_with_a_mask_has_no_later_tokens() -> None:
+    bucket = micro_batches.Bucket(
+        first_lane=0, samples=(Sample(sample_id=7, seqlen=9, mask=SharedQuestion(3, (3, 3))),)
+    )
+    with pytest.raises(UnsupportedFeatureError, match=r"--mtp-num-layers: sample 7 has a mask of its own"):
+        micro_batches._check_has_future(bucket)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"window_size": (7, 0)}, "--mtp-num-layers 2 with --window-size is not supported"),
+        ({"no_rope_freq": 2}, "--mtp-num-layers 2 with --no-rope-freq is not supported"),
+        ({"fp32_residual_connection": True}, "--mtp-num-layers 2 with --fp32-residual-connection is not supported"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+            "--mtp-num-layers 2 with --recompute-method block --recompute-num-layers 1 is not supported",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+            "--mtp-num-layers 2 with --recompute-method uniform --recompute-num-layers 2 is not supported",
+        ),
+    ],
+)
+def test_what_was_not_checked_together_is_refused(overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=said):
+        check_supported(reference.transformer_config(reference.MTP, **overrides))
+
+
+def test_a_weight_must_be_positive() -> None:
+    check_supported(reference.transformer_config(reference.MTP))
+    with pytest.raises(InvalidInputError, match=r"--mtp-loss-scaling-factor is 0\.0, it must be greater than 0"):
+        check_supported(reference.transformer_config(reference.MTP, mtp_loss_scaling_factor=0.0))
+
+
+def test_columns_are_those_of_their_depth() -> None:
+    columns = FutureColumns(columns=torch.arange(24).reshape(2, 3, 4), loss_mask=torch.arange(8.0).reshape(2, 4))
+    assert columns.num_depths == 2
+    assert [one.tolist() for one in columns.inputs(2)] == [[[12, 13, 14, 15]], [[20, 21, 22, 23]]]
+    assert [one.tolist() for one in columns.targets(1)] == [[[4, 5, 6, 7]], [[0.0, 1.0, 2.0, 3.0]]]

@@ -1,0 +1,93 @@
+"""Multi-latent attention on the command line: checked at once, trained, and kept by checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dynamic_cp.errors import CheckpointError, DynamicCPError
+from megatron.trainer.checkpoints import loading
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import model
+from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.training_ranks import losses, train
+
+WIDTHS = "--kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+LATENT = f"--multi-latent-attention {WIDTHS} --num-query-groups 4"
+YARN = "--q-lora-rank 32 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 0.5"
+DYNAMIC = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SMALL} {LATENT} {YARN}"
+
+
+def parsed(flags: str) -> Any:
+    return parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--kv-lora-rank 8", "--kv-lora-rank 8 is for multi-latent attention: add --multi-latent-attention, or leave"),
+        ("--rope-type yarn", "--rope-type yarn is for multi-latent attention: add --multi-latent-attention"),
+        ("--multi-latent-attention", "--num-query-groups 2 is not supported: each of its 4 heads has keys of its own"),
+        (f"{LATENT} --rope-type yarn", "by --rotary-scaling-factor, which is 1.0: give one above 1, or rope"),
+        (
+            f"{LATENT} --kv-channels 16",
+            "--kv-channels is 16, --qk-head-dim 12 and --qk-pos-emb-head-dim 8 are together",
+        ),
+        (f"{LATENT} --v-head-dim 24", "--v-head-dim is 24 and --kv-channels 20, queries and keys have 20 channels"),
+        (f"{LATENT} --v-head-dim 0", "--v-head-dim is 0, it must be greater than 0"),
+        (
+            f"{LATENT} --position-embedding-type none",
+            "with --position-embedding-type none is not supported: it rotates",
+        ),
+        (f"{LATENT} --rotary-percent 0.5", "with --rotary-percent is not supported: --qk-pos-emb-head-dim says what"),
+        (f"{LATENT} --mscale 0.7", "--mscale is for --position-embedding-type yarn, this model has rope"),
+        (
+            f"{LATENT} --kv-lora-rank 25 --tensor-model-parallel-size 2",
+            "--kv-lora-rank . --qk-pos-emb-head-dim 33 is not a multiple of --tensor-model-parallel-size 2: lower TP",
+        ),
+        (f"{LATENT} --recompute-activations --recompute-modules mla_up_proj", "--recompute-modules mla_up_proj is not"),
+    ],
+)
+def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
+    with pytest.raises(DynamicCPError, match=says):
+        parsed(flags)
+
+
+def test_flags_reach_megatron_core_and_the_planner() -> None:
+    settings = parsed(f"{LATENT} {YARN} --rotary-base 500")
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    assert config.multi_latent_attention
+    assert (config.q_lora_rank, config.kv_lora_rank, config.kv_channels) == (32, 24, 20)
+    assert (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim) == (12, 8, 16)
+    assert (config.rope_type, config.rotary_base, config.rotary_scaling_factor) == ("yarn", 500, 4.0)
+    assert (config.mscale, config.mscale_all_dim, config.original_max_position_embeddings) == (1.0, 0.5, 4096)
+    shape = derive.model_shape(settings.model, 264)
+    assert (shape.q_lora_rank, shape.kv_lora_rank, shape.kv_channels, shape.v_head_dim) == (32, 24, 20, 16)
+    plain = parsed(LATENT)
+    config = model.transformer_config(plain.model, plain.planning, torch.device("cpu"))
+    assert (config.rope_type, config.q_lora_rank, config.mscale_all_dim) == ("rope", None, 0.0)
+    assert derive.model_shape(plain.model, 264).q_lora_rank == 0
+
+
+def test_checkpoints_know_the_latents() -> None:
+    plain, latent, other = (
+        derive.model_identity(parsed(flags).model, 264)
+        for flags in ("", LATENT, f"{LATENT} --qk-head-dim 8 --qk-pos-emb-head-dim 12")
+    )
+    assert "multi_latent_attention" not in plain
+    assert latent["kv_lora_rank"] == 24
+    for own, saved in ((plain, latent), (latent, plain), (latent, other)):
+        with pytest.raises(CheckpointError, match="model "):
+            loading._check_weights_fit(own, saved, "folder")
+
+
+def test_a_resumed_run_is_that_of_another_layout(uninterrupted: Any, saved_by: Any) -> None:
+    """Two lanes with CP sizes 1 and 2, and a run of two tensor-parallel ranks that goes on from them."""
+    first = uninterrupted(DYNAMIC, 2)
+    split = "--tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 128"
+    resumed = train(2, DYNAMIC, split, TO_LAST, f"--load {saved_by(DYNAMIC, 2)}")
+    assert losses(resumed) == pytest.approx(first[SAVED:], rel=1e-5)
