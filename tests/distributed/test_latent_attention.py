@@ -99,8 +99,8 @@ def forget_the_concentration(monkeypatch: Any) -> None:
 def divide_scores_by_the_width_of_values(monkeypatch: Any) -> None:
     attend = torch_thd.attention_thd
 
-    def by_values(q: Any, k: Any, v: Any, params: Any, scale: float, backend: str) -> Any:
-        return attend(q, k, v, params, scale * (24 / 16) ** 0.5, backend)
+    def by_values(q: Any, k: Any, v: Any, params: Any, scale: float, *others: Any, **more: Any) -> Any:
+        return attend(q, k, v, params, scale * (24 / 16) ** 0.5, *others, **more)
 
     monkeypatch.setattr(torch_thd, "attention_thd", by_values)
 
@@ -136,6 +136,8 @@ def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
     ("overrides", "said"),
     [
         ({"window_size": (7, 0)}, "--window-size is not supported: its layers were not checked with one"),
+        ({"softmax_type": "learnable"}, "--softmax-type is not supported: it has scores of keys alone"),
+        ({"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}, "--num-experts is not supported: its layers"),
         ({"no_rope_freq": 2}, "--no-rope-freq is not supported: all layers rotate"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection is not supported"),
         ({"num_query_groups": 2}, "--num-query-groups 2 is not supported: each of its 4 heads has keys of its own"),
