@@ -53,12 +53,22 @@ def fetches_of(placement: Placement, first_lane: int, node_lanes: int) -> Fetche
         node_lanes: lanes of a node.
     """
     homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
-    holder, num_homes = homes[:, 3], len(homes)
     lane, division = tiles[:, 2], tiles[:, 3]
-    used = np.concatenate([(lane * 2 + kind) * num_homes + tiles[:, kind] for kind in (ROW, COLUMN)])
-    divisions = np.concatenate([division, division])
-    remote = np.concatenate([holder[tiles[:, kind]] != lane for kind in (ROW, COLUMN)])
-    keys, first, last = _grouped(used[remote], divisions[remote])
+    used = np.concatenate([(lane * 2 + kind) * len(homes) + tiles[:, kind] for kind in (ROW, COLUMN)])
+    remote = np.concatenate([homes[tiles[:, kind], 3] != lane for kind in (ROW, COLUMN)])
+    return fetches_used(homes[:, 3], used[remote], np.concatenate([division, division])[remote], first_lane, node_lanes)
+
+
+def fetches_used(holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int) -> Fetches:
+    """Return what every lane fetches, from what it uses and does not hold.
+
+    Args:
+        holder: [home] the lane that holds it.
+        used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
+        first_lane, node_lanes: as in `fetches_of`.
+    """
+    num_homes = len(holder)
+    keys, first, last = _grouped(used, divisions)
     user, home = keys // num_homes // 2, keys % num_homes
     kind = keys // num_homes % 2
     node, holder_node = (first_lane + user) // node_lanes, (first_lane + holder[home]) // node_lanes

@@ -172,6 +172,11 @@ class CostModel:
         return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
 
     @property
+    def stage(self) -> StagePrices:
+        """Prices of a stage by their parts, for what is priced otherwise than bucket by bucket."""
+        return self._stage
+
+    @property
     def mask(self) -> Causal | Full | Lambda:
         """Mask of the layers, of those without a window where only some have one."""
         return self._stage.mask

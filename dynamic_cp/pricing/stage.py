@@ -134,6 +134,21 @@ class StagePrices:
         """Mask of the layers, of those without a window where only some have one."""
         return self._attention.mask
 
+    @property
+    def attention(self) -> StageAttention:
+        """Attention of the stage, all its layers."""
+        return self._attention
+
+    @property
+    def repeats_attention(self) -> bool:
+        """Whether backward computes attention again, with what its forward pass exchanges."""
+        return self._is_full or "core_attn" in self._repeated
+
+    def without_attention(self) -> tuple[Linear, Linear]:
+        """Return (forward, backward) of all that is not attention, for the tokens of a rank; with recomputation."""
+        forward, backward = self._with_attention((Convex(Linear()), Convex(Linear())), 1)
+        return forward.linear, backward.linear
+
     def bytes_per_token(self) -> tuple[float, float]:
         """Return (queries with outputs, keys with values) of a token, all layers."""
         return self._attention.query_bytes, self._attention.kv_bytes

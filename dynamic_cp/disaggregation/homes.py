@@ -1,0 +1,168 @@
+"""Which lane holds which tokens of a micro-batch: long documents on as many lanes as their work asks for.
+
+Spreading the tokens of a document over k lanes sends only keys and values; shipping its queries to even out the same
+work sends queries, outputs and keys. The first costs fewer bytes while k < (2 + r) / r, where r are the bytes of keys
+and values over those of queries and outputs (9 lanes for Llama-3-8B, 3 with as many KV heads as heads), and no lane is
+asked for the keys of a whole document by all others.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.order import ascending
+
+TILE_TOKENS = 128
+"""Queries are cut at multiples of this: attention kernels compute rows in blocks of 64 or 128."""
+
+
+@compiled
+def quota_homes(seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_halves: int) -> Ints:
+    """Return homes, int64 [home, (document, start, stop, lane)], by document and start; none if tokens do not fit.
+
+    A document with more attention than the mean of a lane is spread over as many lanes as it has means, the ones with
+    least work that have room; a lane has as many tokens of its head as of its tail. With two halves that holds for
+    either half of the document. Shorter ones stay whole where a lane has room for them.
+
+    Args:
+        seqlens: int64 [document], descending.
+        num_lanes: any number.
+        capacity: tokens that a lane may hold.
+        tile: cuts are at multiples of it.
+        num_halves: 1, or 2 where lanes compute their tokens in two halves (`halved`).
+    """
+    mean = 0.0
+    for seqlen in seqlens:
+        mean += float(seqlen) * seqlen / num_lanes
+    work, room = np.zeros(num_lanes), np.full(num_lanes, capacity)
+    homes = np.zeros((4 * (len(seqlens) + num_lanes * (num_lanes + 1)), 4), np.int64)
+    count = 0
+    for document in range(len(seqlens)):
+        seqlen = seqlens[document]
+        spread = min(num_lanes, max(1, ceil(float(seqlen) * seqlen / mean - 1e-9)))
+        chosen, shares = _choose_lanes(seqlen, spread, tile, num_halves, work, room)
+        if len(chosen) == 0:
+            return homes[:0]
+        if count + 4 * len(chosen) > len(homes):
+            homes = np.concatenate((homes, np.zeros_like(homes)))
+        middle = middle_of(seqlen, tile) if num_halves == 2 and len(chosen) > 1 else 0
+        if middle > 0:
+            count = _spread(document, 0, middle, chosen, shares // 2, work, room, homes, count, tile)
+            shares -= shares // 2
+        count = _spread(document, middle, seqlen, chosen, shares, work, room, homes, count, tile)
+    homes = homes[:count]
+    place = (homes[:, 0] * 2.0**32 + homes[:, 1]).astype(np.float64)
+    return homes[ascending(place)]
+
+
+@compiled
+def middle_of(seqlen: int, tile: int) -> int:
+    """Return where the second half of a document begins that several lanes hold."""
+    return seqlen // (2 * tile) * tile
+
+
+@compiled
+def _choose_lanes(seqlen: int, spread: int, tile: int, num_halves: int, work: Floats, room: Ints) -> tuple[Ints, Ints]:
+    """Return (lanes, tokens for each) of a document; none if there is no room for it."""
+    num_lanes, unit = len(work), 2 * num_halves * tile
+    while spread <= num_lanes:
+        share = seqlen if spread == 1 else -(-seqlen // (spread * unit)) * unit
+        roomy = np.flatnonzero(room >= share)
+        if len(roomy) >= spread:
+            least: Floats = work[roomy]
+            chosen = roomy[ascending(least)[:spread]]
+            return chosen, np.full(spread, share)
+        spread += max(1, spread // 4)
+    # As it comes, over the lanes with most room.
+    chosen = ascending(-room.astype(np.float64))
+    shares = np.zeros(num_lanes, np.int64)
+    left = seqlen
+    for place in range(num_lanes):
+        shares[place] = min(left, room[chosen[place]] // unit * unit)
+        left -= shares[place]
+        if left == 0:
+            return chosen[: place + 1], shares[: place + 1]
+    return chosen[:0], shares[:0]
+
+
+@compiled
+def _spread(
+    document: int, start: int, stop: int, lanes: Ints, shares: Ints, work: Floats, room: Ints, homes: Ints, count: int,
+    tile: int,
+) -> int:  # fmt: skip
+    """Write homes of [start, stop), half of each share from its head and half from its tail; return their number."""
+    low, high, seqlen = start, -(-stop // tile) * tile, stop
+    for place in range(len(lanes)):
+        share = shares[place]
+        if high - low <= share or place == len(lanes) - 1:
+            count = _write(document, low, min(high, seqlen), lanes[place], work, room, homes, count)
+            break
+        half = share // (2 * tile) * tile
+        count = _write(document, low, low + half, lanes[place], work, room, homes, count)
+        count = _write(document, high - half, min(high, seqlen), lanes[place], work, room, homes, count)
+        low, high = low + half, high - half
+    return count
+
+
+@compiled
+def _write(document: int, start: int, stop: int, lane: int, work: Floats, room: Ints, homes: Ints, count: int) -> int:
+    if stop <= start:
+        return count
+    homes[count] = document, start, stop, lane
+    work[lane] += float(stop - start) * (stop + start)
+    room[lane] -= stop - start
+    return count + 1
+
+
+def halved(homes: Ints, num_lanes: int, tile: int) -> Ints:
+    """Return homes with their half, int64 [home, (document, start, stop, lane, half)], some of them cut in two.
+
+    Of every document the first half has the first tokens, so that it needs no keys of the second one; of every lane it
+    has half of the tokens, as far as whole tiles and documents on several lanes allow.
+
+    Args:
+        homes: as of `quota_homes`.
+        num_lanes: that there are; tile: cuts are at multiples of it.
+    """
+    documents, counts = np.unique(homes[:, 0], return_counts=True)
+    ends = np.zeros(int(documents.max()) + 1, np.int64)
+    np.maximum.at(ends, homes[:, 0], homes[:, 2])
+    is_spread = np.zeros(len(ends), bool)
+    is_spread[documents[counts > 1]] = True
+    cut = np.where(is_spread, ends // (2 * tile) * tile, 0)
+    whole = ~is_spread[homes[:, 0]]
+    tokens = homes[:, 2] - homes[:, 1]
+    first = np.where(whole, 0, np.clip(cut[homes[:, 0]] - homes[:, 1], 0, tokens))
+    wanted = np.bincount(homes[:, 3], tokens, num_lanes) / 2 - np.bincount(homes[:, 3], first, num_lanes)
+    for home in np.flatnonzero(whole).tolist():
+        lane = homes[home, 3]
+        share = min(int(tokens[home]), max(0, round(wanted[lane] / tile) * tile))
+        wanted[lane] -= share
+        first[home] = share
+    parts = []
+    for half, (start, stop) in enumerate(((homes[:, 1], homes[:, 1] + first), (homes[:, 1] + first, homes[:, 2]))):
+        parts.append(np.stack([homes[:, 0], start, stop, homes[:, 3], np.full(len(homes), half)], axis=1))
+    rows = np.concatenate(parts)
+    rows = rows[rows[:, 2] > rows[:, 1]]
+    return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+
+
+def homes_in_order(seqlens: Ints, num_lanes: int, capacity: int) -> Ints:
+    """Return homes where documents fill one lane after the other, as packing at a fixed length does.
+
+    Args:
+        seqlens: int64 [document], in the order in which they come.
+        num_lanes: any number; capacity: tokens that a lane may hold, as many as all need together.
+    """
+    ends = np.cumsum(seqlens)
+    starts = ends - seqlens
+    cuts = np.unique(np.concatenate([starts, np.arange(num_lanes) * capacity]))
+    cuts = cuts[cuts < ends[-1]]
+    document = np.searchsorted(ends, cuts, side="right")
+    stops = np.append(cuts[1:], ends[-1])
+    homes = np.stack([document, cuts - starts[document], stops - starts[document], cuts // capacity], axis=1)
+    return homes.astype(np.int64)
