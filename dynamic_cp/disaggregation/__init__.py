@@ -10,4 +10,11 @@ one stage or of all pipeline stages (the *pool*). Read in this order:
 - `tasks`: the result as a value, and as a placement
 - `profile`: seconds of tasks
 - `traffic`: bytes that servers send each other
+- `plan`: homes and tasks of a global batch
+- `legal`: the one judge of such a plan
+- `serialize`: it as JSON and text, and its digest
+- `prices`: what a tick takes
+- `timeline`: when ticks run
+- `rows`: which samples share a micro-batch
+- `search`: the fastest plan
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from dynamic_cp.arrays import Floats
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.disaggregation.tasks import HALF, HOLDER, SAMPLE, SERVER, Tasks
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, COLUMN, DELIVER, ROW, Fetches, Messages, fetches_used
@@ -47,8 +49,24 @@ def server_bytes(messages: Messages, num_servers: int) -> Floats:
     return total
 
 
-def bytes_of_tasks(tasks: Tasks, num_servers: int, node_servers: int, of_token: TokenBytes) -> Floats:
-    """Return [direction, link, sent or received, server] bytes of all layers that `of_token` is of."""
+def bytes_of_tasks(
+    tasks: Tasks, directions: Sequence[int], num_servers: int, node_servers: int, of_token: TokenBytes
+) -> Floats:
+    """Return [direction, link, sent or received, server] bytes of all layers that `of_token` is of.
+
+    Args:
+        tasks: that are sent for.
+        directions: forward (0), backward (1), or both.
+        num_servers: that share them; node_servers: of a node.
+        of_token: what a token takes.
+    """
     fetches = fetches_of_tasks(tasks, node_servers)
-    sides = (of_token.messages(fetches, tasks.tokens, backward=backward) for backward in (False, True))
+    sides = (of_token.messages(fetches, tasks.tokens, backward=direction == 1) for direction in directions)
     return np.array([server_bytes(messages, num_servers) for messages in sides])
+
+
+def fetched_tokens(tasks: Tasks, num_servers: int, node_servers: int) -> Ints:
+    """Return int64 [ROW or COLUMN, server]: tokens whose queries, or keys and values, a server fetches in all."""
+    fetches = fetches_of_tasks(tasks, node_servers)
+    counted = np.bincount(fetches.kind * num_servers + fetches.lane, tasks.tokens[fetches.home], 2 * num_servers)
+    return counted.reshape(2, num_servers).astype(np.int64)

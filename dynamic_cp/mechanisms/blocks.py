@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 MOST_FETCHED = (3, 8)
 """(Rows, columns) that a lane may have room for besides its own, over the limit of tokens per rank."""
 
+FETCHED_QUERIES, FETCHED_KEYS = 2.5, 3.0
+"""Buffers of a row, in units of its queries and outputs, and of a column, in units of its keys and values: these, two
+gradients of outputs and queries, and the gradients of keys and values, which are summed up in float32."""
+
 
 class Blocks(Mechanism):
     """Tiles where their data are, or where time is; rows and columns travel to them, and sums back."""
@@ -102,7 +106,7 @@ class Blocks(Mechanism):
         """
         rows, columns = MOST_FETCHED
         exchanged = query_bytes if inner > 1 else 0.0
-        return exchanged + (1 + rows) * 2.5 * query_bytes + (1 + columns) * 3.0 * kv_bytes
+        return exchanged + (1 + rows) * FETCHED_QUERIES * query_bytes + (1 + columns) * FETCHED_KEYS * kv_bytes
 
     def sent_by_lanes(
         self,

@@ -13,14 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.arrays import Floats
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.mechanisms.blocks import FETCHED_KEYS, FETCHED_QUERIES
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.memory.activations import activation_bytes
-from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
+from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_tokens
+from dynamic_cp.pipeline.ticks import stage_ticks
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
@@ -136,6 +138,29 @@ class MemoryModel:
             self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers, routed[stage], most_routed)
             for stage in range(topology.pp_size)
         )
+
+    def peak_in_ticks(self, held: Ints, fetched: Ints) -> tuple[StageMemory, ...]:
+        """Return the memory of every stage when all stages run in ticks, on its worst lane.
+
+        Args:
+            held: int64 [micro-batch, lane] padded tokens of a rank.
+            fetched: int64 [stage, (queries, keys), lane] most tokens of which a rank fetches those in a tick.
+        """
+        pp_size = self._topology.pp_size
+        most = held.max(axis=0).astype(np.float64)
+        memory = []
+        for stage, of_ticks in enumerate(stage_ticks(pp_size, len(held))):
+            alive = most_alive_tokens([one for one in of_ticks if one is not None], held).astype(np.float64)
+            rows, columns = most + fetched[stage]
+            buffers = np.max(
+                [
+                    FETCHED_QUERIES * one.a2a_queries * rows + FETCHED_KEYS * one.ring_per_bucket_token * columns
+                    for one in self._bytes.values()
+                ],
+                axis=0,
+            )
+            memory.append(self._worst_lane(stage, alive, most, buffers))
+        return tuple(memory)
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`."""

@@ -31,7 +31,7 @@ def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: in
             return f"{what} {number} of its placement is on lane {lanes[number]} of {num_lanes}{remedy}"
     if tiles[:, 3].min(initial=0) < 0:
         return f"a tile of its placement is in division {tiles[:, 3].min()}, the first one is 0{remedy}"
-    if (reason := _why_not_tiled(homes, samples)) is not None:
+    if (reason := why_not_tiled(homes, samples)) is not None:
         return reason + remedy
     (strange,) = np.nonzero((tiles[:, :2].min(axis=1) < 0) | (tiles[:, :2].max(axis=1) >= len(homes)))
     if strange.size:
@@ -74,8 +74,13 @@ def with_masks(samples: Sequence[Sample], mask: Mask) -> Sequence[Sample]:
     return [sample if sample.mask else replace(sample, mask=mask) for sample in samples]
 
 
-def _why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:
-    """Return where homes do not follow each other from the first to the last token of every sample."""
+def why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:
+    """Return where homes do not follow each other from the first to the last token of every sample.
+
+    Args:
+        homes: int64 [home, (sample, start, stop, ...)].
+        samples: that they are of.
+    """
     wanted = [(number, 0, sample.seqlen) for number, sample in enumerate(samples)]
     sample, start, stop = homes[:, 0], homes[:, 1], homes[:, 2]
     begins = np.flatnonzero(np.diff(sample, prepend=-1) != 0)

@@ -45,7 +45,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
-        "topology": _topology_to_dict(plan.topology),
+        "topology": topology_to_dict(plan.topology),
         "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
     }
 
@@ -59,26 +59,17 @@ def plan_from_dict(data: object) -> Plan:
             "dynamic_cp that wrote it",
             schema_version=version,
         )
-    plan = _Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
-    given = plan.get("topology", dict)
-    kinds = {
-        field.name: bool if field.name == "sequence_parallel" else int
-        for field in fields(Topology)
-        if field.name not in _OF_EXPERTS or field.name in given
-    }
-    topology = _Fields(given, "topology", (*kinds, *_UNUSED))
-    for name in _UNUSED:
-        topology.get(name, bool)
+    plan = Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
     plan.get("schema_version", int)
     return Plan(
-        topology=Topology(**{name: topology.get(name, kind) for name, kind in kinds.items()}),
+        topology=topology_from_dict(plan.get("topology", dict)),
         max_tokens_per_rank=plan.get("max_tokens_per_rank", int),
         policy=plan.get("policy", str),
         micro_batches=tuple(
             MicroBatch(
                 buckets=tuple(
                     _bucket_from_dict(bucket, f"micro_batches[{i}][{j}]")
-                    for j, bucket in enumerate(_checked(row, list, f"micro_batches[{i}]"))
+                    for j, bucket in enumerate(checked(row, list, f"micro_batches[{i}]"))
                 )
             )
             for i, row in enumerate(plan.get("micro_batches", list))
@@ -86,12 +77,27 @@ def plan_from_dict(data: object) -> Plan:
     )
 
 
-def _topology_to_dict(topology: Topology) -> dict[str, Any]:
+def topology_to_dict(topology: Topology) -> dict[str, Any]:
+    """Return `topology` as what JSON can hold."""
     values = asdict(topology)
     for name, default in _OF_EXPERTS.items():
         if values[name] == default:
             del values[name]
     return {**values, **_UNUSED}
+
+
+def topology_from_dict(data: object) -> Topology:
+    """Return the topology that `topology_to_dict` made `data` from; InvalidInputError names what is wrong."""
+    given = checked(data, dict, "topology")
+    kinds = {
+        field.name: bool if field.name == "sequence_parallel" else int
+        for field in fields(Topology)
+        if field.name not in _OF_EXPERTS or field.name in given
+    }
+    topology = Fields(given, "topology", (*kinds, *_UNUSED))
+    for name in _UNUSED:
+        topology.get(name, bool)
+    return Topology(**{name: topology.get(name, kind) for name, kind in kinds.items()})
 
 
 def dumps(plan: Plan) -> str:
@@ -131,7 +137,7 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
     settings = {
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
-        **_topology_to_dict(plan.topology),
+        **topology_to_dict(plan.topology),
     }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -168,7 +174,7 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
         "first_lane": bucket.first_lane,
         "cp_size": bucket.cp_size,
         "cp_comm_type": bucket.cp_comm_type,
-        "samples": [_sample_to_list(sample) for sample in bucket.samples],
+        "samples": [sample_to_list(sample) for sample in bucket.samples],
     }
     if bucket.attention.chooses_inner_size:
         data["inner_cp_size"] = bucket.inner_cp_size
@@ -187,7 +193,7 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
     has_inner = given.get("cp_comm_type") in _NAMES_INNER_SIZE or "inner_cp_size" in given
     is_placed = given.get("cp_comm_type") in PLACED
     names += ("inner_cp_size",) * has_inner + ("placement",) * is_placed
-    bucket = _Fields(data, where, names)
+    bucket = Fields(data, where, names)
     return Bucket(
         first_lane=bucket.get("first_lane", int),
         cp_size=bucket.get("cp_size", int),
@@ -195,25 +201,27 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
         inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
         placement=parse_placement(bucket.get("placement", str)) if is_placed else None,
         samples=tuple(
-            _sample_from_list(one, f"{where}.samples[{index}]") for index, one in enumerate(bucket.get("samples", list))
+            sample_from_list(one, f"{where}.samples[{index}]") for index, one in enumerate(bucket.get("samples", list))
         ),
     )
 
 
-def _sample_to_list(sample: Sample) -> list[int | str]:
+def sample_to_list(sample: Sample) -> list[int | str]:
+    """Return `sample` as what JSON can hold."""
     return [sample.sample_id, sample.seqlen, *([] if sample.mask is None else [str(sample.mask)])]
 
 
-def _sample_from_list(data: object, where: str) -> Sample:
-    if len(_checked(data, list, where)) not in (2, 3):
+def sample_from_list(data: object, where: str) -> Sample:
+    """Return the sample that `sample_to_list` made `data` from; InvalidInputError says what is wrong with `where`."""
+    if len(checked(data, list, where)) not in (2, 3):
         raise InvalidInputError(
             f"{where} has {len(cast(list[object], data))} entries, 2 or 3 are needed: [sample_id, seqlen, mask]"
         )
     sample_id, seqlen, *mask = cast(list[object], data)
     return Sample(
-        sample_id=_checked(sample_id, int, where),
-        seqlen=_checked(seqlen, int, where),
-        mask=parse_mask(_checked(mask[0], str, where)) if mask else None,
+        sample_id=checked(sample_id, int, where),
+        seqlen=checked(seqlen, int, where),
+        mask=parse_mask(checked(mask[0], str, where)) if mask else None,
     )
 
 
@@ -226,11 +234,12 @@ def _format_bucket(bucket: Bucket, placements: bool) -> str:
     exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
     if bucket.placement is not None:
         exchange += f" {bucket.placement}" if placements else f" ({bucket.placement.describe()})"
-    samples = " ".join(map(_format_sample, bucket.samples)) or "-"
+    samples = " ".join(map(format_sample, bucket.samples)) or "-"
     return f"{lanes}{exchange}: {samples}"
 
 
-def _format_sample(sample: Sample) -> str:
+def format_sample(sample: Sample) -> str:
+    """Return `sample` as the text of a plan has it."""
     return f"{sample.sample_id}:{sample.seqlen}" + ("" if sample.mask is None else f"@{sample.mask}")
 
 
@@ -257,29 +266,29 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
                 "first_lane": int(first_lane),
                 "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
                 "cp_comm_type": cp_comm_type or Attention().cp_comm_type,
-                "samples": [] if samples == "-" else [_parse_sample(one) for one in samples.split()],
+                "samples": [] if samples == "-" else [parse_sample(one) for one in samples.split()],
             }
         )
     return buckets
 
 
-def _parse_sample(text: str) -> list[int | str]:
+def parse_sample(text: str) -> list[int | str]:
     numbers, _, mask = text.partition("@")
     return [*map(int, numbers.split(":")), *([mask] if mask else [])]
 
 
-def _checked(value: object, kind: type, where: str) -> Any:
+def checked(value: object, kind: type, where: str) -> Any:
     """Return `value` if it is a `kind` (True is no int)."""
     if not is_kind(value, kind):
         raise InvalidInputError(f"{where} is {value_in_words(value)}, {in_words(kind)} is needed", where=where)
     return value
 
 
-class _Fields:
+class Fields:
     """The entries of a JSON object that must have exactly `names`."""
 
     def __init__(self, data: object, where: str, names: tuple[str, ...]) -> None:
-        self.data, self.where, self.names = _checked(data, dict, where), where, names
+        self.data, self.where, self.names = checked(data, dict, where), where, names
         if missing := [name for name in names if name not in self.data]:
             raise InvalidInputError(
                 f"{where} lacks {', '.join(missing)}: give a file that `plan --output` wrote (--json is more)"
@@ -288,4 +297,5 @@ class _Fields:
             raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}: it needs {', '.join(names)}")
 
     def get(self, name: str, kind: type) -> Any:
-        return _checked(self.data[name], kind, f"{self.where}.{name}")
+        """Return an entry; InvalidInputError: it is no `kind`."""
+        return checked(self.data[name], kind, f"{self.where}.{name}")

@@ -158,7 +158,7 @@ def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_halves: 
                     pair = (server, peer) if book is sent else (peer, server)
                     book[(exchange.division, exchange.round, *pair)] += tokens
     assert sent == received
-    total = bytes_of_tasks(tasks, 8, node_servers, ONE_TOKEN)[0]
+    total = bytes_of_tasks(tasks, (0,), 8, node_servers, ONE_TOKEN)[0]
     assert total[:, 0].sum() == total[:, 1].sum() == sum(sent.values())
 
 
@@ -205,7 +205,7 @@ def test_the_papers_rule_computes_all_and_sends_more() -> None:
     assert loads.max() / loads.mean() < 1.25 < before.max() / before.mean()
     ours = scheduled(homes_in_order(seqlens, 8, -(-int(seqlens.sum()) // 8)), 8, loads.max() / loads.mean() - 1)
     of_token = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)
-    paper_bytes, our_bytes = (bytes_of_tasks(one, 8, 1, of_token)[0, :, 0].sum() for one in (found, ours))
+    paper_bytes, our_bytes = (bytes_of_tasks(one, (0,), 8, 1, of_token)[0, :, 0].sum() for one in (found, ours))
     assert our_bytes < paper_bytes
 
 

@@ -1,0 +1,396 @@
+"""Plans of attention tasks for a global batch: numbers of micro-batches and tolerances are tried, simulation decides.
+
+Methods (`METHODS`):
+
+    pool        documents on as many lanes as they ask for, ours evens out all stages of a tick
+    quota       the same homes, every lane computes its own queries: what the pool adds is the difference
+    paper       documents in order, and the rule of DistCA in every tick, at its tolerance of 0.10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Ints
+from dynamic_cp.disaggregation.homes import halved
+from dynamic_cp.disaggregation.legal import check_task_plan
+from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
+from dynamic_cp.disaggregation.plan import HomedBatch, TaskPlan
+from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSeconds
+from dynamic_cp.disaggregation.rows import even_homes, even_rows, longest_first, rows_in_order
+from dynamic_cp.disaggregation.scheduler import Rules, schedule
+from dynamic_cp.disaggregation.tasks import Tasks, tasks_of
+from dynamic_cp.disaggregation.timeline import TickSpan, TickTime, tick_timeline
+from dynamic_cp.disaggregation.traffic import fetched_tokens
+from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pipeline.schedule import KINDS
+from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.pipeline.ticks import Tick, tick_order
+from dynamic_cp.plans.padding import placed_share, round_up
+from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
+from dynamic_cp.types import Plan, Sample
+
+_MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
+"""Numbers of micro-batches, as multiples of the fewest."""
+_STAGE_ROWS = (1, 2, 4)
+"""The same, as multiples of the pipeline's stages."""
+_PAPER_TOLERANCE = 0.1
+_DIVISIONS = (1, 2, 4)
+"""Of placed attention, for tasks of one stage."""
+_NONE = np.zeros((0, 4), np.int64)
+
+
+class PlannedTasks(NamedTuple):
+    """A task plan and what is expected of it.
+
+    Attributes:
+        plan: legal, but for method "paper": that knows no grid and no limit of what is fetched.
+        makespan_s: forward and backward of all micro-batches, noise included, without the reduction of gradients.
+        spans: when each tick runs.
+        seconds: of each tick, in the same order.
+        peak_bytes: of the rank that needs most.
+        fetched: most tokens of which a server fetches (queries, keys), over the limit of tokens per rank.
+        reason: one line: how many were tried, and which was the fastest.
+    """
+
+    plan: TaskPlan
+    makespan_s: float
+    spans: tuple[TickSpan, ...]
+    seconds: tuple[TickSeconds, ...]
+    peak_bytes: float
+    fetched: tuple[float, float]
+    reason: str
+
+
+class _Row(NamedTuple):
+    """A micro-batch on its lanes.
+
+    Attributes:
+        samples, homes: as in `HomedBatch`, int64.
+        annuli: of method "paper", with `homes` as lengths of them.
+        halves: homes with their half, int64 [home, 5].
+        lane_tokens: [lane] padded tokens.
+    """
+
+    samples: tuple[Sample, ...]
+    homes: Ints
+    annuli: Ints
+    halves: Ints
+    lane_tokens: list[int]
+
+
+_Way = Callable[["_Search", int, Sequence[tuple[int, _Row]]], Iterator[Tasks]]
+
+
+class _Search(NamedTuple):
+    """What all plans of a batch share."""
+
+    prices: TickPrices
+    method: str
+    num_servers: int
+    memory: MemoryModel | None
+
+    @property
+    def cost_model(self) -> CostModel:
+        """Prices of the job."""
+        return self.prices.cost_model
+
+
+def plan_tasks(
+    samples: Sequence[Sample],
+    cost_model: CostModel,
+    options: TaskOptions | None = None,
+    *,
+    method: str = "pool",
+    memory: MemoryModel | None = None,
+    num_microbatches: Sequence[int] = (),
+) -> PlannedTasks:
+    """Return the fastest task plan of a method that is found, the same for the same samples in any order ("pool").
+
+    Args:
+        samples: at least one, with the causal mask.
+        cost_model: topology, limit and prices; without interleaving.
+        options: halves, margin, tolerances.
+        method: one of METHODS.
+        memory: of the job, where it is known how much there is; plans that need more are left out.
+        num_microbatches: numbers to try; (): a sweep.
+
+    Raises:
+        UnsupportedFeatureError: interleaving, masks or layers that have no tasks.
+        InfeasibleSampleError: no plan keeps the limits of tokens and memory.
+    """
+    topology = cost_model.topology
+    if topology.vp_size > 1:
+        raise UnsupportedFeatureError(
+            f"attention in a pool needs ticks of all stages, interleaving (vp_size {topology.vp_size}) has none: use "
+            "vp_size 1"
+        )
+    _refuse_masks(samples)
+    prices = TickPrices(cost_model, options or TaskOptions())
+    search = _Search(prices, method, topology.num_lanes * topology.pp_size, memory)
+    ordered = longest_first(samples) if method != "paper" else list(samples)
+    best: PlannedTasks | None = None
+    tried = 0
+    for number in num_microbatches or _numbers(ordered, cost_model):
+        found = _planned(search, ordered, number)
+        if found is None:
+            continue
+        tried += 1
+        if best is None or found.makespan_s < best.makespan_s:
+            best = found
+    if best is None:
+        raise _infeasible(ordered, cost_model, 2 * topology.pp_size - 1)
+    return best._replace(reason=f"{method}: m={best.plan.num_microbatches} of {tried} numbers of micro-batches")
+
+
+def _refuse_masks(samples: Sequence[Sample]) -> None:
+    masked = next((sample for sample in samples if sample.mask is not None), None)
+    if masked is not None:
+        raise UnsupportedFeatureError(
+            f"{masked.mask_in_words}, attention tasks have all keys up to their queries: use placed attention "
+            "(--cp-comm-type blocks)"
+        )
+
+
+def _numbers(samples: Sequence[Sample], cost_model: CostModel) -> list[int]:
+    """Return the numbers of micro-batches that are tried."""
+    topology = cost_model.topology
+    limit = cost_model.options.max_tokens_per_rank * topology.num_lanes
+    fewest = max(1, ceil(sum(sample.seqlen for sample in samples) / limit))
+    wanted = {ceil(times * fewest) for times in _MORE_ROWS} | {times * topology.pp_size for times in _STAGE_ROWS}
+    return sorted({min(max(number, fewest), len(samples)) for number in wanted})
+
+
+def _infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: int) -> InfeasibleSampleError:
+    longest = max(sample.seqlen for sample in samples)
+    limit = cost_model.options.max_tokens_per_rank * cost_model.topology.num_lanes
+    return InfeasibleSampleError(
+        f"no task plan holds {sum(sample.seqlen for sample in samples)} tokens, the longest sample having {longest}, "
+        f"in micro-batches of {limit} tokens within memory, the first stage keeping {in_flight} of them: raise "
+        "max_tokens_per_rank (--max-seqlen-per-dp-cp-rank), recompute more or use more lanes",
+        max_seqlen=longest,
+    )
+
+
+def plan_stage_tasks(
+    samples: Sequence[Sample], cost_model: CostModel, *, tolerance: float = 0.1, num_microbatches: Sequence[int] = ()
+) -> tuple[float, Plan, TaskPlan]:
+    """Return (makespan in seconds, plan of placed attention, its tasks): of a micro-batch, for the lanes of a stage.
+
+    Such plans run on all schedules. Unlike in ticks, transfers hide behind attention only, as executed today.
+
+    Args:
+        samples: at least one, with the causal mask.
+        cost_model: topology, limit and prices.
+        tolerance: share by which the work of a lane may exceed the mean.
+        num_microbatches: numbers to try; (): a sweep.
+
+    Raises:
+        UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`.
+    """
+    topology, options = cost_model.topology, TaskOptions(ping_pong=False, tolerances=(tolerance,))
+    search = _Search(TickPrices(cost_model, options), "pool", topology.num_lanes, None)
+    ordered = longest_first(samples)
+    _refuse_masks(ordered)
+    best: tuple[float, Plan, TaskPlan] | None = None
+    for number in num_microbatches or _numbers(ordered, cost_model):
+        rows = _rows(search, ordered, round_up(number, topology.num_microbatches_multiple))
+        if rows is None:
+            continue
+        found = [next(_by_our_rule(search, 0, [(0, row)])) for row in rows]
+        tasks = TaskPlan(
+            topology=topology,
+            max_tokens_per_rank=cost_model.options.max_tokens_per_rank,
+            tile_tokens=options.tile_tokens,
+            scope="stage",
+            micro_batches=tuple(HomedBatch(row.samples, row.homes.astype(np.int32)) for row in rows),
+            forward=tuple(found),
+            backward=tuple(found),
+            policy="tasks",
+        )
+        check_task_plan(tasks, samples)
+        for num_divisions in _DIVISIONS:
+            plan = tasks.placed(num_divisions, lanes_in_one_node(topology))
+            seconds = makespan_ns(plan, cost_model) / 1e9
+            if best is None or seconds < best[0]:
+                best = seconds, plan, tasks
+    if best is None:
+        raise _infeasible(ordered, cost_model, 1)
+    return best
+
+
+def _planned(search: _Search, samples: Sequence[Sample], number: int) -> PlannedTasks | None:
+    """Return the plan with about so many micro-batches; None where they do not fit."""
+    rows = _rows(search, samples, number)
+    if rows is None:
+        return None
+    topology, num_rows = search.cost_model.topology, len(rows)
+    sides: dict[str, dict[int, Tasks]] = {kind: {} for kind in KINDS}
+    times, seconds = [], []
+    fetched = np.zeros((topology.pp_size, 2, topology.num_lanes), np.int64)
+    for tick in tick_order(topology.pp_size, num_rows):
+        parts = _parts(tick, topology.pp_size, rows)
+        tasks, one = _fastest(search, KINDS.index(tick.kind), parts)
+        sides[tick.kind][tick.number] = tasks
+        seconds.append(one)
+        times.append(_tick_time(search, tick, one, parts))
+        of_tick = fetched_tokens(tasks, search.num_servers, lanes_in_one_node(topology))
+        fetched = np.maximum(fetched, of_tick.reshape(2, topology.pp_size, -1).transpose(1, 0, 2))
+    spans = tick_timeline(times, topology.pp_size, num_rows)
+    limit = search.cost_model.options.max_tokens_per_rank
+    share = fetched.max(axis=(0, 2)) / limit
+    peak_bytes = 0.0
+    if search.memory is not None:
+        held = np.array([row.lane_tokens for row in rows], np.int64)
+        peak_bytes = max(stage.total_bytes for stage in search.memory.peak_in_ticks(held, fetched))
+        if peak_bytes > search.memory.available_bytes:
+            return None
+    plan = TaskPlan(
+        topology=topology,
+        max_tokens_per_rank=limit,
+        tile_tokens=search.prices.options.tile_tokens,
+        scope="pool",
+        micro_batches=tuple(HomedBatch(row.samples, row.homes.astype(np.int32)) for row in rows),
+        forward=tuple(sides["F"][index] for index in range(len(sides["F"]))),
+        backward=tuple(sides["B"][index] for index in range(len(sides["B"]))),
+        policy=search.method,
+    )
+    if search.method != "paper":
+        if (share > MOST_FETCHED).any():
+            return None
+        check_task_plan(plan, samples)
+    return PlannedTasks(
+        plan=plan,
+        makespan_s=max(spans[-1].stage_ends_ns) / 1e9,
+        spans=tuple(spans),
+        seconds=tuple(seconds),
+        peak_bytes=peak_bytes,
+        fetched=(float(share[0]), float(share[1])),
+        reason="",
+    )
+
+
+def _rows(search: _Search, samples: Sequence[Sample], number: int) -> list[_Row] | None:
+    topology, options = search.cost_model.topology, search.cost_model.options
+    lanes, limit, tile = topology.num_lanes, options.max_tokens_per_rank, search.prices.options.tile_tokens
+    # Padding of sequence parallelism takes up to a multiple of each lane.
+    limit -= topology.rank_token_multiple - 1
+    is_paper = search.method == "paper"
+    packed = (rows_in_order if is_paper else even_rows)(
+        samples, number, _most_tokens(samples, number, lanes, limit, is_paper)
+    )
+    if packed is None:
+        return None
+    rows = []
+    for row in packed:
+        seqlens = np.array([sample.seqlen for sample in row], np.int64)
+        annuli = _NONE
+        if is_paper:
+            annuli = annuli_in_order(seqlens, lanes, -(-int(seqlens.sum()) // lanes))
+            homes = ranges_of(annuli, seqlens)
+        else:
+            found = even_homes(row, lanes, limit, tile, search.prices.options.num_halves)
+            if found is None:
+                return None
+            homes = found
+        held = np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], lanes).astype(np.int64).tolist()
+        padded = [placed_share(tokens, 1, topology.rank_token_multiple) for tokens in held]
+        halves = np.insert(homes, 4, 0, axis=1)
+        if search.prices.options.ping_pong and not is_paper:
+            halves = halved(homes, lanes, tile)
+        rows.append(_Row(tuple(row), homes, annuli, halves, padded))
+    return rows
+
+
+def _most_tokens(samples: Sequence[Sample], number: int, lanes: int, limit: int, is_paper: bool) -> int:
+    """Return the tokens of a row: the limit; with documents in order an equal share, or the longest document."""
+    if not is_paper:
+        return lanes * limit
+    total, longest = sum(sample.seqlen for sample in samples), max(sample.seqlen for sample in samples)
+    return min(lanes * limit, max(ceil(1.02 * total / number), longest))
+
+
+def _parts(tick: Tick, pp_size: int, rows: Sequence[_Row]) -> list[tuple[int, _Row]]:
+    """Return (stage, row) of what a tick runs."""
+    found = [(stage, tick.micro_batch(stage, pp_size, len(rows))) for stage in range(pp_size)]
+    return [(stage, rows[number]) for stage, number in found if number is not None]
+
+
+def _fastest(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> tuple[Tasks, TickSeconds]:
+    """Return the tasks with which a tick is fastest, and its seconds."""
+    tokens = max(max(row.lane_tokens) for _, row in parts)
+    best: tuple[Tasks, TickSeconds] | None = None
+    for tasks in METHODS[search.method](search, direction, parts):
+        seconds = search.prices.seconds(tasks, direction, search.num_servers, tokens)
+        if best is not None and seconds.total_s >= best[1].total_s:
+            break
+        best = tasks, seconds
+    assert best is not None
+    return best
+
+
+def _merged(search: _Search, parts: Sequence[tuple[int, _Row]], which: str) -> Ints:
+    """Return homes, halves or annuli of all rows of a tick, samples and servers counted over all of them."""
+    found, first = [], 0
+    for stage, row in parts:
+        table: Ints = getattr(row, which).copy()
+        table[:, 0] += first
+        table[:, 3] += stage * search.cost_model.topology.num_lanes
+        found.append(table)
+        first += len(row.samples)
+    return np.concatenate(found)
+
+
+def _by_our_rule(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> Iterator[Tasks]:
+    """Yield tasks of growing tolerance, which end where the tick gets no faster: then fewer bytes help no more."""
+    homes, halves = _merged(search, parts, "homes"), _merged(search, parts, "halves")
+    query_bytes, kv_bytes = search.prices.task_bytes
+    extra = search.prices.profiles[direction].extra_tokens
+    for tolerance in search.prices.options.tolerances:
+        rules = Rules(search.prices.options.tile_tokens, tolerance, query_bytes, kv_bytes, extra)
+        tasks: list[Ints] = []
+        for half in range(search.prices.options.num_halves):
+            queries = np.ascontiguousarray(halves[halves[:, 4] == half, :4])
+            earlier = tasks[0] if tasks else _NONE
+            tasks.append(schedule(homes, queries, earlier, search.num_servers, rules))
+        yield tasks_of(homes, tasks)
+
+
+def _at_home(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> Iterator[Tasks]:
+    homes, halves = _merged(search, parts, "homes"), _merged(search, parts, "halves")
+    yield tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
+
+
+def _by_papers_rule(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> Iterator[Tasks]:
+    homes, annuli = _merged(search, parts, "homes"), _merged(search, parts, "annuli")
+    seqlens = np.array([sample.seqlen for _, row in parts for sample in row.samples], np.int64)
+    query_bytes, kv_bytes = search.prices.task_bytes
+    moved = schedule_as_paper(annuli, seqlens, search.num_servers, _PAPER_TOLERANCE, query_bytes, kv_bytes)
+    yield tasks_of(homes, [ranges_of(moved, seqlens)])
+
+
+METHODS: Mapping[str, _Way] = {"pool": _by_our_rule, "quota": _at_home, "paper": _by_papers_rule}
+"""Name -> how a tick's tasks are made."""
+
+
+def _tick_time(search: _Search, tick: Tick, seconds: TickSeconds, parts: Sequence[tuple[int, _Row]]) -> TickTime:
+    """Return a tick in nanoseconds, with its margin, embedding and head."""
+    pp_size, table = search.cost_model.topology.pp_size, search.cost_model.table
+    embedding, embedding_back, head, head_back = table.edges_s_per_token.tolist()
+    tokens = {stage: max(row.lane_tokens) for stage, row in parts}
+    at_first, at_last = tokens.get(0, 0), tokens.get(pp_size - 1, 0)
+    first, last = [0] * pp_size, [0] * pp_size
+    is_forward = tick.kind == KINDS[0]
+    first[0] = nanoseconds(at_first * (embedding if is_forward else embedding_back))
+    last[-1] = nanoseconds(at_last * (head if is_forward else head_back))
+    ahead, behind = (first, last) if is_forward else (last, first)
+    hops = tuple(nanoseconds(tokens.get(stage, 0) * table.hop_s_per_token) for stage in range(pp_size))
+    layers_s = seconds.total_s * (1.0 + search.prices.options.noise_margin)
+    return TickTime(tick, nanoseconds(layers_s), tuple(ahead), tuple(behind), hops)

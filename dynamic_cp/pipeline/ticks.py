@@ -1,0 +1,114 @@
+"""Ticks: all pipeline stages in the same phase, so that all of them can compute attention for each other.
+
+In a forward tick f, stage s runs micro-batch f - s; in a backward tick b, micro-batch b - (pp_size - 1 - s). A stage
+without one only serves: it computes attention for the others. There are m + pp_size - 1 ticks of each kind, pp_size
+forward ones first, then backward and forward in turn:
+
+    2 stages, 3 micro-batches        F0 F1 B0 F2 B1 F3 B2 B3
+    stage 0                          F0 F1  - F2 B0  - B1 B2
+    stage 1                           - F0 B0 F1 B1 F2 B2  -
+
+Every layer of a tick has an exchange of all stages, so all have to run the same ticks in the same order. Stage s keeps
+2 * pp_size - 1 - 2 * s micro-batches between forward and backward, where 1F1B keeps pp_size - s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.pipeline.graph import needed_operation
+from dynamic_cp.pipeline.schedule import KINDS, Kind, Operation
+
+StageTicks = Sequence[Sequence[Operation | None]]
+"""[stage][tick] -> what the stage runs; None: it only serves."""
+
+
+class Tick(NamedTuple):
+    """A phase of all stages; prints as `F3`."""
+
+    kind: Kind
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.number}"
+
+    def micro_batch(self, stage: int, pp_size: int, num_microbatches: int) -> int | None:
+        """Return what `stage` runs in it; None: it only serves."""
+        behind = stage if self.kind == KINDS[0] else pp_size - 1 - stage
+        found = self.number - behind
+        return found if 0 <= found < num_microbatches else None
+
+
+def tick_order(pp_size: int, num_microbatches: int) -> tuple[Tick, ...]:
+    """Return all ticks in the order in which they run."""
+    count = num_microbatches + pp_size - 1
+    forwards, backwards = ([Tick(kind, number) for number in range(count)] for kind in KINDS)
+    ahead = min(pp_size, count)
+    turns = [tick for pair in zip(backwards, forwards[ahead:], strict=False) for tick in pair]
+    return (*forwards[:ahead], *turns, *backwards[count - ahead :])
+
+
+def stage_ticks(pp_size: int, num_microbatches: int) -> list[list[Operation | None]]:
+    """Return what each stage runs in each tick, in order."""
+    order = tick_order(pp_size, num_microbatches)
+    found = []
+    for stage in range(pp_size):
+        rows = [tick.micro_batch(stage, pp_size, num_microbatches) for tick in order]
+        found.append(
+            [None if row is None else Operation(tick.kind, row) for tick, row in zip(order, rows, strict=True)]
+        )
+    return found
+
+
+def check_ticks(ticks: StageTicks, num_microbatches: int) -> None:
+    """Refuse lists with which stages would wait for each other forever.
+
+    A stage begins a tick when all stages are at it, none has to do something of the other phase, and its input is
+    there.
+
+    Raises:
+        IllegalPlanError: a stage lacks an operation, or the lists deadlock; the first line says where, those below show
+            the stages around it. `tick` is the place in the lists.
+    """
+    pp_size = len(ticks)
+    wanted = sorted(Operation(kind, row) for kind in KINDS for row in range(num_microbatches))
+    for stage, own in enumerate(ticks):
+        found = sorted(operation for operation in own if operation is not None)
+        if found != wanted:
+            strange = {*found} ^ {*wanted} or {one for one in found if found.count(one) > 1}
+            first = min(strange)
+            raise IllegalPlanError(
+                f"stage {stage} runs {first} {found.count(first)} times, it must be "
+                f"{wanted.count(first)}: list every operation of the stage once",
+                stage=stage,
+            )
+    done: set[tuple[int, Operation]] = set()
+    for place in range(max(map(len, ticks))):
+        here = [own[place] if place < len(own) else None for own in ticks]
+        lacking = [stage for stage, own in enumerate(ticks) if place >= len(own)]
+        if lacking:
+            _refuse(ticks, place, f"stage {lacking[0]} has {len(ticks[lacking[0]])} ticks, others have more")
+        phases = {operation.kind for operation in here if operation is not None}
+        if len(phases) > 1:
+            stages = [next(s for s, one in enumerate(here) if one is not None and one.kind == kind) for kind in KINDS]
+            _refuse(ticks, place, f"stage {stages[0]} is at {here[stages[0]]}, stage {stages[1]} at {here[stages[1]]}")
+        for stage, operation in enumerate(here):
+            need = None if operation is None else needed_operation(stage, operation, pp_size, 1)
+            if need is not None and (need.stage, need.operation) not in done:
+                _refuse(ticks, place, f"stage {stage} is at {operation} before {need.operation} of stage {need.stage}")
+        done |= {(stage, operation) for stage, operation in enumerate(here) if operation is not None}
+
+
+def _refuse(ticks: StageTicks, place: int, reason: str) -> None:
+    shown = range(max(0, place - 2), place + 3)
+    lines = [f"  tick {place - min(place, 2)} and on"]
+    for stage, own in enumerate(ticks):
+        cells = [str(own[one] or "-") if one < len(own) else "" for one in shown]
+        lines.append(f"  stage {stage}  " + " ".join(f"{cell:>5}" for cell in cells))
+    raise IllegalPlanError(
+        f"tick {place} deadlocks: {reason}, and attention of a tick needs all stages in one phase: run `tick_order` on "
+        "all of them; 1F1B and interleaving have no such order\n" + "\n".join(lines),
+        tick=place,
+    )

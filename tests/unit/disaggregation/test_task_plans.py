@@ -1,0 +1,404 @@
+"""Task plans: legal, the same as text, and as long as a simulation event by event says."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamic_cp.disaggregation import serialize
+from dynamic_cp.disaggregation.legal import check_task_plan
+from dynamic_cp.disaggregation.plan import HomedBatch, TaskPlan
+from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices
+from dynamic_cp.disaggregation.profile import AttentionProfile
+from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
+from dynamic_cp.disaggregation.tasks import HALF, HOLDER, SERVER, STOP, Tasks
+from dynamic_cp.disaggregation.timeline import TickTime, tick_timeline
+from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InfeasibleSampleError, UnsupportedFeatureError
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.pipeline.schedule import KINDS
+from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.pipeline.ticks import tick_order
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.types import CP_COMM_TYPES, PLACED, Lambda, PlanOptions, Recompute, Sample, Topology
+
+K = 1024
+MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
+
+
+def cost_model_of(pp_size: int, limit: int = 16 * K, recompute: Recompute = "full", **sizes: int) -> CostModel:
+    topology = Topology(num_lanes=4, tp_size=8, pp_size=pp_size, sequence_parallel=True, **sizes)
+    options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, *PLACED))
+    return CostModel(MODEL, HARDWARE, topology, options)
+
+
+def batch_of(seed: int = 0, num_tokens: int = 150 * K) -> list[Sample]:
+    """Return one sample that lasts longer than all others, and many shorter ones."""
+    rng = random.Random(seed)
+    seqlens = [50 * K + 77, 1]
+    while sum(seqlens) < num_tokens:
+        seqlens.append(round(rng.lognormvariate(7.5, 1.2)) % (30 * K) + 1)
+    return [Sample(sample_id=number, seqlen=size) for number, size in enumerate(seqlens)]
+
+
+@pytest.fixture(scope="module")
+def pooled() -> PlannedTasks:
+    return plan_tasks(batch_of(), cost_model_of(2), num_microbatches=[6])
+
+
+def test_a_pool_of_stages_is_legal_and_even(pooled: PlannedTasks) -> None:
+    plan = pooled.plan
+    check_task_plan(plan, batch_of())
+    assert (plan.num_microbatches, plan.num_servers, plan.num_halves) == (6, 8, 2)
+    assert len(plan.forward) == len(plan.backward) == 7
+    # In the first tick only stage 0 holds anything; servers of stage 1 compute for it.
+    first = plan.forward[0].rows
+    assert set(first[:, HOLDER]) == set(range(4))
+    assert set(first[:, SERVER]) > set(range(4, 8))
+    assert plan.num_tokens == sum(sample.seqlen for sample in batch_of())
+    assert "6 micro-batches" in repr(plan)
+
+
+def test_plans_do_not_depend_on_the_order_of_samples(pooled: PlannedTasks) -> None:
+    shuffled = batch_of()
+    random.Random(1).shuffle(shuffled)
+    other = plan_tasks(shuffled, cost_model_of(2), num_microbatches=[6])
+    assert serialize.digest(other.plan) == serialize.digest(pooled.plan)
+    assert other.makespan_s == pooled.makespan_s
+
+
+def test_plans_are_the_same_as_json_and_as_text(pooled: PlannedTasks) -> None:
+    plan = pooled.plan
+    assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
+    assert serialize.digest(plan) == serialize.digest(serialize.loads(serialize.dumps(plan)))
+    moved = plan.forward[0].rows.copy()
+    moved[0, SERVER] ^= 1
+    other = replace(plan, forward=(Tasks(moved), *plan.forward[1:]))
+    assert serialize.digest(other) != serialize.digest(plan)
+    assert other != plan
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "lacks schema_version"),
+        ("plan v1", "starts with 'tasks v1"),
+        ("tasks v1 policy=pool\n1 | | ", "line 2"),
+    ],
+)
+def test_texts_that_are_no_plans_are_refused(text: str, words: str) -> None:
+    with pytest.raises(DynamicCPError, match=words):
+        (serialize.loads if text.startswith("{") else serialize.parse_plan)(text)
+
+
+def with_rows(plan: TaskPlan, change: Any) -> TaskPlan:
+    rows = plan.forward[1].rows.copy()
+    found = change(rows)
+    rows = rows if found is None else found
+    return replace(plan, forward=(plan.forward[0], Tasks(rows), *plan.forward[2:]))
+
+
+def set_at(column: int, value: int, row: int = 0) -> Any:
+    def change(rows: Any) -> None:
+        rows[row, column] = value
+
+    return change
+
+
+def three_tasks(rows: Any) -> Any:
+    """Let server 7 compute three runs of a sample, with runs of others between."""
+    sample = np.bincount(rows[:, 0]).argmax()
+    own = np.flatnonzero((rows[:, 0] == sample) & (rows[:, HALF] == 1))
+    assert len(own) >= 5
+    rows[own, SERVER] = 6
+    rows[own[[0, 2, 4]], SERVER] = 7
+
+
+def off_the_grid(rows: Any) -> Any:
+    row = int((rows[:, STOP] - rows[:, 1] > 200).argmax())
+    parts = np.repeat(rows[row : row + 1], 2, axis=0)
+    parts[0, STOP] = parts[1, 1] = parts[0, 1] + 100
+    return np.concatenate([rows[:row], parts, rows[row + 1 :]])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_at(SERVER, 8), "computed by servers 0 to 8 of 8"),
+        (set_at(HOLDER, 7), r"held by server 7, their home \[0, \d+\] is on"),
+        (set_at(STOP, 5), "begins at token|ends at|hold"),
+        (set_at(HALF, 2), "halves of sample"),
+        (lambda rows: rows[1:], "not 0 to|hold"),
+        (three_tasks, "server [67] computes 3 tasks of sample 0"),
+        (off_the_grid, "which 128 does not divide"),
+    ],
+)
+def test_wrong_tasks_are_refused(pooled: PlannedTasks, change: Any, words: str) -> None:
+    with pytest.raises(IllegalPlanError, match=words) as caught:
+        check_task_plan(with_rows(pooled.plan, change), batch_of())
+    assert str(caught.value).startswith("tick F1")
+
+
+def test_wrong_plans_are_refused(pooled: PlannedTasks) -> None:
+    plan = pooled.plan
+    batch = plan.micro_batches[0]
+    masked = replace(batch.samples[0], mask=Lambda(0, 64))
+    lanes = batch.homes.copy()
+    lanes[0, 3] = 4
+    one_lane = batch.homes.copy()
+    one_lane[:, 3] = 0
+    more = Sample(sample_id=10**6, seqlen=5)
+    wrong = {
+        "0 micro-batches": replace(plan, micro_batches=()),
+        "vp_size 2, ticks have vp_size 1": replace(plan, topology=replace(plan.topology, vp_size=2)),
+        "tasks for 6 forward and 7 backward ticks, 7 of each": replace(plan, forward=plan.forward[1:]),
+        "has the mask": with_batch(plan, HomedBatch((masked, *batch.samples[1:]), batch.homes)),
+        "homes are on lanes 0 to 4 of 4": with_batch(plan, HomedBatch(batch.samples, lanes)),
+        "lane 0 holds": with_batch(plan, HomedBatch(batch.samples, one_lane)),
+        "is in micro-batches 0 and 1": with_batch(plan, plan.micro_batches[1]),
+    }
+    for words, one in wrong.items():
+        with pytest.raises(IllegalPlanError, match=words):
+            check_task_plan(one)
+    with pytest.raises(IllegalPlanError, match="given was Sample"):
+        check_task_plan(plan, [*batch_of(), more])
+    small = replace(plan, max_tokens_per_rank=max(max(one.lane_tokens(4)) for one in plan.micro_batches) + 8)
+    check_task_plan(small)
+
+
+def with_batch(plan: TaskPlan, batch: HomedBatch) -> TaskPlan:
+    return replace(plan, micro_batches=(batch, *plan.micro_batches[1:]))
+
+
+def test_what_servers_fetch_is_limited() -> None:
+    # One sample on lane 0 alone, its last queries on all others: each fetches all its keys.
+    topology = Topology(num_lanes=12)
+    sample = Sample(sample_id=0, seqlen=1200)
+    rows = [[0, 100 * part, 100 * (part + 1), 0, part, 0] for part in range(12)]
+    tasks = Tasks(np.array(rows, np.int32))
+    homes = HomedBatch((sample,), np.array([[0, 0, 1200, 0]], np.int32))
+    plan = TaskPlan(
+        topology=topology,
+        max_tokens_per_rank=1200,
+        tile_tokens=100,
+        scope="stage",
+        micro_batches=(homes,),
+        forward=(tasks,),
+        backward=(tasks,),
+    )
+    check_task_plan(plan)
+    spread = np.array([[0, 100 * part, 100 * (part + 1), part] for part in range(12)], np.int32)
+    away = np.array([[0, 100 * part, 100 * (part + 1), part, (part + 5) % 12, 0] for part in range(12)], np.int32)
+    wrong = replace(
+        plan,
+        max_tokens_per_rank=120,
+        micro_batches=(HomedBatch((sample,), spread),),
+        forward=(Tasks(away),),
+        backward=(Tasks(away),),
+    )
+    with pytest.raises(IllegalPlanError, match="fetches 1100 tokens' keys, the limit is 8 times 120"):
+        check_task_plan(wrong)
+    with pytest.raises(IllegalPlanError, match="other tasks backward than forward"):
+        check_task_plan(replace(plan, backward=(Tasks(tasks.rows[::-1].copy()),)))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"vp_size": 2}])
+def test_tasks_of_one_stage_run_as_placed_attention_on_any_schedule(sizes: dict[str, int]) -> None:
+    cost_model = cost_model_of(2, **sizes)
+    seconds, plan, tasks = plan_stage_tasks(batch_of(), cost_model, num_microbatches=[6])
+    check_plan(plan, batch_of())
+    check_task_plan(tasks, batch_of())
+    assert tasks.scope == "stage"
+    assert plan.num_placed == plan.num_microbatches == 6
+    assert seconds == makespan_ns(plan, cost_model) / 1e9
+    for row, homes in zip(plan.micro_batches, tasks.micro_batches, strict=True):
+        assert row.buckets[0].placement is not None
+        assert row.buckets[0].placement.home_tokens(4) == homes.lane_tokens(4)
+
+
+def test_a_pool_is_no_plan_for_one_stage(pooled: PlannedTasks) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"a pool of 2 stages .* nothing runs them yet"):
+        pooled.plan.placed()
+
+
+# ---- times
+
+
+def ends_event_by_event(
+    layer_ns: list[int], num_layers: int, ahead: list[list[int]], behind: list[list[int]], hops: list[list[int]],
+    pp_size: int, rows: int,
+) -> list[int]:  # fmt: skip
+    """Return [stage] when all is done: every stage is a process, every layer a meeting of all of them."""
+    order = tick_order(pp_size, rows)
+    arrived: dict[tuple[str, int, int], int] = {}
+    waiting: dict[int, int] = {}
+    met: dict[tuple[int, int], list[int]] = {}
+    ends = [0] * pp_size
+    events: list[tuple[int, int, int, int]] = [(0, stage, 0, -1) for stage in range(pp_size)]
+    heapq.heapify(events)
+
+    def inputs(stage: int, place: int) -> tuple[str, int, int] | None:
+        kind, number = order[place].kind, order[place].micro_batch(stage, pp_size, rows)
+        source = stage - 1 if kind == "F" else stage + 1
+        return None if number is None or not 0 <= source < pp_size else (kind, source, number)
+
+    while events:
+        now, stage, place, layer = heapq.heappop(events)
+        if layer == -1:  # wants to begin a tick
+            needed = inputs(stage, place)
+            if needed is not None and arrived.get(needed, now + 1) > now:
+                if needed in arrived:
+                    heapq.heappush(events, (arrived[needed], stage, place, -1))
+                else:
+                    waiting[stage] = place
+                continue
+            heapq.heappush(events, (now + ahead[place][stage], stage, place, 0))
+            continue
+        if layer < num_layers:  # at a layer, which all begin together
+            here = met.setdefault((place, layer), [])
+            here.append(stage)
+            if len(here) == pp_size:
+                for one in here:
+                    heapq.heappush(events, (now + layer_ns[place], one, place, layer + 1))
+            continue
+        end = now + behind[place][stage]
+        number = order[place].micro_batch(stage, pp_size, rows)
+        if number is not None:
+            key = (order[place].kind, stage, number)
+            arrived[key] = end + hops[place][stage]
+            for other in [one for one, at in waiting.items() if inputs(one, at) == key]:
+                heapq.heappush(events, (max(arrived[key], ends[other]), other, waiting.pop(other), -1))
+        ends[stage] = end
+        if place + 1 < len(order):
+            heapq.heappush(events, (end, stage, place + 1, -1))
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ticks_take_as_long_as_an_event_simulation_says(seed: int) -> None:
+    rng = random.Random(seed)
+    pp_size, rows, num_layers = rng.choice([1, 2, 3, 5]), rng.randint(1, 7), rng.randint(1, 4)
+    order = tick_order(pp_size, rows)
+    layer_ns = [rng.randint(1, 50) for _ in order]
+    ahead, behind, hops = ([[rng.randint(0, 60) for _ in range(pp_size)] for _ in order] for _ in range(3))
+    times = [
+        TickTime(tick, num_layers * layer_ns[place], tuple(ahead[place]), tuple(behind[place]), tuple(hops[place]))
+        for place, tick in enumerate(order)
+    ]
+    spans = tick_timeline(times, pp_size, rows)
+    assert [span.tick for span in spans] == list(order)
+    found = ends_event_by_event(layer_ns, num_layers, ahead, behind, hops, pp_size, rows)
+    assert list(spans[-1].stage_ends_ns) == found
+
+
+def test_profiles_are_the_kernels_of_plans() -> None:
+    cost_model = cost_model_of(1)
+    alone = cost_model.stage.attention.alone()
+    for direction in range(2):
+        profile = AttentionProfile.of(cost_model.stage.attention, direction)
+        whole = alone[direction].linear
+        expected = whole.per_token * 3000 + whole.per_token2 * 3000.0**2
+        assert float(profile.seconds(np.array(3000), np.array(3000))) == pytest.approx(expected)
+        # A task takes what its pairs do, and a little for each query.
+        few, many = profile.seconds(np.array([128, 128]), np.array([4096, 65536]))
+        assert 14 < many / few < 17
+    assert (AttentionProfile.of(cost_model.stage.attention, 1).seconds(np.array(9), np.array(99))) > 0
+
+
+def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: PlannedTasks) -> None:
+    tasks, tokens = pooled.plan.forward[3], 16 * K
+    found = {}
+    for recompute in ("none", "full"):
+        for ping_pong in (False, True):
+            prices = TickPrices(cost_model_of(2, recompute=recompute), TaskOptions(ping_pong=ping_pong))
+            found[recompute, ping_pong] = [prices.seconds(tasks, direction, 8, tokens) for direction in range(2)]
+    for recompute in ("none", "full"):
+        for one, other in zip(found[recompute, False], found[recompute, True], strict=True):
+            assert one.exposed_s == one.exchange_s > 0
+            assert other.exposed_s < 0.2 * other.exchange_s
+            assert other.total_s < one.total_s
+    (_, plain), (_, full) = found["none", True], found["full", True]
+    (forward, _) = found["none", True]
+    assert full.attention_s == pytest.approx(plain.attention_s + forward.attention_s)
+    assert full.exchange_s == pytest.approx(plain.exchange_s + forward.exchange_s)
+    assert full.linear_s > plain.linear_s
+
+
+def test_a_margin_stretches_layers_only_and_all_figures_agree(pooled: PlannedTasks) -> None:
+    samples = batch_of()
+    without = plan_tasks(samples, cost_model_of(2), TaskOptions(noise_margin=0.0), num_microbatches=[6])
+    assert without.plan == pooled.plan
+    layers = sum(one.total_s for one in without.seconds)
+    assert pooled.makespan_s - without.makespan_s == pytest.approx(0.04 * layers, rel=1e-3)
+    assert without.makespan_s >= layers
+    durations = [span.end_ns - span.start_ns for span in without.spans]
+    assert durations == [round(one.total_s * 1e9) for one in without.seconds]
+    kinds = [KINDS.index(span.tick.kind) for span in without.spans]
+    assert sorted(kinds) == [0] * 7 + [1] * 7
+
+
+def test_the_pool_is_faster_than_its_homes_alone() -> None:
+    cost_model, samples = cost_model_of(4), batch_of()
+    ours, quota, paper = (plan_tasks(samples, cost_model, method=method) for method in ("pool", "quota", "paper"))
+    assert ours.makespan_s < 0.9 * quota.makespan_s
+    exchange = [sum(one.exchange_s for one in planned.seconds) for planned in (ours, paper)]
+    assert exchange[0] < 0.8 * exchange[1]
+    assert ours.makespan_s < 1.05 * paper.makespan_s
+    assert (quota.plan.forward[3].rows[:, HOLDER] == quota.plan.forward[3].rows[:, SERVER]).all()
+    fixed = plan_tasks(samples, cost_model, TaskOptions(tolerances=(0.8,)))
+    assert ours.makespan_s <= fixed.makespan_s
+
+
+def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
+    cost_model, samples = cost_model_of(4), batch_of()
+    topology, options = cost_model.topology, cost_model.options
+    memory = MemoryModel(MODEL, HARDWARE, topology, options)
+    held = np.full((12, 4), 1000, np.int64)
+    none = np.zeros((4, 2, 4), np.int64)
+    ticks, stock = memory.peak_in_ticks(held, none), memory.peak_at(1000)
+    for stage in range(4):
+        assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
+            (2 * 4 - 1 - 2 * stage) / (4 - stage)
+        )
+    more = memory.peak_in_ticks(held, none + 500)
+    assert more[0].exchange_bytes == pytest.approx(1.5 * ticks[0].exchange_bytes)
+    planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
+    assert 0 < planned.peak_bytes <= memory.available_bytes
+    little = MemoryModel(MODEL, replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"), topology, options)
+    with pytest.raises(InfeasibleSampleError, match="the first stage keeping 7 of them"):
+        plan_tasks(samples, cost_model, memory=little, num_microbatches=[8])
+
+
+def test_what_has_no_tasks_is_refused() -> None:
+    samples = batch_of()
+    with pytest.raises(UnsupportedFeatureError, match=r"interleaving \(vp_size 2\) has none"):
+        plan_tasks(samples, cost_model_of(2, vp_size=2))
+    with pytest.raises(UnsupportedFeatureError, match="sample 0 has the mask lambda"):
+        plan_tasks([replace(samples[0], mask=Lambda(0, 64))], cost_model_of(2))
+    good = cost_model_of(2)
+    for model, words in (
+        (replace(MODEL, window_tokens=512), "have the masks lambda"),
+        (replace(MODEL, pipeline_layers=((15,), (17,))), "stages have 15 to 17 layers"),
+    ):
+        with pytest.raises(UnsupportedFeatureError, match=words):
+            TickPrices(CostModel(model, HARDWARE, good.topology, good.options), TaskOptions())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"noise_margin": -0.1}, "noise_margin is -0.1"),
+        ({"tolerances": (0.1, -0.2)}, r"tolerances are \(0.1, -0.2\)"),
+        ({"tolerances": ()}, "at least one"),
+        ({"tile_tokens": 100}, "tile_tokens is 100, a multiple of 16"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DynamicCPError, match=words):
+        TaskOptions(**options)
