@@ -9,6 +9,22 @@ from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, T
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""
 
+TASK_POLICIES = ("stage-tasks", "pool", "pool-quota", "pool-distca", "with-pool")
+"""Policies whose attention is tasks of servers (`dynamic_cp.disaggregation`): they are compared, not run."""
+NOISE_MARGIN = 0.04
+"""Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
+plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
+
+
+def why_not_run(policy: str) -> str | None:
+    """Return why a policy can be compared only; None for one that this does not hold for."""
+    if policy not in TASK_POLICIES:
+        return None
+    return (
+        f"policy {policy} gives attention to servers, which is planned and priced but not run yet: compare it "
+        f"with `dynamic-cp simulate --policy {policy},dynamic`, and plan with dynamic"
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:

@@ -23,7 +23,7 @@ from dynamic_cp.cli.parameters import (
     taken,
 )
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions
 
@@ -76,7 +76,10 @@ def command(policy: str, bound: bool, output: str | None, json: str | None, **gi
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
+        from dynamic_cp.setting import why_not_run
 
+        if (reason := why_not_run(policy)) is not None:
+            raise UnsupportedFeatureError(reason)
         if policy not in POLICIES:
             near = did_you_mean(policy, POLICIES)
             raise InvalidInputError(f"policy {policy!r} is unknown{near}: use one of {', '.join(POLICIES)}")

@@ -22,6 +22,7 @@ from dynamic_cp.cli.parameters import (
 )
 from dynamic_cp.cli.tuned import compared_at_their_best, searched, shared_of, space_of
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.setting import NOISE_MARGIN
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -51,12 +52,27 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb.",
+        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and what is "
+        "planned but not run yet: stage-tasks, pool, pool-quota, pool-distca, with-pool.",
+    ),
+    one_option(
+        "--noise-margin",
+        type=float,
+        default=NOISE_MARGIN,
+        show_default=True,
+        metavar="SHARE",
+        help="By which ticks of a pool last longer than planned: every layer waits for the slowest of all servers, at "
+        "2% jitter 4% longer with 64 of them.",
+    ),
+    one_option(
+        "--no-ping-pong",
+        is_flag=True,
+        help="In a pool, do not compute layers in two halves of which one travels while the other is computed.",
     ),
 )
 @planner_options
 @json_option
-def command(policy: str, json: str | None, **given: Any) -> None:
+def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | None, **given: Any) -> None:
     """Plan the same global batches with several policies; say how long each takes, where its time goes and what to
     choose.
 
@@ -66,7 +82,7 @@ def command(policy: str, json: str | None, **given: Any) -> None:
     longest sample, unless --static-cp-size sets another.
     """
     check_writable(json)
-    comparison, batch = compared(policy, given)
+    comparison, batch = compared(policy, given, noise_margin=noise_margin, ping_pong=not no_ping_pong)
     if json:
         from dynamic_cp.comparison import to_dict
 
@@ -89,11 +105,17 @@ def policies_in(policy: str) -> tuple[str, ...]:
     return compared_policies([name.strip() for name in policy.split(",") if name.strip()])
 
 
-def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput]:
+def compared(
+    policy: str, given: dict[str, Any], *, noise_margin: float = NOISE_MARGIN, ping_pong: bool = True
+) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
     from dynamic_cp.comparison import PEERS, compare_policies
+    from dynamic_cp.disaggregation.prices import TaskOptions
+    from dynamic_cp.setting import TASK_POLICIES
 
     names = policies_in(policy)
+    tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)
+    others = (*PEERS, *TASK_POLICIES)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()
     if "flexsp" in names:
@@ -106,13 +128,13 @@ def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput
         steps(0, 1, "lengths")
         batches = batch.draw(DEFAULT_BATCHES)
         if job.gpus is not None:
-            planned = [name for name in names if name not in PEERS]
+            planned = [name for name in names if name not in others]
             if not planned:
                 raise InvalidInputError(f"policies {', '.join(names)} have no layout of their own: add dynamic")
             shared = shared_of(job, batch, batches)
             found = searched(space_of(job), shared, planned, steps)
-            peers = [name for name in names if name in PEERS]
-            return compared_at_their_best(found, shared, (job.model, job.hardware_name), steps, peers), batch
+            peers = [name for name in names if name in others]
+            return compared_at_their_best(found, shared, (job.model, job.hardware_name), steps, peers, tasks), batch
         comparison = compare_policies(
             batches,
             topology=job.topology,
@@ -124,6 +146,7 @@ def compared(policy: str, given: dict[str, Any]) -> tuple[Comparison, BatchInput
             distributed_optimizer=not job.no_distributed_optimizer,
             model_name=job.model,
             hardware_name=job.hardware_name,
+            task_options=tasks,
             progress=steps,
         )
     return comparison, batch

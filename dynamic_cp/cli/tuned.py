@@ -16,6 +16,7 @@ from dynamic_cp.types import AUTO, RECOMPUTE_MODES, CpCommType, Hardware, ModelS
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
+    from dynamic_cp.disaggregation.prices import TaskOptions
     from dynamic_cp.sweep import Found, Space, Sweep, SweepJob
 
 Batches = tuple[tuple[Sample, ...], ...]
@@ -107,7 +108,12 @@ def searched(
 
 
 def compared_at_their_best(
-    found: Sweep, shared: SweepJob, names: tuple[str, str], steps: Progress, peers: Sequence[str] = ()
+    found: Sweep,
+    shared: SweepJob,
+    names: tuple[str, str],
+    steps: Progress,
+    peers: Sequence[str] = (),
+    task_options: TaskOptions | None = None,
 ) -> Comparison:
     """Return the comparison of what a sweep found; names: of model and hardware."""
     from dynamic_cp.comparison import compare_settings
@@ -122,6 +128,7 @@ def compared_at_their_best(
         distributed_optimizer=shared.distributed_optimizer,
         model_name=names[0],
         hardware_name=names[1],
+        task_options=task_options,
         progress=steps,
     )
 

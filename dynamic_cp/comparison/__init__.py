@@ -10,6 +10,7 @@ Read in this order:
 - `values`: what a comparison holds
 - `job`: one comparison, and one plan in it
 - `peer_policies`: planners of others
+- `task_policies`: attention as tasks of servers
 - `compare`: plans every batch with every policy
 - `verdict`: what to conclude, in words
 - `as_dict`: a comparison as plain data

@@ -17,13 +17,15 @@ from dataclasses import replace
 
 from dynamic_cp.comparison.job import Job, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
+from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
+from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.setting import STATIC_POLICIES, Setting
+from dynamic_cp.setting import STATIC_POLICIES, TASK_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
@@ -41,7 +43,7 @@ def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         InvalidInputError: an unknown policy, or none.
     """
-    known = (*POLICIES, *PEERS)
+    known = (*POLICIES, *PEERS, *TASK_POLICIES)
     for name in names:
         if name not in known:
             raise InvalidInputError(
@@ -64,6 +66,7 @@ def compare_policies(
     distributed_optimizer: bool = True,
     model_name: str = "",
     hardware_name: str = "",
+    task_options: TaskOptions | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Return what each of `policies` makes of each of `batches`; the same for the same arguments, except `plan_s`.
@@ -71,10 +74,11 @@ def compare_policies(
     Args:
         batches: global batches, at least one.
         topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
-        policies: names of POLICIES and PEERS.
+        policies: names of POLICIES, PEERS and TASK_POLICIES.
         limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
         distributed_optimizer: the optimizer state is sharded over the lanes.
         model_name, hardware_name: kept in the result.
+        task_options: of TASK_POLICIES.
         progress: called before every policy and after every batch.
 
     Raises:
@@ -101,6 +105,9 @@ def compare_policies(
         report.start(name)
         if name in peers:
             outcomes.append(outcome_of_peer(name, peers[name], job, base, report.next))
+            continue
+        if name in TASK_POLICIES:
+            outcomes.append(outcome_of_tasks(name, job, base, task_options or TaskOptions(), report.next))
             continue
         options = job.allowed_to(name, base)
         if name in STATIC_POLICIES:
@@ -135,14 +142,17 @@ def compare_settings(
     distributed_optimizer: bool = True,
     model_name: str = "",
     hardware_name: str = "",
+    task_options: TaskOptions | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Return what each of `settings` makes of each of `batches`: policies, each at a layout of its own.
 
     Args:
-        batches, model, hardware, distributed_optimizer, model_name, hardware_name, progress: as `compare_policies`.
+        batches, model, hardware, distributed_optimizer, model_name, hardware_name, task_options, progress: as
+            `compare_policies`.
         settings: at least one, of different policies of POLICIES, all on as many ranks.
-        peers: names of PEERS, which run at the setting of the dynamic policy (of the first, without it).
+        peers: names of PEERS and TASK_POLICIES, which run at the setting of the dynamic policy (of the first, without
+            it).
         search: of all plans.
 
     Raises:
@@ -150,7 +160,8 @@ def compare_settings(
     """
     _check_batches(batches)
     names = (*(one.policy for one in settings), *peers)
-    loaded = {name: load_peer(name) for name in compared_policies(peers)} if peers else {}
+    others = compared_policies(peers) if peers else ()
+    loaded = {name: load_peer(name) for name in others if name in PEERS}
     report = _Steps(progress, names, len(batches))
     main = next((one for one in settings if one.policy == "dynamic"), settings[0])
     outcomes = []
@@ -169,6 +180,8 @@ def compare_settings(
         report.start(name)
         if name in loaded:
             outcomes.append(outcome_of_peer(name, loaded[name], job, options, report.next))
+        elif name in TASK_POLICIES:
+            outcomes.append(outcome_of_tasks(name, job, options, task_options or TaskOptions(), report.next))
         else:
             outcomes.append(_outcome(name, job, options, report.next))
     report.start("done")

@@ -7,18 +7,20 @@ import importlib.metadata
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from dynamic_cp.comparison.job import Job, batch_outcome, rates
 from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.mechanisms.all_gather import AllGather
 from dynamic_cp.peers.peer import PeerResult
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlannedBatch, PlanOptions, Sample
 
-PEERS = ("megatron-0.16.1", "flexsp", "wlb")
+PEERS = ("megatron-0.16.1", "flexsp", "wlb", "wlb-exposed")
 """Planners of others, compared on request."""
 PEER_GROUP = "dynamic_cp.peers"
 """Entry points of peers that need more than this package."""
@@ -28,7 +30,7 @@ Peer = Callable[[Sequence[Sample], CostModel], PeerResult]
 
 def load_peer(name: str) -> Peer:
     """Return the planner of a peer; UnsupportedFeatureError: what it needs is not installed."""
-    if name == "wlb":
+    if name in ("wlb", "wlb-exposed"):
         from dynamic_cp.peers import wlb
 
         return wlb.peer
@@ -63,8 +65,11 @@ def outcome_of_peer(
 ) -> PolicyOutcome:
     """Return what `peer` makes of all batches; UnsupportedFeatureError: it has no result for this job.
 
-    `count` is called after every batch.
+    `count` is called after every batch. "wlb-exposed" gathers all keys before attention, which hides nothing of it, as
+    WLB-LLM and the comparisons of DistCA do; "wlb" has the exchanges of the job.
     """
+    if name == "wlb-exposed":
+        options = replace(options, cp_comm_types=(AllGather.name,))
     prices = job.prices(options)
     memory = job.memory(options, None)
     batches = []

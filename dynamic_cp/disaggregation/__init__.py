@@ -16,5 +16,6 @@ one stage or of all pipeline stages (the *pool*). Read in this order:
 - `prices`: what a tick takes
 - `timeline`: when ticks run
 - `rows`: which samples share a micro-batch
-- `search`: the fastest plan
+- `search`: the fastest plan of tasks
+- `choice`: the fastest plan of all
 """

@@ -21,6 +21,10 @@ from dynamic_cp.types import Sample
 
 _AGAIN = "plan these samples again"
 
+MOST_FETCHED_IN_POOL = (4, 32)
+"""(Queries, keys) that a server may fetch in a tick, over the limit of tokens per rank: servers of a pool meet the longest
+documents of all stages. It bounds buffers; what they take, `MemoryModel.peak_in_ticks` counts."""
+
 
 def check_task_plan(plan: TaskPlan, samples: Iterable[Sample] | None = None) -> None:
     """Refuse `plan` unless every rank can run it and every sample is in it once.
@@ -33,7 +37,7 @@ def check_task_plan(plan: TaskPlan, samples: Iterable[Sample] | None = None) -> 
         5. Tasks tile the samples of their tick, and every token is held where its home is: tasks move no tokens.
         6. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
            either half. The second half of a sample comes after the first.
-        7. What a server fetches stays below a limit, as with placed attention.
+        7. What a server fetches stays below a limit, with scope stage that of placed attention.
 
     Raises:
         IllegalPlanError: the first broken rule, with its numbers; `micro_batch` or `tick` name it.
@@ -126,7 +130,7 @@ def _check_tick(plan: TaskPlan, name: str, tasks: Tasks, parts: Sequence[tuple[i
     if reason is None:
         reason = _why_tasks_wrong(plan, rows, parts)
     if reason is None:
-        reason = _why_too_much_fetched(plan, tasks)
+        reason = why_too_much_fetched(plan, tasks)
     if reason is not None:
         raise IllegalPlanError(f"{what}: {reason}: {_AGAIN}", tick=name)
 
@@ -176,9 +180,11 @@ def homes_in_tick(plan: TaskPlan, parts: Sequence[tuple[int, int]]) -> Ints:
     return np.concatenate(found)
 
 
-def _why_too_much_fetched(plan: TaskPlan, tasks: Tasks) -> str | None:
+def why_too_much_fetched(plan: TaskPlan, tasks: Tasks) -> str | None:
+    """Return which server fetches too much for `tasks` of `plan`, with the numbers; None: none does."""
     fetched = fetched_tokens(tasks, plan.num_servers, lanes_in_one_node(plan.topology))
-    for kind, times, tokens in zip(("queries", "keys"), MOST_FETCHED, fetched, strict=True):
+    most = MOST_FETCHED_IN_POOL if plan.scope == "pool" else MOST_FETCHED
+    for kind, times, tokens in zip(("queries", "keys"), most, fetched, strict=True):
         if tokens.max(initial=0) > times * plan.max_tokens_per_rank:
             return (
                 f"server {int(tokens.argmax())} fetches {tokens.max()} tokens' {kind}, the limit is {times} times "

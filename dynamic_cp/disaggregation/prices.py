@@ -23,11 +23,9 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.setting import NOISE_MARGIN
 from dynamic_cp.types import CAUSAL, ModelShape
 
-NOISE_MARGIN = 0.04
-"""Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
-plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """How far servers may be from even; a tick takes the one with which it is fastest."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.disaggregation.homes import halved
-from dynamic_cp.disaggregation.legal import check_task_plan
+from dynamic_cp.disaggregation.legal import MOST_FETCHED_IN_POOL, check_task_plan, why_too_much_fetched
 from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
 from dynamic_cp.disaggregation.plan import HomedBatch, TaskPlan
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSeconds
@@ -27,7 +27,6 @@ from dynamic_cp.disaggregation.tasks import Tasks, tasks_of
 from dynamic_cp.disaggregation.timeline import TickSpan, TickTime, tick_timeline
 from dynamic_cp.disaggregation.traffic import fetched_tokens
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.schedule import KINDS
@@ -215,6 +214,8 @@ def plan_stage_tasks(
             backward=tuple(found),
             policy="tasks",
         )
+        if any(why_too_much_fetched(tasks, one) is not None for one in found):
+            continue
         check_task_plan(tasks, samples)
         for num_divisions in _DIVISIONS:
             plan = tasks.placed(num_divisions, lanes_in_one_node(topology))
@@ -263,7 +264,7 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
         policy=search.method,
     )
     if search.method != "paper":
-        if (share > MOST_FETCHED).any():
+        if (share > MOST_FETCHED_IN_POOL).any():
             return None
         check_task_plan(plan, samples)
     return PlannedTasks(

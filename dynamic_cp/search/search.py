@@ -40,6 +40,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.search.placed import guess_of, may_place, options_of_packing, placed_plans, without_placed
+from dynamic_cp.setting import why_not_run
 from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
@@ -91,9 +92,11 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
         InfeasibleSampleError: a sample that no allowed CP size can hold.
         UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve, or has a mask that
-            none of them serves.
+            none of them serves; a policy that can only be compared.
     """
     topology, policy = problem.topology, problem.policy
+    if (reason := why_not_run(policy)) is not None:
+        raise UnsupportedFeatureError(reason)
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples), problem.model)
