@@ -9,7 +9,7 @@ TORCH  ?= torch==2.13.0
 # Tests on four processes, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check quick nightly costs newest parity lint kernels bench bench-planner bench-blocks docs clean
+.PHONY: train test check quick nightly costs newest parity lint kernels bench bench-planner bench-blocks bench-disaggregated docs clean
 
 # Modules are compiled by who imports them: most of what is installed nobody does.
 export PIP_NO_COMPILE = 1
@@ -77,6 +77,10 @@ bench-planner: $(READY)
 # Compares placed attention with every other way to share attention out (modelled) and writes the tables of docs/blocks.md.
 bench-blocks: $(READY)
 	$(BIN)/python -m benchmarks.blocks
+
+# Compares attention in a pool of all stages with every other way (modelled) and writes the tables of docs/disaggregated.md.
+bench-disaggregated: $(READY)
+	$(BIN)/python -m benchmarks.disaggregated
 
 # The pages of docs/ as a site in runs/site; warnings are errors. Flags, options and drawings are made anew.
 docs: $(READY)

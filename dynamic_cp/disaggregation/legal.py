@@ -22,8 +22,8 @@ from dynamic_cp.types import Sample
 _AGAIN = "plan these samples again"
 
 MOST_FETCHED_IN_POOL = (4, 32)
-"""(Queries, keys) that a server may fetch in a tick, over the limit of tokens per rank: servers of a pool meet the longest
-documents of all stages. It bounds buffers; what they take, `MemoryModel.peak_in_ticks` counts."""
+"""(Queries, keys) that a server may fetch in a tick, over the limit of tokens per rank: servers of a pool meet the
+longest documents of all stages. It bounds buffers; what they take, `MemoryModel.peak_in_ticks` counts."""
 
 
 def check_task_plan(plan: TaskPlan, samples: Iterable[Sample] | None = None) -> None:

@@ -40,6 +40,8 @@ _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
 _STAGE_ROWS = (1, 2, 4)
 """The same, as multiples of the pipeline's stages."""
+_PATIENCE = 2
+"""Ever larger numbers that are slower, one after the other, after which no more are tried."""
 _PAPER_TOLERANCE = 0.1
 _DIVISIONS = (1, 2, 4)
 """Of placed attention, for tasks of one stage."""
@@ -136,14 +138,18 @@ def plan_tasks(
     search = _Search(prices, method, topology.num_lanes * topology.pp_size, memory)
     ordered = longest_first(samples) if method != "paper" else list(samples)
     best: PlannedTasks | None = None
-    tried = 0
+    tried = num_slower = 0
     for number in num_microbatches or _numbers(ordered, cost_model):
         found = _planned(search, ordered, number)
         if found is None:
             continue
         tried += 1
         if best is None or found.makespan_s < best.makespan_s:
-            best = found
+            best, num_slower = found, 0
+        else:
+            num_slower += 1
+        if num_slower == _PATIENCE:
+            break
     if best is None:
         raise _infeasible(ordered, cost_model, 2 * topology.pp_size - 1)
     return best._replace(reason=f"{method}: m={best.plan.num_microbatches} of {tried} numbers of micro-batches")

@@ -1,0 +1,159 @@
+"""Whole steps: every way to run a global batch, each with its own best number of micro-batches, order and limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
+from benchmarks.planner.report import Row, table
+from dynamic_cp.comparison import compare_policies
+from dynamic_cp.disaggregation.prices import TaskOptions
+from dynamic_cp.disaggregation.search import plan_stage_tasks, plan_tasks
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.search.search import plan_problem
+
+OTHERS = ("static", "wlb", "wlb-exposed")
+WITHOUT = (*OTHERS, "dynamic", "dynamic VPP 2", "stage-tasks")
+"""Ways without a pool."""
+NAMES = (*WITHOUT, "pool-quota", "pool-distca", "pool")
+TIMES = (1, 2)
+"""Full micro-batches of a global batch, over the stages of the pipeline."""
+MODELS, DATA = ("8B", "34B"), ("pretrain", "prolong")
+ONE_STAGE = tuple(
+    Case(model, data, longest, 64, 1, 2) for model, data, longest in product(MODELS, DATA, (128 * K, 512 * K))
+)
+PIPELINES = tuple(
+    Case(model, data, longest, 8 * lanes * pp, pp, times * pp)
+    for longest, lanes in ((512 * K, 8), (128 * K, 4))
+    for pp, model, data, times in product((4, 8), MODELS, DATA, TIMES)
+)
+TWO_STAGES = tuple(Case(model, data, 512 * K, 128, 2, 4) for model, data in product(MODELS, DATA))
+NETWORKS = tuple(
+    Case("8B", data, 512 * K, 64 * pp, pp, 2 * pp, gb_per_s)
+    for data, pp, gb_per_s in product(DATA, (1, 4), (15.0, 40.0, 80.0))
+)
+
+
+def measure(case: Case, seed: int = 0) -> Row:
+    """Return the makespan in seconds of every way; None where one has no plan."""
+    samples, problem = case.samples(seed), case.problem()
+    compared = compare_policies(
+        [samples], topology=problem.topology, model=problem.model, hardware=problem.hardware, options=problem.options,
+        policies=OTHERS,
+    )  # fmt: skip
+    row: Row = {"case": case, **{one.policy: one.batches[0].makespan_s for one in compared.policies}}
+    cost_model, memory = cost_model_of(problem), memory_of(problem)
+    row["dynamic"] = makespan_ns(plan_problem(problem, samples).plan, cost_model) / 1e9
+    row["dynamic VPP 2"] = None
+    if case.pp > 1:
+        chunks = case.problem(2)
+        row["dynamic VPP 2"] = makespan_ns(plan_problem(chunks, samples).plan, cost_model_of(chunks)) / 1e9
+    try:
+        row["stage-tasks"] = plan_stage_tasks(samples, cost_model_of(case.problem(placed=True)))[0]
+    except DynamicCPError:
+        row["stage-tasks"] = None
+    for name, method, options in (
+        ("pool-quota", "quota", TaskOptions()),
+        ("pool-distca", "paper", TaskOptions()),
+        ("pool", "pool", TaskOptions()),
+    ):
+        try:
+            found = plan_tasks(samples, cost_model, options, method=method, memory=memory)
+        except DynamicCPError:
+            row[name] = None
+            continue
+        row[name] = found.makespan_s
+        if name == "pool":
+            row["exposed"] = sum(one.exposed_s for one in found.seconds)
+            row["m"] = found.plan.num_microbatches
+    return row
+
+
+def measure_network(case: Case) -> Row:
+    """Return the seconds of dynamic CP, and of the pool with and without ping-pong and with DistCA's rule."""
+    samples, problem = case.samples(), case.problem()
+    cost_model = cost_model_of(problem)
+    row: Row = {"case": case, "dynamic": makespan_ns(plan_problem(problem, samples).plan, cost_model) / 1e9}
+    for name, method, options in (
+        ("pool", "pool", TaskOptions()),
+        ("single stream", "pool", TaskOptions(ping_pong=False)),
+        ("pool-distca", "paper", TaskOptions()),
+    ):
+        row[name] = plan_tasks(samples, cost_model, options, method=method).makespan_s
+    return row
+
+
+def without_s(row: Row) -> float:
+    """Return the seconds of the best way without a pool."""
+    return min(row[name] for name in WITHOUT if row[name] is not None)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return a line for each case: seconds, and what the pool gives over the best of all others."""
+    lines = []
+    for row in rows:
+        cells = ["–" if row[name] is None else f"{row[name]:.2f}" for name in NAMES]
+        gain = "–" if row["pool"] is None else f"{without_s(row) / row['pool']:.2f}"
+        lines.append((row["case"].name, *cells, gain))
+    return table("job | " + " | ".join(NAMES) + " | best without / pool", lines)
+
+
+def geometric(values: Sequence[float]) -> str:
+    """Return the geometric mean and the range."""
+    if not values:
+        return "–"
+    return f"{float(np.exp(np.mean(np.log(values)))):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def summary_markdown(rows: Sequence[Row]) -> str:
+    """Return what the pool gives, over what, by length of documents and stages."""
+    lines = []
+    for longest, pp in sorted({(row["case"].longest, row["case"].pp) for row in rows}):
+        own = [row for row in rows if (row["case"].longest, row["case"].pp) == (longest, pp) and row["pool"]]
+        after = [without_s(row) / min(row["pool"], without_s(row)) for row in own]
+        lines.append(
+            (
+                f"{longest // K}k, PP {pp}", len(own),
+                *(geometric([row[name] / row["pool"] for row in own if row[name]]) for name in ("wlb-exposed", "wlb")),
+                geometric([row["dynamic"] / row["pool"] for row in own]),
+                geometric([row["pool-distca"] / row["pool"] for row in own if row["pool-distca"]]),
+                geometric([without_s(row) / row["pool"] for row in own]),
+                geometric(after),
+            )
+        )  # fmt: skip
+    header = (
+        "longest, stages | cases | wlb-exposed / pool | wlb / pool | dynamic / pool | DistCA's rule / ours | "
+        "best without / pool | after choice"
+    )
+    return table(header, lines)
+
+
+def goals_markdown(rows: Sequence[Row]) -> str:
+    """Return the goals of whole steps and what is reached."""
+    lines = []
+    for longest, goal in ((512 * K, 1.2), (128 * K, 1.05)):
+        own = [row for row in rows if row["case"].longest == longest and row["case"].pp >= 4 and row["pool"]]
+        if not own:
+            continue
+        gains = [without_s(row) / row["pool"] for row in own]
+        chosen = [max(gain, 1.0) for gain in gains]
+        mean = float(np.exp(np.mean(np.log(chosen))))
+        reached = "met" if mean >= goal else "missed"
+        words = f"{longest // K}k documents, PP 4 and 8, {len(own)} cases: best without / with the pool, after choice"
+        lines.append((words, f"≥ {goal:g}", geometric(chosen), reached))
+    return table("figure | goal | reached: geometric mean (range) | ", lines)
+
+
+def network_markdown(rows: Sequence[Row]) -> str:
+    """Return a line for each pipeline and data: seconds by bandwidth."""
+    names = ("dynamic", "pool", "single stream", "pool-distca")
+    lines = []
+    for key in dict.fromkeys((row["case"].data, row["case"].pp) for row in rows):
+        own = [row for row in rows if (row["case"].data, row["case"].pp) == key]
+        lines += [(f"{key[0]}, PP {key[1]}", name, *(f"{row[name]:.2f}" for row in own)) for name in names]
+    bandwidths = list(dict.fromkeys(row["case"].gb_per_s for row in rows))
+    return table("job | way | " + " | ".join(f"{one:g} GB/s" for one in bandwidths), lines, left=2)

@@ -1,0 +1,59 @@
+"""`make bench-disaggregated`: it runs, its figures are in the order that they must have, the page has places."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.disaggregated import __main__ as command
+from benchmarks.disaggregated import noise, scheduler, steps
+from benchmarks.disaggregated.setting import K, batch, documents, model_of
+from benchmarks.planner.report import Row
+
+
+@pytest.fixture(scope="module")
+def row() -> Row:
+    return steps.measure(command.QUICK_CASE)
+
+
+def test_batches_have_the_tokens_and_the_longest_documents_that_they_are_to_have() -> None:
+    for data in ("pretrain", "prolong"):
+        assert documents(data, 128 * K).max() == 128 * K or data == "pretrain"
+        samples = batch(data, 128 * K, 10**6, 1)
+        assert sum(sample.seqlen for sample in samples) == 10**6
+        assert samples == batch(data, 128 * K, 10**6, 1) != batch(data, 128 * K, 10**6, 2)
+    assert 33e9 < model_of("34B").num_parameters < 35e9
+
+
+def test_every_way_has_a_time_and_baselines_are_at_their_best(row: Row) -> None:
+    assert all(row[name] > 0 for name in steps.NAMES)
+    assert row["wlb"] <= row["wlb-exposed"]
+    network = steps.measure_network(command.QUICK_CASE)
+    assert network["pool"] <= network["single stream"]
+    assert steps.without_s(row) <= row["dynamic"]
+    assert f"{steps.without_s(row) / row['pool']:.2f}" in steps.markdown([row])
+
+
+def test_the_scheduler_sends_less_than_the_paper_and_is_as_even(row: Row) -> None:
+    found = scheduler.measure(*command.QUICK_CELLS[1])
+    assert found["order"]["load"] <= 1.1 + found["tile"]
+    assert found["order_equal"]["gb"] < found["paper"]["gb"]
+    assert "met" in scheduler.goals_markdown([found])
+
+
+def test_a_barrier_in_every_layer_costs_more_than_one_a_step() -> None:
+    layer, step = noise.barrier_shares(64, 0.02)
+    assert 0.04 < layer < 0.06 > 4 * step > 0
+
+
+def test_the_page_has_a_place_for_every_table(row: Row, tmp_path: Path) -> None:
+    tables = {}
+    for section in command.SECTIONS:
+        tables |= command.tables_of(section, quick=True)
+    command.write(tmp_path, tables)
+    page = (tmp_path / "disaggregated.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- begin (\S+) -->", page)) == set(tables)
+    assert all(text in page for text in tables.values())
+    assert "nan" not in page
