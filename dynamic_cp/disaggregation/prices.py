@@ -158,13 +158,19 @@ def refuse_model(model: ModelShape, pp_size: int) -> None:
     """Refuse a model whose attention cannot be tasks.
 
     Raises:
-        UnsupportedFeatureError: layers that see other keys than all before, or stages with different numbers of layers.
+        UnsupportedFeatureError: layers that see other keys than all before, experts, or stages with different numbers
+            of layers.
     """
     if model.layer_masks != (CAUSAL,):
         masks = ", ".join(map(str, model.layer_masks))
         raise UnsupportedFeatureError(
             f"attention tasks have all keys up to their queries, layers of this model have the masks {masks}: use "
             "placed attention (--cp-comm-type blocks)"
+        )
+    if model.experts is not None:
+        raise UnsupportedFeatureError(
+            f"layers of this model have {model.experts.num_experts} experts, whose exchange ticks do not price (0 is "
+            "possible): compare dynamic CP"
         )
     layers = {stage.num_layers for stage in model.stages(pp_size)}
     if len(layers) > 1:

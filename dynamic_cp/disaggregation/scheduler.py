@@ -18,8 +18,8 @@ Source: DistCA (arXiv 2510.18121, section 4.2) moves items greedily by work over
 bytes; ours are exact. `paper.py` has its rule.
 
 Limits: all links cost the same. The price does not see which server sends or receives most: a weight for that changed
-the busiest one's bytes by -6% to +16%, and cost up to 6% more in all (docs/LOG.md). It is where documents lie that decides
-(`homes.py`), and how far work is evened out (`search.py`).
+the busiest one's bytes by -6% to +16%, and cost up to 6% more in all (docs/LOG.md). It is where documents lie that
+decides (`homes.py`), and how far work is evened out (`search.py`).
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class MemoryModel:
                 ],
                 axis=0,
             )
-            memory.append(self._worst_lane(stage, alive, most, buffers))
+            memory.append(self._worst_lane(stage, alive, most, buffers, alive, most))
         return tuple(memory)
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:

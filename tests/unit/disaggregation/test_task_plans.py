@@ -387,6 +387,7 @@ def test_what_has_no_tasks_is_refused() -> None:
     for model, words in (
         (replace(MODEL, window_tokens=512), "have the masks lambda"),
         (replace(MODEL, pipeline_layers=((15,), (17,))), "stages have 15 to 17 layers"),
+        (load_model("mixtral-8x7b"), "have 8 experts"),
     ):
         with pytest.raises(UnsupportedFeatureError, match=words):
             TickPrices(CostModel(model, HARDWARE, good.topology, good.options), TaskOptions())
