@@ -26,7 +26,7 @@ def model_of(name: str) -> ModelShape:
         return load_model("llama-3-8b")
     return ModelShape(
         num_layers=48, hidden_size=8192, ffn_hidden_size=22016, num_attention_heads=64, num_query_groups=8,
-        kv_channels=128, vocab_size=32000,
+        kv_channels=128, vocab_size=32000, gated_linear_unit=True,
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ Examples:
     one_option(
         "--no-ping-pong",
         is_flag=True,
-        help="In a pool, do not compute layers in two halves of which one travels while the other is computed.",
+        help="Compute layers in a pool whole, not in two halves of which one travels while the other is computed.",
     ),
 )
 @planner_options

@@ -55,7 +55,7 @@ def attention_thd(
         UnsupportedFeatureError: no kernel for these tensors, or see `executor_of`.
     """
     kernel = kernel_for(q_THD, backend)
-    out: Tensor = Attention.apply(q_THD, k_THD, v_THD, softmax_offset_H, params, softmax_scale, kernel)
+    out: Tensor = Attention.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel, softmax_offset_H)
     return out
 
 
@@ -98,10 +98,10 @@ class Attention(torch.autograd.Function):
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        offset_H: Tensor | None,
         params: DynamicPackedSeqParams,
         scale: float,
         kernel: Kernel,
+        offset_H: Tensor | None = None,
     ) -> Tensor:
         executor = executor_of(params, q_THD.shape[1], k_THD.shape[1], q_THD.device)
         query, kv = executor.enter(q_THD, k_THD, v_THD)
@@ -125,4 +125,4 @@ class Attention(torch.autograd.Function):
         if offset_H is not None:
             grad_offset_H = torch.zeros_like(offset_H)
             grad_offset_H[executor.heads] = rows.offset_gradient(offset_H[executor.heads]).to(offset_H.dtype)
-        return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), grad_offset_H, None, None, None
+        return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), None, None, None, grad_offset_H

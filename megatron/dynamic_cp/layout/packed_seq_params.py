@@ -165,7 +165,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens = torch.from_numpy(boundaries(padded_seqlens)).to(positions.device)
         longest = max(padded_seqlens)
         if placed is not None:  # a lane may hold the end of a sample that is longer than all it holds
-            longest = max(longest, *(sample.seqlen for sample in placed.samples))
+            longest = max([longest, *(sample.seqlen for sample in placed.samples)])
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
