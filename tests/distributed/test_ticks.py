@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,17 +15,22 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from dynamic_cp.disaggregation.prices import TaskOptions
+from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
+from dynamic_cp.models import catalog
+from dynamic_cp.pipeline.ticks import Tick, tick_order
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, Sample
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
-from megatron.dynamic_cp.step.ticks import Pool, check_config, check_number, move_to, run_ticks, ticks_of
+from megatron.dynamic_cp.step.ticks import Pool, check_config, check_number, move_to, run_ticks
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
@@ -55,70 +60,148 @@ EACH_NIGHT = {
 }
 
 
+Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
+"""Who computes what in each tick, and the samples of its micro-batches, stage after stage."""
+
+
+class PoolCase(NamedTuple):
+    """A step by ticks."""
+
+    case: Case
+    ticks: Ticks
+
+
 @pytest.mark.parametrize(
     "layouts", [LAYOUTS, pytest.param(EACH_NIGHT, marks=pytest.mark.nightly)], ids=["four", "eight"]
 )
 def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
+    """With tasks that are scattered at random, and with those that are planned."""
     samples = BATCHES["long_tail"]
-    cases = {}
+    cases: dict[int, dict[str, PoolCase]] = defaultdict(dict)
     for name, layout in layouts.items():
-        plan = pool_plan(samples, layout, num_microbatches=4)
-        check_plan(plan, samples)
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    by_world_size: dict[int, dict[str, Case]] = defaultdict(dict)
-    for name, case in cases.items():
-        by_world_size[case.layout.topology.world_size][name] = case
-    for world_size, alike in by_world_size.items():
+        expected = reference_of(layout, "long_tail")
+        for how, make in (("random", random_step), ("planned", planned_step)):
+            plan, ticks = make(samples, layout)
+            check_plan(plan, samples)
+            case = Case(layout, samples, plan, expected)
+            cases[layout.topology.world_size][f"{name}, {how}"] = PoolCase(case, ticks)
+    for world_size, alike in cases.items():
         ranks = run_ranks(world_size, run_by_ticks, alike, timeout_s=60 + 20 * len(alike))
-        for name, case in alike.items():
-            found = [rank[name] for rank in ranks]
-            assert_equal_to_reference([comparison for comparison, _ in found], case.layout, case.expected)
-            served = np.array([tiles for _, tiles in found])
-            assert (served[:, 0] > 0).any(), "nobody computed for another stage"
-            assert (served[:, 1] == 0).any(), "some tick leaves a rank without tasks"
+        for name, (case, ticks) in alike.items():
+            assert_equal_to_reference([rank[name] for rank in ranks], case.layout, case.expected)
+            lanes = case.layout.lanes
+            moved = [placement.tiles[:, 2] // lanes != stages_of(placement, lanes) for placement, _ in ticks.values()]
+            assert np.concatenate(moved).any(), f"{name}: nobody computes for another stage"
+            servers = [set(placement.tiles[:, 2].tolist()) for placement, _ in ticks.values()]
+            has_idle = any(len(some) < case.layout.pp * lanes for some in servers)
+            assert has_idle or name.endswith("planned"), f"{name}: all have tasks in all ticks"
 
 
-def run_by_ticks(cases: Mapping[str, Case]) -> dict[str, tuple[Comparison, tuple[int, int]]]:
-    """Return what a rank found in each case, how many tiles of other stages it computed, and its fewest in a tick."""
-    found = {}
-    for name, case in in_jobs_of_their_own(cases):
-        counted: list[tuple[int, int]] = []
-        found[name] = (run_step(*case, None, partial(run_pool, case, counted)), counted[0])
-    return found
+def stages_of(placement: Placement, lanes: int) -> Any:
+    """Return on which stage the queries of each tile are."""
+    return placement.homes[placement.tiles[:, 0], 3] // lanes
 
 
-def run_pool(
-    case: Case, counted: list[tuple[int, int]], model: list[Any], step: StepData, forward_step_func: Callable[..., Any]
-) -> None:
-    """Run a step by ticks whose placements are random."""
-    layout, plan = case.layout, case.plan
-    lanes, (one,) = layout.lanes, model
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    lane = parallel_state.get_data_parallel_rank()
-    member, num_members = stage * lanes + lane, layout.pp * lanes
+def random_step(samples: tuple[Sample, ...], layout: Layout) -> tuple[Plan, Ticks]:
+    """Return micro-batches placed at random, one of them of a single token, and tiles computed by whoever.
+
+    Homes are cut once more in each tick, and one member of the pool computes nothing in it.
+    """
+    random = np.random.default_rng(layout.lanes)
+    (short, *others) = sorted(samples, key=lambda sample: sample.seqlen)
+    held = [(short,), *(tuple(others[index::3]) for index in range(3))]
+    placed = [(one, random_placement(random, one, layout.lanes, 2)) for one in held]
+    ticks: dict[Tick, tuple[Placement, Sequence[Sample]]] = {}
+    for tick in tick_order(layout.pp, len(placed)):
+        homes: list[tuple[int, int, int, int]] = []
+        of_tick: list[Sample] = []
+        for stage in range(layout.pp):
+            micro_batch = tick.micro_batch(stage, layout.pp, len(placed))
+            if micro_batch is None:
+                continue
+            own, placement = placed[micro_batch]
+            for sample, start, stop, lane in placement.homes.tolist():
+                cuts = sorted({start, int(random.integers(start, stop)), stop})
+                member = stage * layout.lanes + lane
+                homes += [(len(of_tick) + sample, first, last, member) for first, last in pairwise(cuts)]
+            of_tick += own
+        servers = random.permutation(layout.pp * layout.lanes)[1:]
+        ticks[tick] = with_tiles(homes, of_tick, partial(random.choice, servers)), of_tick
+    return plan_of([(own, placement.homes) for own, placement in placed], layout), ticks
+
+
+def planned_step(samples: tuple[Sample, ...], layout: Layout) -> tuple[Plan, Ticks]:
+    """Return what the planner makes of them."""
+    options = PlanOptions(max_tokens_per_rank=1024, bytes_per_element=4)
+    prices = CostModel(layout.model, catalog.load_hardware("h100"), layout.topology, options)
+    tasks = plan_tasks(samples, prices, TaskOptions(tile_tokens=16), num_microbatches=(4,)).plan
+    rows = tasks.micro_batches
+    ticks = {
+        tick: (of_tick.placement(), [sample for _, row in tasks.micro_batches_of(tick) for sample in rows[row].samples])
+        for tick, of_tick in tasks.ticks()
+    }
+    assert max(placement.num_divisions for placement, _ in ticks.values()) == 2, "layers run in halves"
+    return plan_of([(row.samples, row.homes) for row in rows], layout), ticks
+
+
+def with_tiles(homes: Any, samples: Sequence[Sample], lanes_of: Callable[[int], Any]) -> Placement:
+    """Return the placement with these homes, each tile in one of two divisions."""
+    without = Placement(np.array(homes, np.int32), np.zeros((0, 4), np.int32))
+    wanted = tiles_between(without, samples, CAUSAL)
+    number = len(wanted.rows)
+    tiles = np.column_stack([wanted.rows, wanted.columns, lanes_of(number), np.arange(number) % 2])
+    return Placement(without.homes, tiles.astype(np.int32))
+
+
+def plan_of(micro_batches: Sequence[tuple[tuple[Sample, ...], Any]], layout: Layout) -> Plan:
+    """Return the plan whose lanes hold these homes; who computes what in it is never asked."""
+    rows = [
+        MicroBatch(
+            buckets=(
+                Bucket(
+                    first_lane=0,
+                    cp_size=layout.lanes,
+                    cp_comm_type="blocks",
+                    samples=samples,
+                    placement=with_tiles(homes, samples, lambda number: np.zeros(number)),
+                ),
+            )
+        )
+        for samples, homes in micro_batches
+    ]
+    return Plan(topology=layout.topology, max_tokens_per_rank=1 << 20, micro_batches=tuple(rows), policy="test")
+
+
+def run_by_ticks(cases: Mapping[str, PoolCase]) -> dict[str, Comparison]:
+    """Return what a rank found in each case."""
+    return {name: run_step(*one.case, None, partial(run_pool, one)) for name, one in in_jobs_of_their_own(cases)}
+
+
+def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
+    """Run a step by its ticks."""
+    layout, plan = one.case.layout, one.case.plan
+    stage, lane = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    member, num_members = stage * layout.lanes + lane, layout.pp * layout.lanes
     multiple = layout.topology.rank_token_multiple
-    placed = [bucket.placement for bucket in plan.buckets]
-    tokens = [placed_share(placement.home_tokens(lanes)[lane], 1, multiple) for placement in placed]
-    parts: dict[bool, list[PlacedLane]] = {True: [], False: []}
-    elsewhere, fewest = 0, 1 << 30
-    for is_forward, numbered in parts.items():
-        for number in range(plan.num_microbatches + layout.pp - 1):
-            placement, samples = tick_placement(plan, layout, number, is_forward=is_forward)
-            programme = programmes_of(placement, num_members, 0, layout.topology.lanes_per_node)[member]
-            known = tuple(samples[index] for index in placement.samples_of(member))
-            micro_batch = micro_batch_of(number, stage, layout, plan, is_forward=is_forward)
-            own = 0 if micro_batch is None else tokens[micro_batch]
-            numbered.append(PlacedLane(programme=programme, samples=known, num_tokens=own))
-            mine = placement.tiles[placement.tiles[:, 2] == member]
-            elsewhere += int((placement.homes[mine[:, 0], 3] // lanes != stage).sum())
-            fewest = min(fewest, len(mine))
-    counted.append((elsewhere, fewest))
-    config = get_model_config(one)
+    placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
+    tokens = [placed_share(placement.home_tokens(layout.lanes)[lane], 1, multiple) for placement in placements]
+    parts: dict[str, list[PlacedLane]] = {"F": [], "B": []}
+    for tick, (placement, samples) in sorted(one.ticks.items(), key=lambda item: item[0].number):
+        assert why_misplaced(placement, samples, num_members) is None
+        micro_batch = tick.micro_batch(stage, layout.pp, plan.num_microbatches)
+        parts[tick.kind].append(
+            PlacedLane(
+                programme=programmes_of(placement, num_members, 0, layout.topology.lanes_per_node)[member],
+                samples=tuple(samples[index] for index in placement.samples_of(member)),
+                num_tokens=0 if micro_batch is None else tokens[micro_batch],
+            )
+        )
+    (chunk,) = model
     run_ticks(
-        one,
+        chunk,
         step.data_iterators[0],
-        Pool(group=pool_group(layout), forward=tuple(parts[True]), backward=tuple(parts[False])),
-        PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, tokens),
+        Pool(group=pool_group(layout), forward=tuple(parts["F"]), backward=tuple(parts["B"])),
+        PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), get_model_config(chunk), tokens),
         schedule_groups(),
         num_microbatches=step.num_microbatches,
         forward_step_func=forward_step_func,
@@ -131,85 +214,6 @@ def pool_group(layout: Layout) -> dist.ProcessGroup:
     members = range(0, layout.topology.world_size, layout.tp)
     found = [dist.new_group([first + tp_rank for first in members]) for tp_rank in range(layout.tp)]
     return found[parallel_state.get_tensor_model_parallel_rank()]
-
-
-def micro_batch_of(number: int, stage: int, layout: Layout, plan: Plan, *, is_forward: bool) -> int | None:
-    ticks = ticks_of(stage, layout.pp, plan.num_microbatches)
-    (tick,) = [one for one in ticks if (one.is_forward, one.number) == (is_forward, number)]
-    return tick.micro_batch
-
-
-def tick_placement(plan: Plan, layout: Layout, number: int, *, is_forward: bool) -> tuple[Placement, list[Sample]]:
-    """Return random tiles over all stages for the micro-batches of a tick, whose homes are cut once more, and samples.
-
-    One member of the pool computes nothing.
-    """
-    random = np.random.default_rng((number, is_forward))
-    homes: list[tuple[int, int, int, int]] = []
-    samples: list[Sample] = []
-    for stage in range(layout.pp):
-        micro_batch = micro_batch_of(number, stage, layout, plan, is_forward=is_forward)
-        if micro_batch is None:
-            continue
-        (bucket,) = plan.micro_batches[micro_batch].buckets
-        for sample, start, stop, lane in bucket.placement.homes.tolist():
-            cuts = sorted({start, int(random.integers(start, stop)), stop})
-            homes += [
-                (len(samples) + sample, first, last, stage * layout.lanes + lane) for first, last in pairwise(cuts)
-            ]
-        samples += bucket.samples
-    without_tiles = Placement(np.array(homes, np.int32), np.zeros((0, 4), np.int32))
-    wanted = tiles_between(without_tiles, samples, CAUSAL)
-    servers = random.permutation(layout.pp * layout.lanes)[1:]
-    lanes, divisions = random.choice(servers, len(wanted.rows)), random.integers(2, size=len(wanted.rows))
-    tiles = np.column_stack([wanted.rows, wanted.columns, lanes, divisions]).astype(np.int32)
-    placement = Placement(without_tiles.homes, tiles)
-    assert why_misplaced(placement, samples, layout.pp * layout.lanes) is None
-    return placement, samples
-
-
-@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(1, 3), (2, 1), (2, 5), (4, 2), (4, 9)])
-def test_every_stage_is_in_the_same_phase_and_holds_as_much_as_is_said(pp_size: int, num_microbatches: int) -> None:
-    stages = [ticks_of(stage, pp_size, num_microbatches) for stage in range(pp_size)]
-    for ticks in zip(*stages, strict=True):
-        assert len({(tick.is_forward, tick.number) for tick in ticks}) == 1
-    order = [stages[0].index(tick) for tick in stages[0]]
-    assert order == sorted(order)
-    for stage, ticks in enumerate(stages):
-        assert len(ticks) == 2 * (num_microbatches + pp_size - 1)
-        for is_forward in (True, False):
-            mine = [tick.micro_batch for tick in ticks if tick.is_forward == is_forward]
-            assert [one for one in mine if one is not None] == list(range(num_microbatches))
-        held = most = 0
-        for tick in ticks:
-            if tick.micro_batch is not None:
-                held += 1 if tick.is_forward else -1
-                most = max(most, held)
-        assert held == 0
-        assert most == min(num_microbatches, 2 * pp_size - 1 - 2 * stage)
-
-
-def pool_plan(samples: tuple[Sample, ...], layout: Layout, num_microbatches: int) -> Plan:
-    """Return a plan of micro-batches that are placed at random over all lanes, one of them of a single token."""
-    random = np.random.default_rng(layout.lanes)
-    (short, *others) = sorted(samples, key=lambda sample: sample.seqlen)
-    dealt = [[short], *(others[index :: num_microbatches - 1] for index in range(num_microbatches - 1))]
-    buckets = [
-        Bucket(
-            first_lane=0,
-            cp_size=layout.lanes,
-            cp_comm_type="blocks",
-            samples=tuple(held),
-            placement=random_placement(random, held, layout.lanes, 2),
-        )
-        for held in dealt
-    ]
-    return Plan(
-        topology=layout.topology,
-        max_tokens_per_rank=1 << 20,
-        micro_batches=tuple(MicroBatch(buckets=(bucket,)) for bucket in buckets),
-        policy="test",
-    )
 
 
 @pytest.mark.parametrize(

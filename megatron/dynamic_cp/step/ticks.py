@@ -5,12 +5,8 @@ the ranks of all stages and lanes that have the same tensor-parallel rank are on
 tokens of its own micro-batch, and computes whatever tiles the tick's placement gives it. A stage that has no
 micro-batch in a tick (while the pipeline fills or drains) brings no tokens and serves the others.
 
-    stages 0..p-1, micro-batches 0..m-1:   F tick t: stage s has micro-batch t - s
-                                           B tick u: stage s has micro-batch u - (p - 1 - s)
-    order:                                 F 0 .. F p-1, B 0, F p, B 1, .. , F m+p-2, B m-1, .. , B m+p-2
-
-Other micro-batches meet in a backward tick than in a forward tick, so each has a placement of its own: backward fetches
-what it needs anew, and so does what is recomputed. Before its backward, stage s holds 2p - 1 - 2s micro-batches.
+`dynamic_cp.pipeline.ticks` has their order. Other micro-batches meet in a backward tick than in a forward tick, so each
+has a placement of its own: backward fetches what it needs anew, and so does what is recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -29,6 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
+from dynamic_cp.pipeline.schedule import KINDS
+from dynamic_cp.pipeline.ticks import Tick, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.serving import serve
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -36,38 +34,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
 
-
-class Tick(NamedTuple):
-    """One tick, as one stage sees it.
-
-    Attributes:
-        is_forward: whether micro-batches go forward in it.
-        number: of the tick, among those of its direction.
-        micro_batch: which one the stage has; None: it serves the others.
-    """
-
-    is_forward: bool
-    number: int
-    micro_batch: int | None
-
-
-def ticks_of(stage: int, pp_size: int, num_microbatches: int, *, forward_only: bool = False) -> list[Tick]:
-    """Return what a stage does, in order; the ticks themselves are the same on all stages."""
-
-    def tick(is_forward: bool, number: int) -> Tick:
-        micro_batch = number - (stage if is_forward else pp_size - 1 - stage)
-        return Tick(is_forward, number, micro_batch if 0 <= micro_batch < num_microbatches else None)
-
-    num_ticks = num_microbatches + pp_size - 1
-    order = [tick(True, number) for number in range(num_ticks)]
-    if forward_only:
-        return order
-    mixed = order[: pp_size - 1]
-    for number in range(num_ticks):
-        if pp_size - 1 + number < num_ticks:
-            mixed.append(order[pp_size - 1 + number])
-        mixed.append(tick(False, number))
-    return mixed
+FORWARD = KINDS[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +53,7 @@ class Pool:
 
     def lane_of(self, tick: Tick) -> PlacedLane:
         """Return this rank's part of a tick."""
-        return (self.forward if tick.is_forward else self.backward)[tick.number]
+        return (self.forward if tick.kind == FORWARD else self.backward)[tick.number]
 
 
 def run_ticks(
@@ -118,7 +85,8 @@ def run_ticks(
     config = get_model_config(model)
     check_config(config)
     stage, pp_size = communicator.pp_group.rank(), communicator.pp_group.size()
-    ticks = ticks_of(stage, pp_size, num_microbatches, forward_only=forward_only)
+    ticks = [tick for tick in tick_order(pp_size, num_microbatches) if tick.kind == FORWARD or not forward_only]
+    micro_batches = [tick.micro_batch(stage, pp_size, num_microbatches) for tick in ticks]
     check_number(pool, num_microbatches + pp_size - 1, forward_only=forward_only)
     mine = _Microbatches(
         model, data_iterator, config, groups.cp.size(), forward_step_func, num_microbatches, stage == pp_size - 1
@@ -127,19 +95,20 @@ def run_ticks(
     sync = _GradientSync(config, is_first=stage == 0)
     # What the other stages have sent for the next tick of each direction.
     came: dict[bool, Tensor | None] = {True: None, False: None}
-    for at, tick in enumerate(ticks):
+    for at, (tick, micro_batch) in enumerate(zip(ticks, micro_batches, strict=True)):
         left = None
-        with span("%s tick %d", "forward" if tick.is_forward else "backward", tick.number):
-            if tick.micro_batch is None:
-                idle.serve(pool.lane_of(tick), is_forward=tick.is_forward)
-            elif tick.is_forward:
-                left = mine.forward(pool.group, pool.lane_of(tick), came[True], tick.micro_batch, keep=not forward_only)
+        is_forward = tick.kind == FORWARD
+        with span("tick %s", tick):
+            if micro_batch is None:
+                idle.serve(pool.lane_of(tick), is_forward=is_forward)
+            elif is_forward:
+                left = mine.forward(pool.group, pool.lane_of(tick), came[True], micro_batch, keep=not forward_only)
             else:
-                sync.before_backward(is_last=tick.micro_batch == num_microbatches - 1)
+                sync.before_backward(is_last=micro_batch == num_microbatches - 1)
                 left = mine.backward(pool.lane_of(tick), came[False])
-        following = next((one for one in ticks[at + 1 :] if one.is_forward == tick.is_forward), None)
-        comes = following is not None and following.micro_batch is not None
-        if tick.is_forward:
+        following = next((later for later in range(at + 1, len(ticks)) if ticks[later].kind == tick.kind), None)
+        comes = following is not None and micro_batches[following] is not None
+        if is_forward:
             sent = left if stage < pp_size - 1 else None
             came[True] = communicator.send_forward_recv_forward(sent, comes and stage > 0, _FROM_PLAN)
         else:
