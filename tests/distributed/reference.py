@@ -90,6 +90,10 @@ ALL_BUT_YARN = ModelVariant(
     },
     model={**_SCALED, **INTERPOLATED.model},
 )
+# What TransformerEngine's layers have of that.
+ALL_OF_ENGINE = ModelVariant(
+    "all_of_engine", config={**ALL_BUT_YARN.config, "softmax_type": "vanilla"}, model=ALL_BUT_YARN.model
+)
 ALL_WITH_YARN = ModelVariant(
     "all_with_yarn",
     position_embedding="yarn",
@@ -198,7 +202,7 @@ LATENT_PLAIN = ModelVariant(
 LATENT_8_HEADS = ModelVariant("latent_8_heads", config={**LATENT.config, "num_attention_heads": 8, "mtp_num_layers": 1})
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
-VARIANTS = {v.name: v for v in (*PLAIN, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS)}
+VARIANTS = {v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS)}
 
 
 # As Megatron-LM names and fills them for megatron-core; not taken from the code under test.

@@ -108,7 +108,7 @@ CASES = {
         {"a2a+p2p", "p2p"},
         {"a2a+p2p", "p2p"},
     ),
-    "features": ("2.18.0", engine(2, "p2p", variant="all_but_yarn"), {"p2p"}, {"p2p"}),
+    "features": ("2.18.0", engine(2, "p2p", variant="all_of_engine"), {"p2p"}, {"p2p"}),
     "tp2_sp": ("2.11.0", engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
     "pp2_vpp2_distributed_optimizer": (
         "2.18.0",
