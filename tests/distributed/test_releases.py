@@ -47,8 +47,8 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
     releases.ASYNC_STRATEGIES: lambda: "async_strategy" in inspect.signature(dist_checkpointing.save).parameters,
     releases.COMMON_BY_FUNCTION: lambda: hasattr(serialization, "load_common"),
     releases.COMMON_AS_OBJECT: lambda: '"common_state"' in inspect.getsource(serialization.save),
-    releases.NO_ASYNC_ALLREDUCE: lambda: (
-        "async_tensor_model_parallel_allreduce" not in TransformerConfig.__dataclass_fields__
+    releases.FIELDS_GONE: lambda: {"async_tensor_model_parallel_allreduce", "moe_use_legacy_grouped_gemm"}.isdisjoint(
+        TransformerConfig.__dataclass_fields__
     ),
     releases.MODULES_OF_PACKS: lambda: (
         "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters

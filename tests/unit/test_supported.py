@@ -115,7 +115,7 @@ def test_a_refusal_names_value_and_default():
 
 
 def test_allowed_fields_exist():
-    gone = {"async_tensor_model_parallel_allreduce"} if releases.NO_ASYNC_ALLREDUCE.here else set()
+    gone = {"async_tensor_model_parallel_allreduce"} if releases.FIELDS_GONE.here else set()
     assert ALLOWED - set(MLATransformerConfig.__dataclass_fields__) == gone
 
 

@@ -80,9 +80,9 @@ COMMON_BY_FUNCTION = Difference(
     what="dist_checkpointing.load reads the values beside the tensors by a function, and takes no strategy for it",
     why="a checkpoint is read as data, so what was read safely has to get there another way",
 )
-NO_ASYNC_ALLREDUCE = Difference(
+FIELDS_GONE = Difference(
     since="0.17",
-    what="TransformerConfig has no `async_tensor_model_parallel_allreduce`",
+    what="TransformerConfig has neither `async_tensor_model_parallel_allreduce` nor `moe_use_legacy_grouped_gemm`",
     why="configurations are compared field by field with those that are supported; one that is gone is nobody's",
 )
 PRODUCT_IS_NONE = Difference(
@@ -111,7 +111,7 @@ COMMON_AS_OBJECT = Difference(
     why="they are looked for in both places, whatever is installed; what reads them at loading has another name",
 )
 DIFFERENCES = (
-    *(ASYNC_STRATEGIES, COMMON_BY_FUNCTION, NO_ASYNC_ALLREDUCE, PRODUCT_IS_NONE),
+    *(ASYNC_STRATEGIES, COMMON_BY_FUNCTION, FIELDS_GONE, PRODUCT_IS_NONE),
     *(READ_ALONE, EXPERTS_BY_FUNCTION, MODULES_OF_PACKS),
     COMMON_AS_OBJECT,
 )
