@@ -57,6 +57,7 @@ def _name_of_fixture(definition: pytest.FixtureDef[object]) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     costs_s: dict[str, float] = json.loads(COSTS.read_text())
     files_s: Counter[Path] = Counter()
+    keep_by_day(items)
     for item in items:
         cost_s = costs_s.get(name_of(item), 0.0)
         files_s[item.path] += cost_s
@@ -65,6 +66,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_slow and item.get_closest_marker("in_check") is None:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: -files_s[item.path])
+
+
+def keep_by_day(items: list[pytest.Item]) -> None:
+    """Mark as nightly all cases that their function's `by_day` does not name.
+
+    Raises:
+        pytest.UsageError: it names a case that there is not; not asked where cases were picked one by one.
+    """
+    cases_of: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("by_day") is not None:
+            cases_of[name_of(item)].append(item)
+    for name, cases in cases_of.items():
+        wanted = cases[0].get_closest_marker("by_day").args  # type: ignore[union-attr]
+        found = {case: _beginnings(case, wanted) for case in cases}
+        unknown = set(wanted).difference(*found.values())
+        if unknown and not any("::" in word for word in cases[0].config.args):
+            raise pytest.UsageError(f"{name}: by_day names {sorted(unknown)}, of which there is no case: mend the mark")
+        for case, matching in found.items():
+            if not matching:
+                case.add_marker(pytest.mark.nightly)
+
+
+def _beginnings(case: pytest.Item, words: tuple[str, ...]) -> set[str]:
+    """Return with which of the words the case's parameters begin."""
+    parameters = case.name.partition("[")[2][:-1]
+    return {word for word in words if parameters == word or parameters.startswith(word + "-")}
 
 
 def pytest_collection_finish() -> None:

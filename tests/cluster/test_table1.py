@@ -28,6 +28,7 @@ def show(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.nightly
 def test_the_job_launches_both_arms_as_published(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = cluster.run("examples/slurm/table1.sbatch", LENGTHS="github_bal", STUB_CODE="0")
     assert code == 2, output  # the stand-in of torchrun writes no log to sum up

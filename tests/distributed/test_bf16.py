@@ -109,6 +109,7 @@ def median_error(steps: list[Step]) -> float:
     return median(1 - cosine for step in steps for cosine, _ in step.gradients.values())
 
 
+@pytest.mark.by_day("tp2_sp_pp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
@@ -154,6 +155,7 @@ def stream_dtypes(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     return run_bf16_step(layout, samples, plan, expected), found
 
 
+@pytest.mark.nightly
 def test_a_residual_in_float32_is_nowhere_rounded_and_closer_to_float32(reference_of) -> None:
     samples = BATCHES["long_tail"]
     expected = reference_of(FP32_RESIDUAL, "long_tail")

@@ -174,6 +174,7 @@ def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
     return found
 
 
+@pytest.mark.nightly
 def test_mistakes_with_experts_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {

@@ -105,6 +105,7 @@ EVERY_DAY = {
 EACH_NIGHT = {"together": TOGETHER, "recomputed": RECOMPUTED, "uneven": UNEVEN}
 
 
+@pytest.mark.by_day("together", "uneven")
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -235,6 +236,7 @@ def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
     return found
 
 
+@pytest.mark.nightly
 def test_mistakes_in_features_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {

@@ -85,6 +85,7 @@ def check_ranks(
     return looked_at
 
 
+@pytest.mark.by_day("dp4", "pp2_vpp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_token_comes_out_once(name: str) -> None:
     """50 global batches, uneven shares; samples with and without labels, masks and position ids."""
@@ -261,6 +262,7 @@ def gradients_of_step(layout: Layout, samples: Sequence[Sample], initial: dict[s
     }
 
 
+@pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", ["dp4", "pp2", "pp2_vpp2"])
 def test_gradients_equal_single_process(name: str, reference_of: Any) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]

@@ -123,6 +123,7 @@ def run_faulty(case: Case) -> dict[str, Comparison]:
     return found
 
 
+@pytest.mark.nightly
 def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
     """On two tensor-parallel ranks; without sequence parallelism, which sums up by itself."""
     layout, samples = Layout(1, tp=2, variant="latent"), BATCHES["long_tail"]

@@ -122,6 +122,7 @@ def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
     return found
 
 
+@pytest.mark.nightly
 def test_mistakes_in_later_tokens_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     layouts = {variant: Layout(2, variant=variant) for variant in ("mtp", "mtp_gpt2")}

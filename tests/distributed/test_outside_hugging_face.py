@@ -176,6 +176,7 @@ def train_planned(family, wrapper):
     return steps
 
 
+@pytest.mark.by_day("Qwen3-fsdp2_recompute")
 @pytest.mark.parametrize(("family", "wrapper"), [("Llama", "accelerate"), ("Qwen3", "fsdp2_recompute")])
 def test_planned_steps_equal_the_model_alone(family, wrapper):
     reference = run(1, train_alone, family)[0]

@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.by_day("fsdp2")
 @pytest.mark.parametrize("name", CASES)
 def test_planned_steps_equal_a_single_process(name, reference):
     ranks = run(math.prod(CASES[name][2]), train_planned, *CASES[name])
@@ -317,6 +318,7 @@ def train_equal_length(rotation):
     return steps
 
 
+@pytest.mark.by_day("alltoall")
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
 def test_equal_documents_train_alike_with_torchs_context_parallel_and_planned(rotation):
     ranks = run(4, train_equal_length, rotation)

@@ -144,7 +144,7 @@ def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     return plan
 
 
-NIGHTLY = {name for name, layout in HEAD_EXCHANGES.items() if layout.lanes > 4} - {"dp8_mixed"}
+NIGHTLY = {name for name, layout in HEAD_EXCHANGES.items() if layout.topology.world_size > 4} - {"pp2_vpp2_mixed"}
 
 
 @pytest.mark.parametrize("nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -172,6 +172,7 @@ def test_placed_attention_equals_single_process(reference_of) -> None:
     assert_all_equal_to_reference(cases, bytes_too=True)
 
 
+@pytest.mark.by_day("long_tail")
 @pytest.mark.parametrize("batch", [pytest.param("long_tail", marks=pytest.mark.in_check), "tiny"])
 def test_mixed_exchanges_on_four_lanes_equal_single_process(batch: str, reference_of) -> None:
     """The step with every exchange that `make check` runs."""

@@ -103,6 +103,7 @@ def expected_messages(layout: Layout, num_microbatches: int, forward_only: bool)
 EACH_NIGHT = {"pp2", "pp4", "pp2_bf16"}
 
 
+@pytest.mark.by_day("tp2_sp_pp2")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in EACH_NIGHT else []) for name in LAYOUTS]
 )

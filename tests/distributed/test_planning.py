@@ -85,6 +85,7 @@ def plan_steps(ahead: bool, lookahead: int) -> dict[str, Any]:
     return {"plans": plans, "infeasible": infeasible, "arrived": arrived, "seconds": seconds, "left": left}
 
 
+@pytest.mark.by_day("True-2")
 @pytest.mark.parametrize(("ahead", "lookahead"), [(False, 0), (True, 0), (True, 2), (True, 9)])
 def test_every_rank_gets_its_part_of_rank_zeros_plan(ahead: bool, lookahead: int) -> None:
     results = run_ranks(3, plan_steps, ahead, lookahead, timeout_s=100)

@@ -233,6 +233,7 @@ def all_data(layout: Layout, num_items: int, flavour: int) -> list[LaneData]:
     return [lane_data(lane, num_items, flavours=(flavour,)) for lane in range(layout.lanes)]
 
 
+@pytest.mark.by_day("dp4-1", "pp2_vpp2-2", "tp2-1")
 @pytest.mark.parametrize(
     ("name", "flavour", "columns_of_stage"),
     [

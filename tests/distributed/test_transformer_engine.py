@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.by_day("two_levels_wrapped_full_recompute", "pp2_vpp2_distributed_optimizer")
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
@@ -281,12 +282,14 @@ def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | No
     assert why_no_masks([model.embedding]) is None
 
 
+@pytest.mark.by_day("2.11.0-p2p", "2.19.0-a2a+p2p")
 @pytest.mark.parametrize(("version", "exchange"), sorted({case[:2] for case in MUTATIONS.values()}))
 def test_three_groups_in_turn(version: str, exchange: str) -> None:
     """What the mutations below break."""
     run_ranks(4, attend_thrice, version, exchange, None, timeout_s=60)
 
 
+@pytest.mark.by_day("take_the_wrong_group", "copy_the_boundaries")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_faults_are_noticed(mutation: Callable[[], None]) -> None:
     version, exchange, message = MUTATIONS[mutation]

@@ -36,6 +36,7 @@ print(sum(count > 0 for _, count in before), [entry for entry in after if entry 
 """
 
 
+@pytest.mark.by_day("4 2 6 dynamic thorough")
 @pytest.mark.parametrize(
     "job",
     [

@@ -196,6 +196,7 @@ def run_faulty(cases: Mapping[str, tuple[Case, Callable[[Any], None]]]) -> dict[
     return found
 
 
+@pytest.mark.nightly
 def test_mistakes_in_windows_show(reference_of: Any) -> None:
     samples, layout = BATCHES["long_tail"], Layout(2, exchange="all_gather", config=EVERY_SECOND)
     case = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))

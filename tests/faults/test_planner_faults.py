@@ -81,6 +81,7 @@ def check_static(ended: list[RankEnd], undisturbed: dict[int, str], iterations: 
         assert got[1] == undisturbed[1], "planned as ever"
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_planner_that_raises_is_replaced_by_the_static_plan_of_that_step(tmp_path, undisturbed, lookahead):
     sabotage = partial(faulty, fault="raise", iterations=(3, 5), folder=str(tmp_path))
@@ -102,6 +103,7 @@ def test_a_planner_that_hangs_is_replaced_after_the_timeout(tmp_path, undisturbe
     assert ended[0].output.count("a new one takes its place") == 1
 
 
+@pytest.mark.nightly
 def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
     """SIGSTOP to the real process in the middle of the run: the kernel, not our code, keeps it from answering."""
     words = command_line(WORDS, "--train-iters 400 --exit-interval 20", PLAN_LIMIT, "--stopped-process-timeout 0")
@@ -132,6 +134,7 @@ def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same
     assert {iteration: got[iteration] for iteration in undisturbed} == undisturbed
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_request_that_kills_the_planner_twice_gets_the_static_plan(tmp_path, undisturbed, times):
     sabotage = partial(faulty, fault="die", iterations=(3,), folder=str(tmp_path), times=times)
@@ -143,6 +146,7 @@ def test_a_request_that_kills_the_planner_twice_gets_the_static_plan(tmp_path, u
         check_static(ended, undisturbed, {3}, "the planner process was killed by signal 9, twice")
 
 
+@pytest.mark.by_day("die")
 @pytest.mark.parametrize(
     ("fault", "words", "why"),
     [
@@ -194,6 +198,7 @@ def test_a_planner_process_that_never_starts_leaves_the_static_plan(tmp_path, un
     check_static(ended, undisturbed, {1, 2, 3, 4, 5, 6}, "the planner process left with status 7, twice")
 
 
+@pytest.mark.nightly
 def test_a_planner_process_that_cannot_be_started_again_leaves_the_static_plan(tmp_path, undisturbed):
     def sabotage(rank: int) -> None:
         faulty(rank, fault="die", iterations=(4,), folder=str(tmp_path))

@@ -151,6 +151,7 @@ def wait_for_death(job: Job, victim: int) -> float:
     return time.monotonic() - job.started_s
 
 
+@pytest.mark.by_day("reading the index-1", "waiting for a plan-0", "a pass-1", "writing a checkpoint-1")
 @pytest.mark.parametrize(("phase", "victim", "says"), DEATHS)
 def test_the_death_of_a_rank_ends_the_others_at_once(tmp_path, losses, phase, victim, says):
     saving = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 2" if "checkpoint" in phase else ""
@@ -214,6 +215,7 @@ def test_a_rank_that_shares_experts_dies_in_a_layer_and_the_run_goes_on(tmp_path
     }
 
 
+@pytest.mark.by_day("beside")
 @pytest.mark.parametrize("words", ["", "--async-save", "--train-iters 4"], ids=["waits", "beside", "last"])
 def test_a_writer_that_is_killed_ends_all_ranks_with_one_message(tmp_path, words):
     """As the kernel does when memory is short: the rank goes on living."""
@@ -250,6 +252,7 @@ def test_the_death_of_rank_0_beside_a_living_store_is_noticed_after_a_signal(tmp
     assert "iteration 4, saving: rank 0 has not said anything" in ended[1].output
 
 
+@pytest.mark.nightly
 def test_the_death_of_rank_0_in_the_save_after_a_signal_is_noticed(tmp_path):
     """Beside a living store; the launcher's own SIGTERM is the second one then."""
 
@@ -413,6 +416,7 @@ def saved_at_2(tmp_path_factory) -> Path:
     return folder / "saved"
 
 
+@pytest.mark.by_day("checkpoint")
 @pytest.mark.parametrize(
     ("phase", "reason"),
     [
@@ -474,6 +478,7 @@ def test_a_signal_while_waiting_for_a_plan_saves_once_the_plan_comes(tmp_path):
     assert saved_at(ended, tmp_path / "saved") == 3
 
 
+@pytest.mark.nightly
 def test_a_signal_while_rank_0_takes_long_to_save_does_not_spoil_the_checkpoint(tmp_path):
     def sabotage(rank: int) -> None:
         exits.GIVE_UP_S = 3.0  # it speaks every second, on a busy machine a second later

@@ -85,9 +85,10 @@ def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:
 SOME = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def test_every_promise_of_a_plan_on_every_kind_of_case():
+@pytest.mark.parametrize("seeds", [range(300, 380), pytest.param(range(380, 460), marks=pytest.mark.nightly)])
+def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
     covered: Counter[str] = Counter()
-    for seed in range(300, 460):
+    for seed in seeds:
         case = drawn(seed)
         try:
             covered += check_case(case, seed)
@@ -98,9 +99,10 @@ def test_every_promise_of_a_plan_on_every_kind_of_case():
     assert len(covered) >= 18, sorted(covered)
 
 
-def test_every_promise_of_a_plan_with_masks_and_placed_attention():
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 160), marks=pytest.mark.nightly)])
+def test_every_promise_of_a_plan_with_masks_and_placed_attention(seeds):
     covered: Counter[str] = Counter()
-    for seed in range(80):
+    for seed in seeds:
         case = draw_masked_case(np.random.default_rng(seed), most_lanes=8, most_samples=12)
         try:
             covered += check_masked_case(case, seed)
@@ -163,6 +165,7 @@ def test_limits_hold_by_an_independent_count(seed):
     )
 
 
+@pytest.mark.nightly
 def test_the_same_plan_again_after_other_plans():
     """Kernels leave numbers in freed memory; one that read them would plan differently the second time."""
     cases = {seed: drawn(seed) for seed in range(2000, 2060)}
@@ -172,6 +175,7 @@ def test_the_same_plan_again_after_other_plans():
     assert [seed for seed, case in cases.items() if case.plan() != before[seed]] == []
 
 
+@pytest.mark.by_day("3000", "3001", "3002")
 @pytest.mark.parametrize("seed", range(3000, 3012))
 def test_thorough_plans_keep_every_promise_and_are_not_much_slower(seed):
     case = drawn(seed, 12, 25)

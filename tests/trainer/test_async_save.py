@@ -161,6 +161,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
     words = f"{WORDS} --save-interval 2 --async-save --save {tmp_path}/run"
     with pytest.raises(RankError, match="rank 1: died") as raised:

@@ -118,6 +118,7 @@ def test_a_dump_that_cannot_be_written_is_refused_at_start(tmp_path):
     assert "--dynamic-cp-dump: cannot write" in ended[0].stderr
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_plans_with_the_coefficients_it_had(tmp_path):
     """Saved after iteration 4: 5 and 6 were planned ahead with older factors than 7 would be."""
     words = DYNAMIC.replace("48", "64") + " --global-batch-size 24 --lr-decay-iters 9 --dynamic-cp-refine 2"

@@ -144,6 +144,7 @@ RUN = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 128 --num-layers 2 
 """Two ranks that share experts; biases of experts move, so that a resumed run needs them."""
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_repeats_the_uninterrupted_one(uninterrupted: Any, saved_by: Any) -> None:
     resumed = train(2, RUN, TO_LAST, f"--load {saved_by(RUN, 2)}")
     assert sorted(resumed) == [SAVED + 1, SAVED + 2]

@@ -76,6 +76,7 @@ def _losses(output: str) -> dict[int, str]:
     return dict(re.findall(r"iteration +(\d+)/.*? lm loss: (\S+) ", output))
 
 
+@pytest.mark.by_day("--tensor-model-parallel-size 4")
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -165,6 +165,7 @@ def test_megatron_lms_checkpoints_say_the_same() -> None:
 DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("features", [FEATURES, f"{YARN} --attention-output-gate --no-rope-freq [0,1]"])
 def test_a_resumed_run_is_that_of_one_lane(features: str, uninterrupted: Any, saved_by: Any) -> None:
     """Two lanes with CP sizes 1 and 2, and a run that goes on from them without groups of lanes."""
@@ -178,6 +179,7 @@ def test_a_resumed_run_is_that_of_one_lane(features: str, uninterrupted: Any, sa
     assert {size for record in resumed.values() for size in record.cp_histogram} == {1}
 
 
+@pytest.mark.nightly
 def test_a_residual_in_float32_is_planned_and_trained() -> None:
     flags = f"{DYNAMIC} --pipeline-model-parallel-size 2 --max-seqlen-per-dp-cp-rank 128 --bf16"
     settings = parsed(f"{flags} --fp32-residual-connection")

@@ -70,6 +70,7 @@ def losses_of(words: list[str], prepare: Any = None) -> dict[int, float]:
 LOSS = ("calculate_logits_max", "calculate_predicted_logits", "calculate_cross_entropy_loss", "calculate_gradients")
 
 
+@pytest.mark.by_day("full_recompute")
 @pytest.mark.parametrize(
     ("words", "flags", "expected"),
     [
@@ -113,6 +114,7 @@ def take_another_cross_entropy() -> None:
     language_module.te_parallel_cross_entropy = te_parallel_cross_entropy
 
 
+@pytest.mark.nightly
 def test_a_fused_loss_is_the_loss_on_shards_of_the_vocabulary() -> None:
     words = command_line(WORDS, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel")
     plain = run_ranks(2, losses_of, words)

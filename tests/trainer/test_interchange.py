@@ -239,6 +239,7 @@ def _stock_run_resumed(words: list[str], folder: str) -> list[float]:
     return _stock_run(words, 6, load=folder)
 
 
+@pytest.mark.by_day("--use-distributed-optimizer")
 def test_there_and_back(stock, tmp_path, capfd):
     words, expected, folder = stock
     ours = train(

@@ -38,6 +38,7 @@ def test_the_schedule_counts_samples_of_the_ramp() -> None:
         settings_of(f"{RAMP} --train-samples 3")
 
 
+@pytest.mark.nightly
 def test_a_run_that_grows_resumes_where_it_was(uninterrupted: Any, saved_by: Any) -> None:
     """The planner is two steps ahead, and a replica draws the same samples: the ramp is a function of what was used."""
     words = f"{DYNAMIC} {RAMP}"

@@ -150,6 +150,7 @@ def flags_of_example(tmp_path, name="sft_chat.sh", **variables):
     return words[4:]
 
 
+@pytest.mark.nightly
 def test_the_example_learns(tmp_path):
     """Evaluation included: `train` fails where it does."""
     words = flags_of_example(tmp_path)

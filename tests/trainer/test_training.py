@@ -90,6 +90,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.by_day("4--2---use-distributed-optimizer")
 @pytest.mark.parametrize(
     ("saving", "before", "loading", "after", "tolerance"),
     [pytest.param(*one, marks=[] if at in (1, 3, 7) else [pytest.mark.nightly]) for at, one in enumerate(RESUMES)],
@@ -125,6 +126,7 @@ def test_a_run_that_leaves_at_an_interval_has_saved(tmp_path, uninterrupted):
     assert (tmp_path / checkpoint_files.TRACKER).read_text() == f"{SAVED}\n"
 
 
+@pytest.mark.by_day("--recompute-granularity full --cp-comm-type all_gather")
 @pytest.mark.parametrize(
     "words",
     [
@@ -188,6 +190,7 @@ def test_evaluation_weighs_every_token_alike():
     assert (first + second) / 2 != pytest.approx(whole, rel=1e-4), "the mean of the batches' means is another figure"
 
 
+@pytest.mark.by_day("--use-distributed-optimizer")
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("", SHARDED), (SHARDED, "")])
 def test_bf16_trains_and_resumes(uninterrupted, saved_by, before, after):
     words = f"{ON_TWO} --bf16 {before}"
@@ -198,6 +201,7 @@ def test_bf16_trains_and_resumes(uninterrupted, saved_by, before, after):
     assert resumed == pytest.approx(expected[SAVED:], rel=0.0 if before == after else 1e-4)
 
 
+@pytest.mark.nightly
 def test_dropout_resumes_exactly_on_the_same_layout(uninterrupted, saved_by, capfd):
     words = f"{ON_TWO} --hidden-dropout 0.1"
     expected, folder = uninterrupted(words, 2), saved_by(words, 2)
@@ -254,6 +258,7 @@ def test_finetuning_starts_anew_from_the_weights(uninterrupted, saved_by):
     assert losses(train(2, tuning, "1"))[0] < expected[0], "the same samples, learned from before"
 
 
+@pytest.mark.nightly
 def test_finetuning_may_change_how_far_positions_reach_and_no_weight(tmp_path, capfd):
     two = ON_TWO
     train(2, two, "--train-iters 1 --lr-warmup-iters 0 --save", str(tmp_path))

@@ -101,6 +101,7 @@ def test_a_checkout_without_a_pipeline_may_count_its_embedding() -> None:
     assert pipeline_layers(theirs) == ()
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_other_stages(uninterrupted: Any, saved_by: Any) -> None:
     """Saved without a pipeline, resumed on stages of 1 and 3 layers, whose times are measured and learned from."""
     words = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 128 --num-layers 4"

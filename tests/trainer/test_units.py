@@ -200,6 +200,7 @@ exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
 """
 
 
+@pytest.mark.by_day("closing-2")
 @pytest.mark.parametrize(
     ("when", "code", "said"),
     [

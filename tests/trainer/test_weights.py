@@ -244,6 +244,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.by_day("TP2 PP2, padded, tied")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, folder_of, imported, tmp_path):
     """On several ranks: what transformers compute is the loss before the first step, and after two."""

@@ -109,6 +109,7 @@ def assert_replayed_only_with_its_windows(folder: Path, text: str) -> None:
             assert f"attention placed for layers with the masks causal, lambda:2,16, {said}" in str(answer.error)
 
 
+@pytest.mark.nightly
 def test_plans_of_several_lanes_train_as_those_of_one(tmp_path: Path) -> None:
     sink = "--window-sink-tokens 2"
     words = f"--dynamic-cp --mock-data --num-layers 4 --train-iters 3 {WINDOW} {sink} --window-attn-skip-freq 2"

@@ -37,7 +37,7 @@ EXAMPLES = sorted(
     ROOT / "examples" / name
     for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "how-to" / "examples.md").read_text(encoding="utf-8"))
 )
-EACH_NIGHT = {"accelerate_hugging_face", "shared_questions", "torch_device_mesh"}
+EACH_NIGHT = {"accelerate_hugging_face", "shared_questions", "torch_device_mesh", "video_dit"}
 """The costly examples of what tests/distributed tries, too."""
 KNOWN_LANGUAGES = {"python", "sh", "text"}
 
@@ -201,7 +201,9 @@ def examples_ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     """The folder in which the examples ran of which a test is to be run."""
     folder = tmp_path_factory.mktemp("examples")
     asked = {item.name for item in request.session.items}
-    ran = [path for path in EXAMPLES if path.stem == "video_dit" or f"test_examples_run[{path.stem}]" in asked]
+    tests_of = {path: {f"test_examples_run[{path.stem}]"} for path in EXAMPLES}
+    tests_of[ROOT / "examples" / "video_dit.py"].add(test_the_video_model_trains_as_one_rank_does.__name__)
+    ran = [path for path, tests in tests_of.items() if tests & asked]
     words = [f"{num_ranks_of(example)}:{example}" for example in ran]
     command = [sys.executable, str(ROOT / "tests" / "forked_example.py"), str(folder), *words]
     subprocess.run(command, check=True, timeout=900, cwd=folder)
@@ -225,6 +227,7 @@ def test_examples_run(example: Path, examples_ran: Path) -> None:
     assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
 
 
+@pytest.mark.nightly
 def test_the_video_model_trains_as_one_rank_does(examples_ran: Path) -> None:
     out = (examples_ran / "video_dit.out").read_text(encoding="utf-8")
     losses = [float(loss) for loss in re.findall(r"^step \d, planned: loss ([\d.]+)", out, re.MULTILINE)]

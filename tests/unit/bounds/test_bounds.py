@@ -65,6 +65,7 @@ def test_no_plan_of_a_tiny_batch_is_below_its_bound():
     assert seen["pipelined"] >= 5
 
 
+@pytest.mark.nightly
 def test_no_plan_of_many_tiny_batches_is_below_its_bound():
     seen = check_tiny_cases(range(1000, 1260), 5000)
     assert seen["tight"] + seen["strict"] >= 200

@@ -118,6 +118,7 @@ def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
         assert (long.cp_comm_type, long.inner_cp_size) == ("a2a+p2p", 2)
 
 
+@pytest.mark.nightly
 def test_exact_is_what_brute_force_finds_on_larger_batches():
     seen = check_against_brute_force(range(2000, 2080), 4000)
     assert seen["cases"] >= 60

@@ -68,6 +68,7 @@ def everything():
     return points
 
 
+@pytest.mark.by_day("dynamic", "static")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_race_misses_nothing(policy, found, everything):
     best = found.best[policy]

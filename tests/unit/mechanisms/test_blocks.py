@@ -64,6 +64,7 @@ def masked(lengths: list[int], rng: random.Random) -> list[Sample]:
     return [Sample(sample_id=i, seqlen=n, mask=rng.choice(rules)(n)) for i, n in enumerate(lengths)]
 
 
+@pytest.mark.by_day("(4, 2, 2, 1, 8)", "(4, 1, 1, 2, 4)")
 @pytest.mark.parametrize(
     "layout", [(4, 1, 1, 1, 8), (6, 1, 1, 1, 2), (4, 2, 1, 1, 8), (4, 2, 2, 1, 8), (4, 1, 1, 2, 4)], ids=str
 )

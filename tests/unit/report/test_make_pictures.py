@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 PICTURES = ("overview", "overview-narrow", "cp-sizes", "lengths", "imbalance", "knee")
 
 
+@pytest.mark.nightly
 def test_all_pictures_are_drawn_in_both_themes(tmp_path, capsys, monkeypatch):
     few = replace(make_pictures.SPACE, tp_sizes=(2,), pp_sizes=(1,), recompute=("none",), exchanges=(("p2p",),))
     monkeypatch.setattr(make_pictures, "SPACE", few)

@@ -110,7 +110,7 @@ def drawn_texts(figure, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("is_narrow", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_no_text_collides_or_leaves_the_picture(case, kind, is_narrow, monkeypatch):
     width_in = NARROW_IN if is_narrow else WIDE_IN if kind in WIDE else MEDIUM_IN

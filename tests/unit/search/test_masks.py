@@ -69,6 +69,7 @@ def drawn_samples(rng: random.Random) -> list[Sample]:
     return [Sample(sample_id=i, seqlen=n, mask=drawn_mask(rng, n)) for i, n in enumerate(lengths)]
 
 
+@pytest.mark.by_day("layout1", "layout4")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, int, int, int]) -> None:
     num_lanes, pp_size, vp_size, tp_size = layout

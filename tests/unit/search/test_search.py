@@ -259,6 +259,7 @@ print(*(digest(plan(heavy_tailed(40, 900), Topology(num_lanes=6, pp_size=2), pol
 """
 
 
+@pytest.mark.nightly
 def test_every_process_makes_the_same_plan():
     outputs = [
         subprocess.run(
