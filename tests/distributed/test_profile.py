@@ -61,6 +61,7 @@ def run_command(words: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.nightly
 def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     for status, _, err in run_ranks(2, run_command, words_for(tmp_path, "--plot", str(tmp_path / "fit.svg"))):
         assert status == 0, err

@@ -47,6 +47,7 @@ def train(impl: str, *extra: str) -> dict[int, float]:
     return run_ranks(2, train_on_this_rank, command_line(WORDS, *extra), impl, timeout_s=200)[0]
 
 
+@pytest.mark.nightly
 def test_a_run_changes_layers_and_goes_on(tmp_path: Path) -> None:
     """Local layers for two iterations, TransformerEngine's for two, local ones to the end: one loss curve."""
     whole = train("local")

@@ -175,6 +175,7 @@ def test_a_planner_whose_static_plan_fails_too_ends_all_ranks_with_the_same_erro
     assert "nor a static one" in said[0][0]
 
 
+@pytest.mark.by_day("--max-dynamic-cp-size 1 --context-parallel-size 2")
 @pytest.mark.parametrize("words", ["--max-dynamic-cp-size 1 --context-parallel-size 2", "--min-dynamic-cp-size 2"])
 def test_the_static_plan_keeps_to_the_groups_that_were_built(tmp_path, words):
     sabotage = partial(faulty, fault="raise", iterations=(3,), folder=str(tmp_path))

@@ -34,6 +34,7 @@ MORE_TRIALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trials", [TRIALS, pytest.param(MORE_TRIALS, marks=pytest.mark.nightly)], ids=["one", "more"])
 def test_whoever_is_killed_or_stopped_while_saving_the_job_ends_or_goes_on_and_resumes_equal(
     trials, tmp_path, capfd, no_compile

@@ -67,6 +67,7 @@ WRITERS = {"text": text_folder, "jsonl": json_lines, "indexed": indexed}
 
 
 # Every kind and every policy, not every pair: a policy cuts lengths before anybody asks where they come from.
+@pytest.mark.by_day("text-split")
 @pytest.mark.parametrize(
     ("kind", "overlong"), [("text", "split"), ("jsonl", "truncate"), ("indexed", "drop"), ("blend", "split")]
 )

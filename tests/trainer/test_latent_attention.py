@@ -85,6 +85,7 @@ def test_checkpoints_know_the_latents() -> None:
             loading._check_weights_fit(own, saved, "folder")
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_is_that_of_another_layout(uninterrupted: Any, saved_by: Any) -> None:
     """Two lanes with CP sizes 1 and 2, and a run of two tensor-parallel ranks that goes on from them."""
     first = uninterrupted(DYNAMIC, 2)

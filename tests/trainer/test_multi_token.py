@@ -53,6 +53,7 @@ def test_checkpoints_know_the_modules() -> None:
     assert derive.model_shape(parsed("--mtp-num-layers 2").model, 264).mtp_num_layers == 2
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_is_that_of_another_layout(uninterrupted: Any, saved_by: Any) -> None:
     """Two stages, then one with two lanes: losses of all depths are logged, and go on as they would have."""
     words = f"{LATER} --pipeline-model-parallel-size 2 --max-seqlen-per-dp-cp-rank 128"

@@ -44,6 +44,7 @@ def _buckets_of_lane(folder: Path, iteration: int, lane: int) -> list[Bucket]:
     raise AssertionError(f"iteration {iteration} is not in the dump")
 
 
+@pytest.mark.nightly
 def test_the_trace_names_what_ran(tmp_path, uninterrupted):
     words = f"{PROFILE} --profile-dir {tmp_path}/traces --profile-step-start 1 --profile-step-end 3 --profile-ranks 0 3"
     found = losses(train(4, RING, words, f"--dynamic-cp-dump {tmp_path}/dump"))

@@ -106,6 +106,7 @@ def test_loss_and_gradients_are_those_of_the_pairs_apart_on_lanes_and_on_stages(
     assert len(compared) > 20
 
 
+@pytest.mark.nightly
 def test_a_run_evaluates_saves_and_goes_on_to_the_last_digit(tmp_path, capfd):
     """With workers that pack, a dump of its plans, and a replay of those."""
     data = write(tmp_path / "a.jsonl", made_lines(2, 20))

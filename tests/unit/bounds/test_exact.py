@@ -136,6 +136,7 @@ FROZEN = [
 ]
 
 
+@pytest.mark.by_day("1-2-8192")
 @pytest.mark.parametrize(
     ("pp_size", "num_lanes", "limit", "lengths", "optimum_s"),
     [*FROZEN[:3], *(pytest.param(*case, marks=pytest.mark.nightly) for case in FROZEN[3:])],

@@ -73,6 +73,7 @@ def test_the_library_imports_no_command_line():
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "heavy:\n")
 
 
+@pytest.mark.by_day("lengths")
 @pytest.mark.usefixtures("is_compiled")
 @pytest.mark.parametrize("command", ["lengths", "plan", "simulate", "doctor"])
 def test_a_pipe_gets_no_control_characters(command):
@@ -124,6 +125,7 @@ def test_a_terminal_gets_colours_unless_it_wants_none():
     assert "█" not in plain
 
 
+@pytest.mark.by_day("lengths")
 @pytest.mark.usefixtures("is_compiled")
 @pytest.mark.parametrize("name", ["lengths", "plan", "simulate", "help"])
 def test_a_reader_that_leaves_early_is_no_error(name):
@@ -202,6 +204,7 @@ def test_the_doctor_finds_what_is_broken(monkeypatch, capsys):
     assert re.fullmatch(r"0\.15\.0, \S*=0\.16\.1\S* is needed", details["megatron-core"])
 
 
+@pytest.mark.nightly
 def test_the_doctor_asks_the_training_side():
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     done = run(["doctor", "--json", "-"])

@@ -208,6 +208,7 @@ JSON_LINES = st.lists(
 ).map(lambda lines: "\n".join(lines).encode())
 
 
+@pytest.mark.by_day(".npy", ".csv")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(content=st.binary(max_size=200) | TEXTS | JSON_LINES)

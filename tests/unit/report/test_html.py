@@ -90,6 +90,7 @@ def plain_page():
 NAMES = ("comparison", "one policy", "placed", "run", "one iteration")
 
 
+@pytest.mark.by_day("comparison", "placed")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_well_formed_and_small(name):
     text = pages()[name]

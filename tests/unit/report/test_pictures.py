@@ -142,6 +142,20 @@ def test_colliding_texts_are_found(monkeypatch):
     assert box.overlaps(second)
 
 
+@pytest.mark.by_day(
+    "usual gantt",
+    "one gantt",
+    "pp8-vp2 gantt",
+    "4096-lanes gantt",
+    "mostly-empty gantt",
+    "many-micro-batches gantt",
+    "tiles",
+    "tiles-many",
+    "lengths",
+    "knee",
+    "cp-sizes",
+    "agreement-one",
+)
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_a_picture_is_small_well_formed_and_repeats(case, kind):
     def draw(theme):
