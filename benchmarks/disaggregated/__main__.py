@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.blocks.__main__ import on_all_cores
-from benchmarks.disaggregated import noise, scheduler, steps
+from benchmarks.disaggregated import noise, queues, scheduler, steps
 from benchmarks.disaggregated.setting import Case, K
 from benchmarks.planner.__main__ import machine
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("scheduler", "steps", "networks", "noise")
+SECTIONS = ("scheduler", "steps", "networks", "queues", "noise")
 QUICK_CELLS = (("pretrain", 8, 8 * K), ("prolong", 8, 8 * K))
 QUICK_CASE = Case("8B", "prolong", 64 * K, 64, 2, 2, limit=32 * K)
 
@@ -58,7 +58,7 @@ def tables_of(section: str, quick: bool) -> dict[str, str]:
             "disaggregated-tile": scheduler.tile_markdown(),
         }
     if section == "steps":
-        cases = (QUICK_CASE,) if quick else (*steps.PIPELINES, *steps.TWO_STAGES, *steps.ONE_STAGE)
+        cases = (QUICK_CASE,) if quick else (*steps.PIPELINES, *steps.BETWEEN, *steps.TWO_STAGES, *steps.ONE_STAGE)
         rows = [steps.measure(QUICK_CASE)] if quick else on_all_cores(steps.measure, cases)
         return {
             "disaggregated-steps-goals": steps.goals_markdown(rows),
@@ -68,6 +68,9 @@ def tables_of(section: str, quick: bool) -> dict[str, str]:
     if section == "networks":
         rows = [steps.measure_network(QUICK_CASE)] if quick else on_all_cores(steps.measure_network, steps.NETWORKS)
         return {"disaggregated-networks": steps.network_markdown(rows)}
+    if section == "queues":
+        rows = [queues.measure(QUICK_CASE, 4, 2)] if quick else on_all_cores(queues.measure, queues.CASES)
+        return {"disaggregated-queues": queues.markdown(rows)}
     return {"disaggregated-noise": noise.markdown()}
 
 

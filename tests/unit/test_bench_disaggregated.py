@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disaggregated import __main__ as command
-from benchmarks.disaggregated import noise, scheduler, steps
+from benchmarks.disaggregated import noise, queues, scheduler, steps
 from benchmarks.disaggregated.setting import K, batch, documents, model_of
 from benchmarks.planner.report import Row
+from dynamic_cp.types import Sample
+
+QUICK = command.QUICK_CASE
 
 
 @pytest.fixture(scope="module")
 def row() -> Row:
-    return steps.measure(command.QUICK_CASE)
+    return steps.measure(QUICK)
 
 
 def test_batches_have_the_tokens_and_the_longest_documents_that_they_are_to_have() -> None:
@@ -30,10 +33,18 @@ def test_batches_have_the_tokens_and_the_longest_documents_that_they_are_to_have
 def test_every_way_has_a_time_and_baselines_are_at_their_best(row: Row) -> None:
     assert all(row[name] > 0 for name in steps.NAMES)
     assert row["wlb"] <= row["wlb-exposed"]
-    network = steps.measure_network(command.QUICK_CASE)
+    network = steps.measure_network(QUICK)
     assert network["pool"] <= network["single stream"]
     assert steps.without_s(row) <= row["dynamic"]
     assert f"{steps.without_s(row) / row['pool']:.2f}" in steps.markdown([row])
+
+
+def test_queues_hold_long_documents_until_there_is_one_for_each_micro_batch() -> None:
+    drawn = [[10, 3, 1], [9, 4, 2], [8, 2], [7, 6, 6, 1]]
+    batches = [[Sample(sample_id=number, seqlen=seqlen) for number, seqlen in enumerate(one)] for one in drawn]
+    trained = queues.queued(batches, (0.5, 0.25), longest=10, num_rows=2)
+    # Above 5: 10 and 9, 8 and 7, 6 and 6; above 2.5: 3 and 4; all others as they come.
+    assert [sorted(one.seqlen for one in batch) for batch in trained] == [[1], [2, 3, 4, 9, 10], [2], [1, 6, 6, 7, 8]]
 
 
 def test_the_scheduler_sends_less_than_the_paper_and_is_as_even(row: Row) -> None:
