@@ -26,7 +26,7 @@ from dynamic_cp.types.counts import (
     is_power_of_two,
     largest_power_of_two,
 )
-from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts
+from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import (
     Hardware,
 )
@@ -120,6 +120,7 @@ __all__ = [
     "exchanges_of",
     "is_power_of_two",
     "largest_power_of_two",
+    "layers_with_experts",
     "parse_mask",
     "parse_mask_rule",
     "parse_placement",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -11,6 +12,35 @@ from dynamic_cp.types.counts import counted, require_at_least
 EXPERT_IMBALANCE = 1.25
 """Tokens of the rank of an EP block that has most over their mean, where nothing else is known. An estimate: the
 capacity factor that Switch Transformers (arXiv 2101.03961, section 2.2) trained with, which drops what exceeds it."""
+
+
+def layers_with_experts(layer_freq: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
+    """Return whether each of `num_layers` layers has experts.
+
+    Args:
+        layer_freq: as Megatron says it: with N the first of every N layers, or 1 (has them) and 0 (a dense MLP)
+            for each.
+
+    Raises:
+        InvalidInputError: it is of another number of layers, or no layer has any.
+    """
+    if not isinstance(layer_freq, Sequence):
+        require_at_least(1, **{"layer_freq (--moe-layer-freq)": layer_freq})
+        return tuple(layer % layer_freq == 0 for layer in range(num_layers))
+    if set(layer_freq) - {0, 1} or 1 not in layer_freq:
+        raise InvalidInputError(
+            f"layer_freq (--moe-layer-freq) {list(layer_freq)} must be 1 (experts) or 0 (a dense MLP) for each layer, "
+            "1 at least once: a model without experts has none",
+            layer_freq=tuple(layer_freq),
+        )
+    if len(layer_freq) != num_layers:
+        raise InvalidInputError(
+            f"layer_freq (--moe-layer-freq) is of {counted(len(layer_freq), 'layer')}, the model has {num_layers}: "
+            "give a number, or 1 (experts) and 0 (none) for each of them, such as [0]+[1]*3",
+            layer_freq=tuple(layer_freq),
+            num_layers=num_layers,
+        )
+    return tuple(map(bool, layer_freq))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,34 +89,15 @@ class Experts:
                 "with most has for each of their mean",
                 imbalance=self.imbalance,
             )
-        if not isinstance(self.layer_freq, list | tuple):
-            require_at_least(1, layer_freq=self.layer_freq)
-            return
-        pattern = tuple(self.layer_freq)  # a list where it comes from JSON
-        object.__setattr__(self, "layer_freq", pattern)
-        if set(pattern) - {0, 1} or 1 not in pattern:
-            raise InvalidInputError(
-                f"layer_freq {list(pattern)} must be 1 (experts) or 0 (a dense MLP) for each layer, 1 at least once: "
-                "a model without experts has none",
-                layer_freq=pattern,
-            )
+        if isinstance(self.layer_freq, list | tuple):
+            object.__setattr__(self, "layer_freq", tuple(self.layer_freq))  # a list where it comes from JSON
+            self.moe_layers(len(self.layer_freq))
+        else:
+            self.moe_layers(1)
 
     def moe_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Return whether each of `num_layers` layers has experts.
-
-        Raises:
-            InvalidInputError: `layer_freq` is of another number of layers.
-        """
-        if isinstance(self.layer_freq, int):
-            return tuple(layer % self.layer_freq == 0 for layer in range(num_layers))
-        if len(self.layer_freq) != num_layers:
-            raise InvalidInputError(
-                f"layer_freq says it of {counted(len(self.layer_freq), 'layer')}, the model has {num_layers}: give 1 "
-                "or 0 for each of them (--moe-layer-freq)",
-                layer_freq=self.layer_freq,
-                num_layers=num_layers,
-            )
-        return tuple(map(bool, self.layer_freq))
+        """Return whether each of `num_layers` layers has experts; see `layers_with_experts`."""
+        return layers_with_experts(self.layer_freq, num_layers)
 
     def __str__(self) -> str:
         shared = f" + shared {self.shared_ffn_hidden_size}" if self.shared_ffn_hidden_size else ""

@@ -371,14 +371,14 @@ class ModelShape:
         )
         if not has_experts or self.experts is None:
             return dense
-        experts, others = self.experts, self.linear_weights_per_layer - self.mlp_weights_per_layer
+        experts, mlp = self.experts, self.mlp_weights_per_layer
         shared = self._mlp_weights(experts.shared_ffn_hidden_size)
         router = self.hidden_size * (experts.num_experts + experts.shared_gate)
         of_one = self._mlp_weights(experts.ffn_hidden_size)
         return dense._replace(
-            linear_weights=others + shared + router + experts.topk * of_one,
-            held_weights=others + shared,
-            norm_weights=2 * self.hidden_size + router,
+            linear_weights=dense.linear_weights - mlp + shared + router + experts.topk * of_one,
+            held_weights=dense.held_weights - mlp + shared,
+            norm_weights=dense.norm_weights + router,
             mlp_kept_channels=self._kept_channels(experts.shared_ffn_hidden_size),
             mlp_weights=0,
             num_experts=experts.num_experts,

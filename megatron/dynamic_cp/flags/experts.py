@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import PLACED, is_power_of_two
-from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
+from dynamic_cp.types import PLACED, is_power_of_two, layers_with_experts
+from megatron.dynamic_cp.flags.layer_pattern import layer_pattern
 
 DEFAULTS: dict[str, Any] = {
     "moe_layer_freq": 1,
@@ -68,27 +68,6 @@ def num_experts(flags: Any) -> int | None:
     return getattr(flags, "num_moe_experts", None) or getattr(flags, "num_experts", None)
 
 
-def layers_with_experts(freq: Any, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts.
-
-    Args:
-        freq: --moe-layer-freq: every so many-th layer has some, the first among them, or 1 and 0 for each.
-
-    Raises:
-        InvalidInputError: it does not fit the layers.
-    """
-    if isinstance(freq, int):
-        if freq < 1:
-            raise InvalidInputError(f"--moe-layer-freq is {freq}, the smallest allowed number is 1: {_PATTERN}")
-        return tuple(index % freq == 0 for index in range(num_layers))
-    if len(freq) != num_layers or set(freq) - {0, 1}:
-        raise InvalidInputError(
-            f"--moe-layer-freq {shown(freq)} has {len(freq)} entries, the model has {num_layers} layers: {_PATTERN}",
-            num_layers=num_layers,
-        )
-    return tuple(map(bool, freq))
-
-
 def choices(flags: Any) -> dict[str, Any]:
     """Return what weights of layers with experts mean: name -> JSON value; {} for a dense model.
 
@@ -102,7 +81,7 @@ def choices(flags: Any) -> dict[str, Any]:
     if found["moe_ffn_hidden_size"] is None:
         found["moe_ffn_hidden_size"] = flags.ffn_hidden_size
     freq = found["moe_layer_freq"]
-    with_experts = layers_with_experts(freq if isinstance(freq, int) else tuple(freq), flags.num_layers)
+    with_experts = layers_with_experts(freq, flags.num_layers)
     return {"num_experts": number, **found, "moe_layer_freq": list(map(int, with_experts))}
 
 

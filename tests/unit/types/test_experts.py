@@ -68,8 +68,8 @@ def test_windows_and_experts_are_of_layers_apart():
     [
         ({"topk": 9}, r"sent to 9 experts, a layer has 8: give topk \(--moe-router-topk\)"),
         ({"num_experts": 0}, "num_experts is 0, the smallest allowed value is 1"),
-        ({"layer_freq": (0, 0)}, r"layer_freq \[0, 0\] must be 1 \(experts\) or 0"),
-        ({"layer_freq": (1, 0, 1)}, "says it of 3 layers, the model has 2"),
+        ({"layer_freq": (0, 0)}, r"layer_freq \(--moe-layer-freq\) \[0, 0\] must be 1 \(experts\) or 0"),
+        ({"layer_freq": (1, 0, 1)}, "is of 3 layers, the model has 2"),
         ({"imbalance": 0.9}, "the imbalance of experts is 0.9, it must be a number >= 1"),
         ({"shared_ffn_hidden_size": 0}, "shared_gate is true and shared_ffn_hidden_size 0"),
     ],
