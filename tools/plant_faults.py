@@ -297,6 +297,16 @@ FAULTS = {
     "experts of all ranks start alike": Fault(
         "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_with"
     ),
+    "routers of modules are taken for those of the first layers": Fault(
+        "before = self.config.num_layers if",
+        "before = -self.config.num_layers if not",
+        "tests/trainer/test_combinations.py -k another_layout",
+    ),
+    "a stage without experts cannot save an optimizer of them": Fault(
+        "    DistributedOptimizer.state_dict = _also_of_nothing(DistributedOptimizer.state_dict)\n",
+        "",
+        "tests/trainer/test_combinations.py -k another_layout",
+    ),
     "a calibration moves the biases of experts": Fault(
         "                bias.copy_(values)\n", "                pass\n", f"{EXPERTS} -k no_training"
     ),

@@ -73,7 +73,7 @@ def tell_tracker(routing: Routing, chunks: Iterable[torch.nn.Module], num_micro_
         chunks: of this rank.
     """
     for router in routers(chunks):
-        layer = routing.layers.get(router.layer_number)
+        layer = routing.layers.get(router.number_in_model)
         types = router.config.moe_router_load_balancing_type
         aux = (
             "load_balancing_loss"

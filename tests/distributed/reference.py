@@ -41,6 +41,7 @@ class ModelVariant:
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     model: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # arguments of GPTModel
     yarn: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # flags
+    dense_layers: int = 0  # before those with experts
 
 
 # Llama-like: RoPE, RMS norm, SwiGLU, grouped-query attention.
@@ -200,9 +201,26 @@ LATENT_PLAIN = ModelVariant(
     },
 )
 LATENT_8_HEADS = ModelVariant("latent_8_heads", config={**LATENT.config, "num_attention_heads": 8, "mtp_num_layers": 1})
+# As DeepSeek-V3: a dense layer before those with experts, and a module with experts behind them.
+_OF_DEEPSEEK = {name: value for name, value in MOE_SIGMOID.config.items() if name.startswith(("moe_", "num_moe_"))}
+DEEPSEEK = ModelVariant(
+    "deepseek",
+    dense_layers=1,
+    config={
+        **LATENT.config,
+        **_OF_DEEPSEEK,
+        "moe_z_loss_coeff": 0.05,
+        "mtp_num_layers": 1,
+        "mtp_loss_scaling_factor": 0.3,
+    },
+)
+# Modules of experts, and one that is dense as the last layer is.
+MOE_MTP = ModelVariant("moe_mtp", tied=True, config={**MOE.config, "mtp_num_layers": 2})
+MOE_SIGMOID_MTP = ModelVariant("moe_sigmoid_mtp", config={**MOE_SIGMOID.config, "mtp_num_layers": 1})
+COMBINED = (DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
-VARIANTS = {v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS)}
+VARIANTS = {v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED)}
 
 
 # As Megatron-LM names and fills them for megatron-core; not taken from the code under test.
@@ -239,7 +257,11 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
         "context_parallel_size": 1,
     }
     kind = MLATransformerConfig if variant.config.get("multi_latent_attention") else TransformerConfig
-    config = kind(**{**values, **variant.config, **overrides})
+    values |= {**variant.config, **overrides}
+    if variant.dense_layers:
+        dense = variant.dense_layers
+        values["moe_layer_freq"] = [0] * dense + [1] * (values["num_layers"] - dense)
+    config = kind(**values)
     for name, value in variant.yarn.items():  # fields that megatron-core has not, each with its default
         setattr(config, YARN_FIELDS[name], value)
     for name, value in YARN_DEFAULTS.items() if variant.yarn else ():
@@ -344,6 +366,8 @@ def reference_step(
     if config.num_moe_experts is not None:
         expert_routing.install()
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        for layer in spec.layer_specs if config.multi_latent_attention else ():
+            layer.submodules.self_attention.submodules.core_attention = TwoWidths
     model = gpt_model(config, variant, spec, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False))
     with torch.no_grad():
         for parameter in model.parameters():

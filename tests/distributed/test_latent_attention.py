@@ -138,7 +138,6 @@ def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
     [
         ({"window_size": (7, 0)}, "--window-size is not supported: its layers were not checked with one"),
         ({"softmax_type": "learnable"}, "--softmax-type is not supported: it has scores of keys alone"),
-        ({"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}, "--num-experts is not supported: its layers"),
         ({"no_rope_freq": 2}, "--no-rope-freq is not supported: all layers rotate"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection is not supported"),
         ({"num_query_groups": 2}, "--num-query-groups 2 is not supported: each of its 4 heads has keys of its own"),

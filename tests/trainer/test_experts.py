@@ -42,8 +42,8 @@ def parsed(flags: str, world_size: int = 4) -> Any:
         (f"--num-experts 6 {EP} 4", f"--num-experts 6 is not a multiple of {EP} 4: change one of them"),
         (f"--num-experts 6 {EP} 3", f"{EP} is 3, lanes that share experts are blocks of 1, 2, 4"),
         (f"--num-experts 8 {EP} 8", "ep_size 8 makes blocks of 8 lanes .TP 1., which do not divide the 4 lanes: use"),
-        ("--num-experts 4 --moe-layer-freq [0,1]", "--moe-layer-freq 0,1 has 2 entries, the model has 4 layers: give"),
-        ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq is 0, the smallest allowed number is 1"),
+        ("--num-experts 4 --moe-layer-freq [0,1]", r"--moe-layer-freq\) is of 2 layers, the model has 4: give"),
+        ("--num-experts 4 --moe-layer-freq 0", r"--moe-layer-freq\) is 0, the smallest allowed value is 1"),
         ("--num-experts 4 --moe-router-topk 1", "gives every token the weight 1, .* add --moe-router-pre-softmax"),
         (
             "--num-experts 4 --moe-router-enable-expert-bias",

@@ -103,11 +103,6 @@ def check_latent_attention(config: Any) -> None:
     for is_given, what, why in (
         (groups not in (None, heads), f"--num-query-groups {groups}", f"each of its {heads} heads has keys of its own"),
         (positions != "rope", f"--position-embedding-type {positions}", "it rotates by --rope-type alone"),
-        (
-            _has(config, "num_experts") or _has(config, "num_moe_experts"),
-            "--num-experts",
-            "its layers were not checked with experts",
-        ),
         (getattr(config, "softmax_type", "vanilla") != "vanilla", "--softmax-type", "it has scores of keys alone"),
         (_has(config, "attention_output_gate"), "--attention-output-gate", "it has no gate"),
         (_has(config, "qk_l2_norm"), "--qk-l2-norm", "it normalizes latents"),

@@ -42,7 +42,6 @@ def check_multi_token(config: Any) -> None:
     learns_positions = getattr(config, "position_embedding_type", None) == "learned_absolute"
     for is_on, what, why in (
         (getattr(config, "window_size", None) is not None, "--window-size", "layers behind the last have no window"),
-        (has_experts(config), "--num-experts", "modules with experts were not checked"),
         (
             getattr(config, "softmax_type", "vanilla") != "vanilla",
             "--softmax-type",
@@ -70,11 +69,6 @@ def check_multi_token(config: Any) -> None:
             raise UnsupportedFeatureError(
                 f"{FLAG} {depths} with {what} is not supported: {why}; leave one of them out", flag=FLAG, other=what
             )
-
-
-def has_experts(config: Any) -> bool:
-    """Return whether flags or a configuration ask for experts."""
-    return bool(getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None))
 
 
 MODULES = frozenset({"mtp_num_layers"})

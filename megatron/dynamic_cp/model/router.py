@@ -74,6 +74,16 @@ class DynamicCPRouter(TopKRouter):
             self.sums = sums if self.sums is None else self.sums + sums
         return probs, routing_map
 
+    @property
+    def number_in_model(self) -> int:
+        """Number of its layer, from 1; layers of multi-token prediction count on behind the last.
+
+        megatron-core counts so until 0.16; later releases begin anew with those of multi-token prediction.
+        """
+        assert self.layer_number is not None, "its layer has told it"
+        before = self.config.num_layers if getattr(self, "is_mtp_layer", False) else 0
+        return int(self.layer_number) + before
+
     def take_sums(self) -> Tensor | None:
         """Return `sums`, which begin anew; None where nothing trained."""
         sums, self.sums = self.sums, None

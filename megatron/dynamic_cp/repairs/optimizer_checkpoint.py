@@ -1,12 +1,14 @@
 """Load checkpoints into the distributed optimizer when it wraps torch's AdamW (no TransformerEngine, no apex).
 
-megatron-core 0.16.1 can save that combination but not load it. Three repairs, all on the load path:
+megatron-core 0.16.1 can save that combination but not load it, and neither where a rank has no parameter of an
+optimizer, as of experts on a stage of dense layers. Four repairs:
 
 | where | what goes wrong | repair |
 |---|---|---|
 | `sharded_state_dict(is_loading=True)` | asserts on an optimizer that has not stepped | give it zero state first |
 | `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" | no_grad, leave "step" |
 | `load_state_dict` | every parameter gets the *same* step tensor, so one step counts many times | one tensor each |
+| `state_dict` | looks for the step in the state of parameters, of which there must be some | none: no step |
 """
 
 from __future__ import annotations
@@ -22,9 +24,22 @@ def install() -> None:
     """Repair `DistributedOptimizer` in this process; does nothing with fused optimizers or when called again."""
     if HAVE_APEX_OR_TE or hasattr(DistributedOptimizer.load_state_dict, "__wrapped__"):
         return
+    DistributedOptimizer.state_dict = _also_of_nothing(DistributedOptimizer.state_dict)
     DistributedOptimizer.sharded_state_dict = _with_state(DistributedOptimizer.sharded_state_dict)
     DistributedOptimizer.load_state_dict = _with_own_steps(DistributedOptimizer.load_state_dict)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
+
+
+def _also_of_nothing(state_dict: Any) -> Any:
+    @functools.wraps(state_dict)
+    def also_of_nothing(self: Any) -> Any:
+        groups = self.optimizer.param_groups
+        if any(group["params"] for group in groups):
+            return state_dict(self)
+        without = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in without]}}
+
+    return also_of_nothing
 
 
 def _with_state(sharded_state_dict: Any) -> Any:

@@ -32,7 +32,7 @@ class Routing:
     """All routers of a step.
 
     Attributes:
-        layers: number of the layer, from 1 -> its router.
+        layers: number of the layer, from 1, those of multi-token prediction behind the last -> its router.
         has_aux_loss, has_z_loss: which losses are trained with; the others are 0.
     """
 
@@ -55,11 +55,12 @@ def sum_over_routers(chunks: Sequence[torch.nn.Module], num_tokens: int, device:
     config = chunks[0].config
     if config.num_moe_experts is None:
         return None
-    sums = torch.zeros(config.num_layers, config.num_moe_experts + 2, dtype=torch.float64, device=device)
+    num_layers = config.num_layers + (config.mtp_num_layers or 0)
+    sums = torch.zeros(num_layers, config.num_moe_experts + 2, dtype=torch.float64, device=device)
     for router in routers(chunks):
         counted = router.take_sums()
         if counted is not None:
-            sums[router.layer_number - 1] += counted
+            sums[router.number_in_model - 1] += counted
     dist.all_reduce(sums)
     layers = {}
     for number, (*tokens, aux, z) in enumerate(sums.tolist(), start=1):

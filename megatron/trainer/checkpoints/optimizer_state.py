@@ -56,7 +56,8 @@ class LoadRequest:
     def apply(self, loaded: dict[int, Any], step: int) -> None:
         """Hand the loaded tensors and the number of past steps to the optimizer. The model's weights are loaded."""
         for index, request in enumerate(self._requests):
-            request.apply(loaded[index], step)
+            if request.tensors:  # a stage of dense layers has an optimizer of experts, which has nothing
+                request.apply(loaded[index], step)
 
 
 class _OneRequest:
