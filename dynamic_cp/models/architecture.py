@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args
 
 from dynamic_cp.errors import InvalidInputError
 
-PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+PositionEmbedding = Literal["rope", "yarn", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +22,16 @@ class Architecture:
         norm_epsilon: of all norms.
         rotary_base, rotary_percent: of RoPE; without it they say nothing.
         use_rope_scaling, rope_scaling_factor: RoPE whose slow frequencies are lowered, by how much (Llama 3.1).
+        rotary_scaling_factor and what follows: of YaRN, under the names of its flags; they say nothing without it.
         max_position_embeddings: longest sample of its training; 0 = unknown.
         add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
         qk_layernorm: queries and keys are normalized.
+        softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
+        router_score_function: what makes a token's scores of experts of logits; those of the chosen ones are brought to
+            sum 1, but for softmax with router_pre_softmax, which is over all experts.
+        router_num_groups, router_group_topk: experts are chosen in so many best of so many groups; 0 = no groups.
+        router_scaling_factor: of the scores.
+        router_expert_bias: a bias of each expert, which no gradient trains, takes part in choosing.
         init_method_std: of the first weights.
         not_trained: what of it pretrain_gpt.py does not have, each with its value.
     """
@@ -37,6 +46,20 @@ class Architecture:
     rotary_percent: float = 1.0
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
+    rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
+    softmax_type: SoftmaxType = "vanilla"
+    router_score_function: ScoreFunction = "softmax"
+    router_pre_softmax: bool = False
+    router_num_groups: int = 0
+    router_group_topk: int = 0
+    router_scaling_factor: float = 1.0
+    router_expert_bias: bool = False
     max_position_embeddings: int = 0
     init_method_std: float = 0.02
     not_trained: tuple[str, ...] = ()
@@ -69,7 +92,12 @@ class Architecture:
             )
             raise InvalidInputError(f"{where}: architecture {' and '.join(words)}: known are {', '.join(known)}")
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
-        choices = {"Normalization": get_args(Normalization), "PositionEmbedding": get_args(PositionEmbedding)}
+        choices = {
+            "Normalization": get_args(Normalization),
+            "PositionEmbedding": get_args(PositionEmbedding),
+            "SoftmaxType": get_args(SoftmaxType),
+            "ScoreFunction": get_args(ScoreFunction),
+        }
         for name, value in data.items():
             allowed = kinds.get(str(known[name].type))
             if allowed is None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.hugging_face import whole_number
+from dynamic_cp.models.entries import whole_number
 from dynamic_cp.types import ModelShape
 
 

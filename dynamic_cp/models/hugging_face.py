@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.entries import number, whole_number
+from dynamic_cp.models.rotation import rotation
+from dynamic_cp.models.routing import routing
 from dynamic_cp.types import Experts, ModelShape
 
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
@@ -20,13 +23,6 @@ _DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS, *_MOES)
 """With a gate and an up projection in each MLP, whatever their hidden_act."""
 _QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """Have windows only where use_sliding_window says so."""
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""model_type -> class of transformers, of what `config` writes."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
 MODEL_TYPES = (*_DECODERS, *_ENCODERS)
@@ -42,7 +38,7 @@ _NOT_PRICED = {
 }
 """Key of what the cost model has no formula for -> what it is, and from which value on it is there."""
 
-_SIZES = {
+SIZES = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",
@@ -51,28 +47,32 @@ _SIZES = {
     "head_dim": "kv_channels",
     "vocab_size": "vocab_size",
 }
+"""Entry -> field of `ModelShape`."""
 
-_LATENT_SIZES = {
+LATENT_SIZES = {
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim",
 }
-_OF_LATENTS = frozenset({*_LATENT_SIZES, "q_lora_rank", "num_nextn_predict_layers"})
+"""The same of latent attention."""
+_OF_LATENTS = frozenset({*LATENT_SIZES, "q_lora_rank", "num_nextn_predict_layers"})
+_LATENT_EPSILON = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps says."""
 _OF_EXPERTS = frozenset(
     {
         "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
         "moe_layer_freq", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor",
-        "scoring_func", "seq_aux", "aux_loss_alpha", "ep_size",
+        "scoring_func", "seq_aux", "aux_loss_alpha", "ep_size", "qk_head_dim", "rope_interleave",
     }
 )  # fmt: skip
-"""What configs of DeepSeek say of experts, whether layers have some or not."""
+"""What configs of DeepSeek say of experts, whether layers have some or not, and of heads."""
 
 _ARCHITECTURE = frozenset(
     {
         "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
         "mlp_bias", "attention_dropout", "hidden_act", "initializer_range", "max_position_embeddings",
-        "norm_topk_prob",
+        "norm_topk_prob", "quantization_config",
     }
 )  # fmt: skip
 _NOT_THE_MODEL = frozenset(
@@ -98,18 +98,13 @@ _NOT_THE_MODEL = frozenset(
 """Entries that change nothing that is trained."""
 _PRICED = frozenset(
     {
-        *_SIZES, *_NOT_PRICED, *_OF_LATENTS, "model_type", "num_experts_per_tok", "moe_intermediate_size",
+        *SIZES, *_NOT_PRICED, *_OF_LATENTS, "model_type", "num_experts_per_tok", "moe_intermediate_size",
         "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts",
         "shared_expert_intermediate_size", "tie_word_embeddings", "sliding_window", "use_sliding_window",
         "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
     }
 )  # fmt: skip
 """What `model_shape` reads or refuses."""
-
-
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core has fixed of the scaled RoPE of Llama 3.1 to 3.3; the factor is free."""
-_LLAMA_3_KEYS = {*_LLAMA_3, "factor", "rope_type", "type", "rope_theta"}
 
 
 def is_config(data: Mapping[str, Any]) -> bool:
@@ -169,7 +164,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type not in ("qwen3", "qwen3_moe", "gpt_oss") and values.get("head_dim") is None:
         values["head_dim"] = _divided(where, values)
-    sizes: dict[str, Any] = {name: whole_number(where, values, key) for key, name in _SIZES.items()}
+    sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
     tied = values.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InvalidInputError(
@@ -191,10 +186,10 @@ def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of latent attention and of further tokens as `ModelShape` has them; {} of other models."""
     if data.get("model_type") not in _LATENTS:
         return {}
-    found = {name: whole_number(where, data, key, _LATENT_SIZES) for key, name in _LATENT_SIZES.items()}
+    found = {name: whole_number(where, data, key, LATENT_SIZES) for key, name in LATENT_SIZES.items()}
     for key, name in (("q_lora_rank", "q_lora_rank"), ("num_nextn_predict_layers", "mtp_num_layers")):
         if data.get(key) is not None:
-            found[name] = whole_number(where, data, key)
+            found[name] = whole_number(where, data, key, (key,))
     return found
 
 
@@ -229,7 +224,7 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
             f"{where}: sliding_window is {window!r}, which model_type {model_type} does not have: set it to null",
             key="sliding_window",
         )
-    window = whole_number(where, data, "sliding_window")
+    window = whole_number(where, data, "sliding_window", ("sliding_window",))
     if layer_types:
         windowed = [one == _SLIDING for one in layer_types]
         if len(windowed) != num_layers:
@@ -239,11 +234,11 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
                 key="layer_types",
             )
     elif model_type in _QWENS:
-        first = whole_number(where, {"max_window_layers": 28, **data}, "max_window_layers")
+        first = whole_number(where, {"max_window_layers": 28, **data}, "max_window_layers", ())
         windowed = [layer >= first for layer in range(num_layers)]
     elif model_type in _GEMMAS:
         key = "_sliding_window_pattern" if "_sliding_window_pattern" in data else "sliding_window_pattern"
-        every = whole_number(where, {key: 2 if model_type == "gemma2" else 6, **data}, key)
+        every = whole_number(where, {key: 2 if model_type == "gemma2" else 6, **data}, key, ())
         if every < 1:
             raise InvalidInputError(f"{where}: {key} is {every}, it must be at least 1", key=key)
         windowed = [layer % every != 0 for layer in range(1, num_layers + 1)]
@@ -256,33 +251,40 @@ def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
     """Return the experts of a model of one of `_MOES`, as transformers would have the layers."""
     model_type = data["model_type"]
 
-    def number(key: str, default: int | None = None) -> int:
+    def entry(key: str, default: int | None = None) -> int:
         return whole_number(where, data if data.get(key) is not None else {**data, key: default}, key, needed)
 
     if model_type in ("mixtral", "gpt_oss"):
         needed: tuple[str, ...] = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-        counts, width, moe = "num_local_experts", number("intermediate_size"), [True] * num_layers
+        counts, width, moe = "num_local_experts", entry("intermediate_size"), [True] * num_layers
     elif model_type in _DEEPSEEKS:
         needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-        counts, width = "n_routed_experts", number("moe_intermediate_size")
-        first, every = number("first_k_dense_replace", 0), number("moe_layer_freq", 1)
+        counts, width = "n_routed_experts", entry("moe_intermediate_size")
+        first, every = entry("first_k_dense_replace", 0), entry("moe_layer_freq", 1)
         moe = [layer >= first and layer % every == 0 for layer in range(num_layers)]
     else:
         needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        counts, width, every = "num_experts", number("moe_intermediate_size"), number("decoder_sparse_step", 1)
+        # As transformers 5 calls it in the configs of qwen3_moe that it writes.
+        counts = "num_local_experts" if data.get("num_experts") is None and "num_local_experts" in data else needed[0]
+        width, every = entry("moe_intermediate_size"), entry("decoder_sparse_step", 1)
         dense = data.get("mlp_only_layers") or []
         moe = [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
-    shared = number("n_shared_experts", 0) * width if model_type in _DEEPSEEKS else 0
+    shared = entry("n_shared_experts", 0) * width if model_type in _DEEPSEEKS else 0
     if model_type == "qwen2_moe":
-        shared = number("shared_expert_intermediate_size", 0)
+        shared = entry("shared_expert_intermediate_size", 0)
     return Experts(
-        num_experts=number(counts),
-        topk=number("num_experts_per_tok"),
+        num_experts=entry(counts),
+        topk=entry("num_experts_per_tok"),
         ffn_hidden_size=width,
         shared_ffn_hidden_size=shared,
         shared_gate=model_type == "qwen2_moe" and shared > 0,
         layer_freq=1 if all(moe) else tuple(map(int, moe)),
     )
+
+
+def layer_types(windowed: Sequence[bool]) -> Iterator[str]:
+    """Yield the entries of layer_types for layers with and without a window."""
+    yield from (_SLIDING if has_one else _WHOLE for has_one in windowed)
 
 
 def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
@@ -326,174 +328,76 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     Raises:
         InvalidInputError: a value of the wrong type.
     """
-    rope, not_trained = _rope(data)
-    base = _number(where, {**data, **rope}, "rope_theta", 10000)
-    rotary_percent = _number(where, {**data, **rope}, "partial_rotary_factor", 1.0)
+    model_type = data.get("model_type")
+    rotates, not_trained = rotation(where, data)
+    routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])
     attention_bias, mlp_bias = bool(data.get("attention_bias")), bool(data.get("mlp_bias"))
-    if base != int(base):
-        not_trained.append(f"rope_theta {base}: a whole number is needed")
+    not_trained += why_routed_otherwise
+    if data.get("quantization_config"):
+        quantized = data["quantization_config"]
+        not_trained.append(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16")
     if attention_bias != mlp_bias:
         on, off = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
         not_trained.append(
             f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere"
         )
-    if data.get("model_type") in _ENCODERS:
-        not_trained.append(f"model_type {data['model_type']}: an encoder")
-    if data.get("model_type") in _GEMMAS:
-        not_trained.append(f"model_type {data['model_type']}: norms, activation and embeddings of its own kind")
-    if _has_experts(data):
-        not_trained += _why_experts_differ(data)
+    if model_type in _ENCODERS:
+        not_trained.append(f"model_type {model_type}: an encoder")
+    if model_type in _GEMMAS:
+        not_trained.append(f"model_type {model_type}: norms, activation and embeddings of its own kind")
+    if model_type == "gpt_oss":
+        not_trained.append("model_type gpt_oss: experts with biases and an activation of their own")
+    if model_type in _LATENTS:
+        not_trained += _why_latents_differ(where, data)
+        if not rotates.get("yarn_correction_range_round_to_int", True):
+            not_trained.append("truncate false of YaRN: latent attention rounds where stretching begins and ends")
+    if model_type == "qwen3_moe" and data.get("use_sliding_window") and data.get("sliding_window"):
+        not_trained.append(
+            "use_sliding_window true of qwen3_moe: releases of transformers disagree which layers have one"
+        )
     if data.get("attention_dropout"):
         not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
     if data.get("hidden_act", "silu") not in ("silu", "swish"):
         not_trained.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
     known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
-    if data.get("model_type") in _LATENTS:
+    if model_type in _LATENTS:
         known |= _OF_EXPERTS
+    if model_type == "qwen2_moe":
+        known |= {"qkv_bias"}
     not_trained += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return Architecture(
         normalization="RMSNorm",
-        norm_epsilon=_number(where, data, "rms_norm_eps", 1e-6),
-        position_embedding_type="rope",
+        norm_epsilon=number(where, data, "rms_norm_eps", 1e-6),
         add_bias_linear=attention_bias and mlp_bias,
-        add_qkv_bias=data.get("model_type") in ("qwen2", "qwen2_moe"),
-        qk_layernorm=data.get("model_type") in ("qwen3", "qwen3_moe", *_LATENTS),
-        rotary_base=int(base),
-        rotary_percent=float(rotary_percent),
-        use_rope_scaling="factor" in rope,
-        rope_scaling_factor=float(_number(where, rope, "factor", 8.0)),
-        max_position_embeddings=int(_number(where, data, "max_position_embeddings", 0)),
-        init_method_std=_number(where, data, "initializer_range", 0.02),
+        add_qkv_bias=model_type == "qwen2" or (model_type == "qwen2_moe" and bool(data.get("qkv_bias", True))),
+        qk_layernorm=model_type in ("qwen3", "qwen3_moe", *_LATENTS),
+        **rotates,
+        **routes,
+        max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
+        init_method_std=number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
     )
 
 
-def _why_experts_differ(data: Mapping[str, Any]) -> list[str]:
-    """Return what of experts and their layers pretrain_gpt.py does not have."""
-    model_type = data["model_type"]
-    if model_type == "gpt_oss":
-        return ["model_type gpt_oss: experts with biases and an activation of their own"]
-    if model_type in _LATENTS:
-        return [f"model_type {model_type}: experts together with latent attention"]
-    if model_type == "deepseek":
-        return ["model_type deepseek: its weights of experts do not sum to 1"]
-    # Softmax over all experts of which some are chosen and brought to sum 1: the softmax over the chosen ones.
-    if model_type != "mixtral" and not data.get("norm_topk_prob", False):
-        return ["norm_topk_prob false: weights of the experts of a token sum to 1"]
-    return []
-
-
-def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
-    """Return a config.json that `model_shape` and `architecture` read as these; the type of the weights is not in it.
-
-    The model_type is that of the first family that has such layers: a model keeps no other trace of its own.
-
-    Args:
-        where: what to call the model in errors.
-        architecture: its `not_trained` says nothing here.
-
-    Raises:
-        UnsupportedFeatureError: no family has such layers.
-    """
-    model_type = _family(where, shape, architecture)
-    values: dict[str, Any] = {
-        "architectures": [_CLASSES[model_type]],
-        "model_type": model_type,
-        **{key: getattr(shape, name) for key, name in _SIZES.items()},
-        "hidden_act": "silu",
-        "rms_norm_eps": architecture.norm_epsilon,
-        "rope_theta": architecture.rotary_base,
-        "max_position_embeddings": architecture.max_position_embeddings,
-        "initializer_range": architecture.init_method_std,
-        "tie_word_embeddings": shape.share_embeddings_and_output_weights,
-        "attention_dropout": 0.0,
-    }
-    if architecture.use_rope_scaling:
-        values["rope_scaling"] = {"rope_type": "llama3", "factor": architecture.rope_scaling_factor, **_LLAMA_3}
-    if model_type == "llama":
-        values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
-    elif model_type == "mistral":
-        values["sliding_window"] = shape.window_tokens or None
-    else:
-        values |= {"use_sliding_window": shape.num_windowed_layers > 0, "sliding_window": shape.window_tokens or None}
-        values["layer_types"] = [_SLIDING if has_one else _WHOLE for has_one in shape.windowed_layers]
-    return values
-
-
-def _family(where: str, shape: ModelShape, architecture: Architecture) -> str:
-    """Return the model_type of a model."""
-    reasons = [
-        *(["experts, which are read and not written"] * (shape.experts is not None)),
-        *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
-        *(["no gated MLP"] * (not shape.gated_linear_unit)),
-        *([f"positions by {architecture.position_embedding_type}"] * (architecture.position_embedding_type != "rope")),
-        *(["latent attention"] * (shape.kv_lora_rank > 0)),
-        *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0)),
-        *([f"rotary_percent {architecture.rotary_percent}"] * (architecture.rotary_percent != 1)),
-    ]
-    only_some = 0 < shape.num_windowed_layers < shape.num_layers
-    if architecture.qk_layernorm:
-        model_type = "qwen3"
-        reasons += ["biases and norms of queries and keys"] * (
-            architecture.add_bias_linear or architecture.add_qkv_bias
-        )
-    elif architecture.add_qkv_bias and not architecture.add_bias_linear:
-        model_type = "qwen2"
-    elif shape.num_windowed_layers:
-        model_type = "mistral"
-        reasons += ["biases and windows"] * architecture.add_bias_linear
-        reasons += ["windows in some layers, without biases of QKV or norms of queries and keys"] * only_some
-    else:
-        model_type = "llama"
-    if reasons:
-        raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {', '.join(_CLASSES)} does")
-    return model_type
-
-
-def _rope(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of RoPE, which are in a place of their own since transformers 5, and what of it is not had."""
-    found: dict[str, Any] = {}
-    not_trained = []
-    for key in ("rope_scaling", "rope_parameters"):
-        entry = data.get(key)
-        if not entry:
-            continue
-        kind = entry.get("rope_type", entry.get("type")) if isinstance(entry, Mapping) else None
-        if isinstance(entry, Mapping) and (kind == "default" or (kind is None and set(entry) == {"rope_theta"})):
-            found |= {name: value for name, value in entry.items() if value is not None}
-        elif kind == "llama3" and _LLAMA_3.items() <= entry.items() and entry.keys() <= _LLAMA_3_KEYS:
-            found |= entry
-        else:
-            not_trained.append(f"{key} {entry!r}: RoPE is scaled as in Llama 3 only, with {_LLAMA_3}")
-    return found, not_trained
-
-
-def _number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
-    value = values.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a number >= 0", key=key)
-    return value
-
-
-def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterable[str] = _SIZES) -> int:
-    """Return an entry of a config.
-
-    Raises:
-        InvalidInputError: it is missing, where those of `needed` must be there, or no whole number.
-    """
-    value = values.get(key)
-    if value is None:
-        raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
-    return value
+def _why_latents_differ(where: str, data: Mapping[str, Any]) -> list[str]:
+    """Return what of latent attention pretrain_gpt.py does not have."""
+    why_not = []
+    epsilon = number(where, data, "rms_norm_eps", _LATENT_EPSILON)
+    if epsilon != _LATENT_EPSILON:
+        why_not.append(f"rms_norm_eps {epsilon}: norms of latents have {_LATENT_EPSILON}, all norms have one here")
+    if data.get("attention_bias"):
+        why_not.append("attention_bias true: projections of latents have no biases")
+    if not data.get("rope_interleave", True):
+        why_not.append("rope_interleave false: neighbouring channels are pairs")
+    together = sum(whole_number(where, data, key, LATENT_SIZES) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    if data.get("qk_head_dim", together) != together:
+        why_not.append(f"qk_head_dim {data['qk_head_dim']}: qk_nope_head_dim and qk_rope_head_dim are {together}")
+    return why_not
 
 
 def _divided(where: str, values: Mapping[str, Any]) -> int:
     """Return the width of a head where the file does not state it."""
-    hidden_size, heads = whole_number(where, values, "hidden_size"), whole_number(where, values, "num_attention_heads")
+    hidden_size, heads = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "num_attention_heads"))
     if heads < 1 or hidden_size % heads:
         raise InvalidInputError(
             f"{where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: give head_dim",

@@ -52,7 +52,7 @@ def launch_flags(
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
         _shape(model, setting.topology.tp_size),
-        _architecture(architecture, max_seqlen),
+        _architecture(model, architecture, max_seqlen),
     )
 
 
@@ -63,7 +63,7 @@ def model_flags(model: ModelShape, architecture: Architecture, *, tp_size: int, 
         tp_size: of the run, which pads the vocabulary.
         max_seqlen: of the run; --max-position-embeddings is at least that.
     """
-    return (*_shape(model, tp_size), *_architecture(architecture, max_seqlen))
+    return (*_shape(model, tp_size), *_architecture(model, architecture, max_seqlen))
 
 
 def launcher(setting: Setting) -> str:
@@ -171,24 +171,59 @@ def _experts(experts: Experts) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def _architecture(architecture: Architecture, max_seqlen: int) -> tuple[str, ...]:
-    flags = [
+def _architecture(model: ModelShape, architecture: Architecture, max_seqlen: int) -> tuple[str, ...]:
+    return (
         f"--normalization {architecture.normalization}",
         f"--norm-epsilon {architecture.norm_epsilon}",
-        f"--position-embedding-type {architecture.position_embedding_type}",
+        *_positions(architecture, max_seqlen, latent=model.kv_lora_rank > 0),
+        *["--disable-bias-linear"] * (not architecture.add_bias_linear),
+        *["--add-qkv-bias"] * architecture.add_qkv_bias,
+        *["--qk-layernorm"] * architecture.qk_layernorm,
+        *[f"--softmax-type {architecture.softmax_type}"] * (architecture.softmax_type != "vanilla"),
+        *(_routing(architecture) if model.experts is not None else ()),
+        f"--init-method-std {architecture.init_method_std}",
+    )
+
+
+def _positions(architecture: Architecture, max_seqlen: int, *, latent: bool) -> tuple[str, ...]:
+    kind = architecture.position_embedding_type
+    is_yarn = kind == "yarn"
+    flags = [
+        # Latent attention has RoPE and YaRN of its own, which follow from the flags of YaRN.
+        f"--position-embedding-type {'rope' if is_yarn and latent else kind}",
         # What the weights were made for is no limit of RoPE, so a run may have longer samples.
         f"--max-position-embeddings {max(architecture.max_position_embeddings, max_seqlen)}",
     ]
-    if architecture.position_embedding_type == "rope":
+    if kind in ("rope", "yarn"):
         flags.append(f"--rotary-base {architecture.rotary_base}")
-        if architecture.rotary_percent != 1:
-            flags.append(f"--rotary-percent {architecture.rotary_percent}")
-        if architecture.use_rope_scaling:
-            flags += ["--use-rope-scaling", f"--rope-scaling-factor {architecture.rope_scaling_factor}"]
-    for is_on, flag in (
-        (not architecture.add_bias_linear, "--disable-bias-linear"),
-        (architecture.add_qkv_bias, "--add-qkv-bias"),
-        (architecture.qk_layernorm, "--qk-layernorm"),
-    ):
-        flags += [flag] * is_on
-    return (*flags, f"--init-method-std {architecture.init_method_std}")
+    if kind == "rope" and architecture.rotary_percent != 1:
+        flags.append(f"--rotary-percent {architecture.rotary_percent}")
+    if architecture.use_rope_scaling:
+        flags += ["--use-rope-scaling", f"--rope-scaling-factor {architecture.rope_scaling_factor}"]
+    if is_yarn:
+        flags += [
+            f"--rotary-scaling-factor {architecture.rotary_scaling_factor}",
+            f"--yarn-original-max-position-embeddings {architecture.yarn_original_max_position_embeddings}",
+            f"--yarn-beta-fast {architecture.yarn_beta_fast}",
+            f"--yarn-beta-slow {architecture.yarn_beta_slow}",
+            f"--mscale {architecture.mscale}",
+            f"--mscale-all-dim {architecture.mscale_all_dim}",
+        ]
+        flags += ["--no-yarn-correction-range-round-to-int"] * (not architecture.yarn_correction_range_round_to_int)
+    return tuple(flags)
+
+
+def _routing(architecture: Architecture) -> tuple[str, ...]:
+    flags = []
+    if architecture.router_score_function != "softmax":
+        flags.append(f"--moe-router-score-function {architecture.router_score_function}")
+    flags += ["--moe-router-pre-softmax"] * architecture.router_pre_softmax
+    if architecture.router_num_groups:
+        flags += [
+            f"--moe-router-num-groups {architecture.router_num_groups}",
+            f"--moe-router-group-topk {architecture.router_group_topk}",
+        ]
+    if architecture.router_scaling_factor != 1:
+        flags.append(f"--moe-router-topk-scaling-factor {architecture.router_scaling_factor}")
+    flags += ["--moe-router-enable-expert-bias"] * architecture.router_expert_bias
+    return tuple(flags)

@@ -22,6 +22,7 @@ import torch
 
 from dynamic_cp import cli
 from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.models import hugging_face
 from megatron.trainer.checkpoints import checkpoint_files, loading, safe_loading
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
@@ -75,6 +76,36 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+MODELS |= {
+    "qwen3, YaRN": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "truncate": False, "beta_fast": 16.0}}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe, one layer dense": (
+        "qwen3_moe",
+        {**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "head_dim": 16, "mlp_only_layers": [0]},
+    ),
+    "deepseek_v2, dense": ("deepseek_v2", {**LATENTS, "q_lora_rank": None, "first_k_dense_replace": 2}),
+    "deepseek_v3, dense, YaRN": (
+        "deepseek_v3",
+        {
+            **LATENTS,
+            "q_lora_rank": 24,
+            "first_k_dense_replace": 2,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+}
+"""Layers with experts and those without them have unlike tensors; of one kind they are stacked."""
 # Sums in another order; measured 3e-7.
 TOLERANCE = 1e-5
 NUM_SAMPLES = 6
@@ -241,10 +272,16 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
         "--use-distributed-optimizer",
     ),
+    "4 lanes, EP2": ("qwen3_moe, one layer dense", "--max-seqlen-per-dp-cp-rank 16 --expert-model-parallel-size 2"),
+    "TP2 EP2, padded": (
+        "qwen2_moe",
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    ),
+    "PP2 EP2": ("mixtral", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
 }
 
 
-@pytest.mark.by_day("TP2 PP2, padded, tied")
+@pytest.mark.by_day("TP2 PP2, padded, tied", "4 lanes, EP2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, folder_of, imported, tmp_path):
     """On several ranks: what transformers compute is the loss before the first step, and after two."""
@@ -257,7 +294,7 @@ def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, 
     before, _, after = losses(found)
     assert before == pytest.approx(loss_of(loaded(folder_of(name)), words, 0, padding_rows), abs=TOLERANCE)
     sizes = {size for record in found.values() for size in record.cp_histogram}
-    assert sizes == ({1, 2, 4} if layout == "4 lanes" else {1})
+    assert sizes == ({1, 2, 4} if layout.startswith("4 lanes") else {1})
     said = export_weights(str(tmp_path / "iter_0000002"), str(tmp_path / "back"))
     assert f"{VOCAB_SIZE} token ids" in said[-1]
     # A row of padding has been trained, too, and is not exported: what it adds to the softmax is nearly what it was.
@@ -419,12 +456,19 @@ BAD = {
     "no config": (lambda f: (f / "config.json").unlink(), r"cannot read .*config.json: No such file"),
     "family": (
         lambda f: say(f, model_type="gemma2"),
-        r"model_type is 'gemma2', weights of llama, mistral, qwen2, qwen3",
+        r"model_type is 'gemma2', weights of llama, mistral, qwen2, qwen3, mixtral",
     ),
-    "experts": (lambda f: say(f, model_type="qwen3_moe", num_experts=8), r"model_type is 'qwen3_moe', weights of"),
     "other positions": (
-        lambda f: say(f, rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters="gone"),
-        r"rope_scaling .*yarn.*: RoPE is ",
+        lambda f: say(f, rope_scaling={"rope_type": "longrope", "factor": 4.0}, rope_parameters="gone"),
+        r"rope_scaling .*longrope.*: RoPE is scaled by YaRN, or ",
+    ),
+    "YaRN of its own": (
+        lambda f: say(f, rope_parameters={**YARN, "attention_factor": 2.0}),
+        r"attention_factor 2.0 of YaRN: 1.20\d+ follows from the rest",
+    ),
+    "quantized weights": (
+        lambda f: say(f, quantization_config={"quant_method": "fp8"}),
+        r"quantization_config .*fp8.*: weights are quantized, save the model in bfloat16",
     ),
     "an unknown entry": (lambda f: say(f, logit_scale=2.0), r"logit_scale 2.0: not known here"),
     "an activation": (lambda f: say(f, hidden_act="gelu"), r"hidden_act gelu: a gated MLP has SiLU"),
@@ -457,6 +501,7 @@ def test_what_cannot_be_imported_is_named_and_leaves_nothing(name, folder_of, tm
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--expert-model-parallel-size 2", r"--expert-model-parallel-size 2 shares out experts, and there are none"),
         (
             "--tensor-model-parallel-size 3",
             r"--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
@@ -469,6 +514,79 @@ def test_a_layout_that_the_model_does_not_have_is_refused(words, said, folder_of
     assert cli.main(command) == 2
     assert re.search(said, capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+BAD_EXPERTS = {
+    "a missing expert": (
+        lambda f: rewrite(f, lambda n, t: None if n == EXPERT else t),
+        "",
+        rf"lacks 1 tensor .*\({EXPERT}\) and has 0",
+    ),
+    "one more expert": (
+        lambda f: say(f, num_local_experts=3),
+        "",
+        r"and has 3 that it does not say .*experts.3.down_pr",
+    ),
+    "wider experts": (
+        lambda f: say(f, moe_intermediate_size=32),
+        "",
+        r"experts.0.gate_proj.weight has shape 24 x 32, its config.json says 32 x 32",
+    ),
+    "a layer without experts": (lambda f: say(f, mlp_only_layers=[]), "", r"lacks 13 tensors .*and has 3 that"),
+    "an odd EP": (lambda f: None, "--expert-model-parallel-size 3", r"--expert-model-parallel-size is 3, .* 1, 2, 4"),
+    "an EP beyond": (
+        lambda f: None,
+        "--expert-model-parallel-size 8",
+        r"--num-experts 4 is not a multiple of --expert-model-parallel-size 8",
+    ),
+    "a window": (
+        lambda f: say(f, use_sliding_window=True, sliding_window=8),
+        "",
+        r"use_sliding_window true of qwen3_moe: releases",
+    ),
+    "an expert in another type": (
+        lambda f: rewrite(f, lambda n, t: t.half() if n == EXPERT else t),
+        "",
+        rf"experts.0.gate_proj.weight is float32 and {EXPERT} float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXPERTS)
+def test_experts_that_cannot_be_imported_are_named(name, folder_of, tmp_path, capsys):
+    spoil, words, said = BAD_EXPERTS[name]
+    folder = copied(folder_of("qwen3_moe, one layer dense"), tmp_path / "model")
+    spoil(folder)
+    capsys.readouterr()
+    assert cli.main(["weights", "import", str(folder), "--output", str(tmp_path / "new"), *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(said, error), error
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+LIKE_DEEPSEEK = {
+    "norms": ({"rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05: norms of latents have 1e-06"),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, r"attention_bias true: projections of latents have no"),
+    "halves": ({"rope_interleave": False}, r"rope_interleave false: neighbouring channels are pairs"),
+    "groups": ({"num_experts_per_tok": 4}, r"chooses groups by their best 1 experts, deepseek_v3 by the best 2"),
+    "scores": ({"scoring_func": "softmax"}, r"scoring_func softmax: deepseek_v3 has sigmoid"),
+    "a choice": ({"topk_method": "random"}, r"topk_method random: not known here"),
+    "one expert": ({"num_experts_per_tok": 1, "topk_group": 8}, r"with num_experts_per_tok 1: megatron-core brings"),
+    "YaRN": ({"rope_parameters": {**YARN, "truncate": False}}, r"truncate false of YaRN: latent attention rounds"),
+    "half of YaRN": ({"rope_parameters": {**YARN, "mscale": 0.7}}, r"mscale and mscale_all_dim of YaRN: both are"),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_DEEPSEEK)
+def test_what_latents_and_their_routers_do_not_have_is_named(name):
+    changes, said = LIKE_DEEPSEEK[name]
+    values = {**SMALL, **LATENTS, "rope_parameters": YARN, "first_k_dense_replace": 1}
+    config = transformers.AutoConfig.for_model("deepseek_v3", **values).to_dict()
+    assert hugging_face.architecture("config.json", config).not_trained == ()
+    (why,) = hugging_face.architecture("config.json", config | changes).not_trained
+    assert re.search(said, why), why
 
 
 def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):
@@ -541,14 +659,24 @@ def test_a_config_of_another_model_is_refused(folder_of, imported, tmp_path):
 
 
 OTHER_FLAGS = {
-    "experts": ({"num_experts": 8}, r"was trained with --num-experts 8, which cannot be exported yet"),
+    "experts": ({"num_experts": 8}, r"lacks 3 tensors of its model \(decoder.layers.mlp.experts"),
+    "a score beside keys": ({"softmax_type": "learnable"}, r"has softmax_type learnable"),
+    "a gate of attention": (
+        {"attention_output_gate": True},
+        r"was trained with --attention-output-gate True, which cannot be exported",
+    ),
+    "more tokens": ({"mtp_num_layers": 1}, r"has modules that predict further tokens"),
+    "windows with experts": (
+        {"num_experts": 8, "window_size": (7, 0), "window_attn_skip_freq": 2},
+        r"has window_attn_skip_freq 2, which mixtral has not",
+    ),
     "stretched positions": ({"rotary_seq_len_interpolation_factor": 4}, r"--rotary-seq-len-interpolation-factor 4"),
     "pairs of channels": ({"rotary_interleaved": True}, r"--rotary-interleaved True"),
     "learned positions": (
         {"position_embedding_type": "learned_absolute"},
         r"has positions by learned_absolute: none of",
     ),
-    "another norm": ({"normalization": "LayerNorm"}, r"has no RMSNorm: none of llama, mistral, qwen2, qwen3 does"),
+    "another norm": ({"normalization": "LayerNorm"}, r"has no RMSNorm: none of llama, mistral, qwen2, qwen3, .* does"),
     "no gate": ({"swiglu": False}, r"has no gated MLP"),
     "some windows": (
         {"window_size": (7, 0), "window_attn_skip_freq": 2},

@@ -7,6 +7,7 @@ Read in this order:
 - `checkpoint_files`: the folders, which get their names last
 - `optimizer_state`: the optimizer's part; `state` has all of what is saved
 - `extra_states`: of TransformerEngine, never asked of a file
+- `norm_names`: of norms, which layers of TransformerEngine call otherwise
 - `safe_loading`: files as data, not as code
 - `interchange`: Megatron-LM's checkpoints, to and fro
 - `loading`: from a folder into a run

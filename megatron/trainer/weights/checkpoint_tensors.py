@@ -60,11 +60,10 @@ def write(
     Raises:
         OSError: it cannot be written.
     """
-    num_layers = 1 + max((one.layer for one in tensors if one.layer is not None), default=-1)
     by_index: dict[MetadataIndex, Fused] = {}
     plans: dict[int | str, list[WriteItem]] = {}
     for one in tensors:
-        item = _write_item(one, num_layers, dtypes[one.name])
+        item = _write_item(one, dtypes[one.name])
         by_index[item.index] = one
         plans.setdefault(one.name if one.layer is None else one.layer, []).append(item)
     planned, metadata = create_default_global_save_plan([SavePlan(items) for items in plans.values()])
@@ -77,10 +76,10 @@ def write(
     (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
 
 
-def _write_item(one: Fused, num_layers: int, dtype: torch.dtype) -> WriteItem:
-    offsets, sizes, size = (0,) * len(one.shape), one.shape, one.shape
-    if one.layer is not None:
-        offsets, sizes, size = (one.layer, *offsets), (1, *sizes), (num_layers, *size)
+def _write_item(one: Fused, dtype: torch.dtype) -> WriteItem:
+    offsets = (*one.place, *(0 for _ in one.shape))
+    sizes = (*(1 for _ in one.place), *one.shape)
+    size = (*one.stacks, *one.shape)
     return WriteItem(
         index=MetadataIndex(one.name, torch.Size(offsets)),
         type=WriteItemType.SHARD,
@@ -107,7 +106,7 @@ class _OnDemand(DefaultSavePlanner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A tensor of a checkpoint: all of its layers, all of its pieces."""
+    """A tensor of a checkpoint: all of its layers and experts, all of its pieces."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -135,16 +134,15 @@ class CheckpointTensors:
             if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
         }
 
-    def read(self, name: str, layer: int | None) -> Tensor:
-        """Return a tensor, or a layer of it.
+    def read(self, name: str, place: tuple[int, ...] = ()) -> Tensor:
+        """Return a tensor, or what is at `place` of its first axes.
 
         Raises:
             CheckpointError: it cannot be read.
         """
         saved = self.saved[name]
-        offsets, sizes = (0,) * len(saved.shape), saved.shape
-        if layer is not None:
-            offsets, sizes = (layer, *offsets[1:]), (1, *sizes[1:])
+        offsets = (*place, *(0 for _ in saved.shape[len(place) :]))
+        sizes = (*(1 for _ in place), *saved.shape[len(place) :])
         wanted = torch.empty(sizes, dtype=saved.dtype)
         items = create_read_items_for_chunk_list(
             name,
@@ -168,7 +166,7 @@ class CheckpointTensors:
             ) from error
         finally:
             into.wanted = None  # the reader refers to its planner by the planner: only the garbage collector ends that
-        return wanted if layer is None else wanted[0]
+        return wanted.reshape(sizes[len(place) :])
 
 
 class _Into(DefaultLoadPlanner):

@@ -35,7 +35,8 @@ class NumBytes(click.ParamType[Any]):
 def command() -> None:
     """Convert the weights of Hugging Face models into a checkpoint to train from, and checkpoints into such models.
 
-    Families: llama, mistral, qwen2, qwen3. Both ways are exact, and hold one tensor in memory at a time.
+    Families: llama, mistral, qwen2, qwen3; with experts mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3. Both
+    ways are exact, and hold one tensor in memory at a time.
     """
 
 
@@ -76,8 +77,17 @@ Examples:
         metavar="N",
         help="PP of the run: the same.",
     ),
+    one_option(
+        "--expert-model-parallel-size",
+        "ep_size",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="EP of the run: the same.",
+    ),
 )
-def import_(folder: str, output: str, tp_size: int, pp_size: int) -> None:
+def import_(folder: str, output: str, tp_size: int, pp_size: int, ep_size: int) -> None:
     """Write a checkpoint with the weights of HF_FOLDER, and the flags of its model beside it.
 
     DIR/model.flags has the flags that decide the model. A run with these and --load DIR starts at iteration 0 with a
@@ -85,7 +95,7 @@ def import_(folder: str, output: str, tp_size: int, pp_size: int) -> None:
     """
     with _needs_torch():
         from megatron.trainer.weights.importing import import_weights
-    _say(import_weights(folder, output, tp_size=tp_size, pp_size=pp_size))
+    _say(import_weights(folder, output, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size))
 
 
 @command.command(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags.latent_attention import is_on
+from megatron.dynamic_cp.flags.positions import YARN
 from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (0,),
-    "multi_latent_attention": (),
-    "mtp_num_layers": (0,),
     "experimental_attention_variant": (),
     "hybrid_override_pattern": (),
     "heterogeneous_layers_config_path": (),
@@ -26,7 +27,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (1, 1.0),
     "rotary_interleaved": (),
     "rotary_percent": (1.0,),
-    "softmax_type": ("vanilla",),
     "window_sink_tokens": (0,),
     "apply_layernorm_1p": (),
     "layernorm_zero_centered_gamma": (),
@@ -75,23 +75,56 @@ def _described(args: argparse.Namespace) -> Described:
     biases = getattr(args, "add_bias_linear", None)
     biases = not args.disable_bias_linear if biases is None else biases
     epsilon = getattr(args, "norm_epsilon", None)
-    scaling: dict[str, Any] = {}
-    if getattr(args, "use_rope_scaling", False):
-        scaling = {"use_rope_scaling": True, "rope_scaling_factor": float(args.rope_scaling_factor)}
     architecture = Architecture(
         normalization=args.normalization,
         norm_epsilon=args.layernorm_epsilon if epsilon is None else epsilon,  # as Megatron-LM keeps it
-        position_embedding_type=args.position_embedding_type,
         add_bias_linear=biases,
         add_qkv_bias=bool(getattr(args, "add_qkv_bias", False)) and not biases,
         qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
         rotary_base=args.rotary_base,
-        **scaling,
+        **_positions(args),
+        softmax_type=getattr(args, "softmax_type", None) or "vanilla",
+        **_routing(args),
         max_position_embeddings=args.max_position_embeddings,
         init_method_std=args.init_method_std,
     )
     num_rows = args.padded_vocab_size
-    return Described(derive.model_shape(args, num_rows), architecture, num_rows, getattr(args, derive.TOKEN_IDS, None))
+    shape = derive.model_shape(args, num_rows)
+    if shape.experts is not None:  # in the one way that a config.json says it
+        have_some = shape.experts.moe_layers(shape.num_layers)
+        freq = 1 if all(have_some) else tuple(map(int, have_some))
+        shape = replace(shape, experts=replace(shape.experts, layer_freq=freq))
+    return Described(shape, architecture, num_rows, getattr(args, derive.TOKEN_IDS, None))
+
+
+def _positions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how positions are embedded, in the fields of `Architecture`."""
+    kind = args.position_embedding_type
+    if kind == "rope" and is_on(args) and args.rope_type == "yarn" and (args.rotary_scaling_factor or 1) > 1:
+        kind = "yarn"
+    found: dict[str, Any] = {"position_embedding_type": kind}
+    if getattr(args, "use_rope_scaling", False):
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": float(args.rope_scaling_factor)}
+    if kind == "yarn":
+        for name, (_, default) in YARN.items():
+            value = getattr(args, name, None)
+            found[name] = type(default)(default if value is None else value)
+    return found
+
+
+def _routing(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how tokens find their experts, in the fields of `Architecture`."""
+    said = experts.choices(args)
+    if not said:
+        return {}
+    return {
+        "router_score_function": said["moe_router_score_function"],
+        "router_pre_softmax": bool(said["moe_router_pre_softmax"]),
+        "router_num_groups": said["moe_router_num_groups"] or 0,
+        "router_group_topk": said["moe_router_group_topk"] or 0,
+        "router_scaling_factor": float(said["moe_router_topk_scaling_factor"] or 1),
+        "router_expert_bias": bool(said["moe_router_enable_expert_bias"]),
+    }
 
 
 def _arguments(folder: Path) -> argparse.Namespace:

@@ -17,11 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import hugging_face
+from dynamic_cp.models import hugging_face, written
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape, counted
 from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
 from megatron.trainer.checkpoints.disk import bytes_in_words
+from megatron.trainer.checkpoints.norm_names import found_as
 from megatron.trainer.weights import names, output
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.described import Described, described
@@ -60,7 +61,10 @@ class _Parts:
 
     def __init__(self, saved: CheckpointTensors, tensors: Sequence[Fused]) -> None:
         self._saved = saved
-        self.by_name = {part.name: (fused, part) for fused in tensors for part in fused.parts}
+        self._names = {fused.name: found_as(fused.name, saved.saved) for fused in tensors}
+        self.by_name = {
+            name: (fused, part) for fused in tensors for part in fused.parts for name in (part.name, *part.copies)
+        }
         self._split: dict[str, Tensor] = {}
 
     def places(self, new: Path) -> dict[str, Place]:
@@ -71,7 +75,7 @@ class _Parts:
         """
         places = {}
         for name, (fused, part) in self.by_name.items():
-            dtype = str(self._saved.saved[fused.name].dtype).removeprefix("torch.")
+            dtype = str(self._saved.saved[self._names[fused.name]].dtype).removeprefix("torch.")
             if dtype not in DTYPES.values():
                 raise UnsupportedFeatureError(
                     f"{fused.name} is of type {dtype}, {', '.join(DTYPES.values())} are exported: save the model in "
@@ -83,11 +87,11 @@ class _Parts:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor; those that are read with it are kept until then."""
-        if name not in self._split:
-            fused, _ = self.by_name[name]
-            pieces = split(fused, self._saved.read(fused.name, fused.layer))
+        fused, wanted = self.by_name[name]
+        if wanted.name not in self._split:
+            pieces = split(fused, self._saved.read(self._names[fused.name], fused.place))
             self._split = {part.name: piece for part, piece in zip(fused.parts, pieces, strict=True)}
-        return self._split.pop(name)
+        return self._split.pop(wanted.name)
 
 
 def export_weights(
@@ -112,8 +116,11 @@ def export_weights(
     model = described(folder)
     target = _target(str(folder), model, like, vocab_size)
     saved = CheckpointTensors(folder)
-    tensors = tuple(names.fused_tensors(target.family, target.shape, target.architecture, model.num_rows))
-    _check_tensors(folder, saved, tensors, target.shape.num_layers)
+    stacked = not any(name.startswith("decoder.layers.0.") for name in saved.saved)
+    tensors = tuple(
+        names.fused_tensors(target.family, target.shape, target.architecture, num_rows=model.num_rows, stacked=stacked)
+    )
+    _check_tensors(folder, saved, tensors)
     parts = _Parts(saved, tensors)
     places = parts.places(Path(new))
     shards = shards_of(places, max_shard_bytes)
@@ -159,7 +166,7 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
                 num_rows=model.num_rows,
             )
         shape = replace(model.shape, vocab_size=_checked_rows(where, said, model.num_rows))
-        config = hugging_face.config(where, shape, model.architecture)
+        config = written.config(where, shape, model.architecture)
         return _Target(family=config["model_type"], shape=shape, architecture=model.architecture, config=config)
     at = str(Path(str(like)) / CONFIG)
     family = names.check_family(at, config.get("model_type"))
@@ -200,9 +207,9 @@ def _checked_rows(where: str, vocab_size: int, num_rows: int) -> int:
     return vocab_size
 
 
-def _check_tensors(folder: Path, saved: CheckpointTensors, tensors: Sequence[Fused], num_layers: int) -> None:
+def _check_tensors(folder: Path, saved: CheckpointTensors, tensors: Sequence[Fused]) -> None:
     """Check that the checkpoint holds the tensors of its flags in their shapes, and no others."""
-    wanted = {fused.name: fused.shape if fused.layer is None else (num_layers, *fused.shape) for fused in tensors}
+    wanted = {found_as(fused.name, saved.saved): (*fused.stacks, *fused.shape) for fused in tensors}
     missing, unexpected = sorted(set(wanted) - set(saved.saved)), sorted(set(saved.saved) - set(wanted))
     if missing or unexpected:
         raise CheckpointError(

@@ -64,17 +64,17 @@ class Source:
         return join(fused, [self.folder.read(part.name) for part in fused.parts])
 
 
-def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1) -> list[str]:
+def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1) -> list[str]:
     """Write the checkpoint `new` out of the folder `path` of transformers; return what to tell the user.
 
     Args:
-        tp_size, pp_size: of the run: whether the model can be split so. The checkpoint is the same for all.
+        tp_size, pp_size, ep_size: of the run: whether the model can be split so. The checkpoint is the same for all.
 
     Raises:
         DynamicCPError: the folder cannot be converted, or `new` exists or cannot be written; nothing is left then.
     """
     output.check_new(new)
-    source = read_source(path, tp_size=tp_size, pp_size=pp_size)
+    source = read_source(path, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size)
     with output.new_folder(new) as folder:
         release = folder / checkpoint_files.RELEASE
         checkpoint_tensors.write(release, source.tensors, source.dtypes, source.make, _common(source))
@@ -86,7 +86,7 @@ def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1) -
     return _report(source, path, new)
 
 
-def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1) -> Source:
+def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1) -> Source:
     """Return what the folder `path` of transformers holds, without its tensors.
 
     Raises:
@@ -98,10 +98,12 @@ def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1) -> Source:
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
     _check_trained(where, architecture)
     flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=1))
-    settings = _settings(flags, architecture.max_position_embeddings, tp_size, pp_size)
+    settings = _settings(flags, architecture.max_position_embeddings, tp_size, pp_size, ep_size)
     folder = SafetensorsFolder(path)
-    tensors = tuple(names.fused_tensors(family, shape, architecture, shape.vocab_size))
-    _check_tensors(folder, tensors, family, tied=shape.share_embeddings_and_output_weights)
+    tensors = tuple(
+        names.fused_tensors(family, shape, architecture, num_rows=shape.vocab_size, stacked=names.are_stacked(shape))
+    )
+    _check_tensors(folder, tensors, family, shape)
     return Source(
         folder=folder,
         family=family,
@@ -123,22 +125,29 @@ def _check_trained(where: str, architecture: Architecture) -> None:
         raise UnsupportedFeatureError(f"{where} says what pretrain_gpt.py does not have: {'; '.join(reasons)}")
 
 
-def _settings(flags: Sequence[str], seq_length: int, tp_size: int, pp_size: int) -> Settings:
-    """Return what the trainer makes of `flags`: they are checked against each other and against TP and PP."""
+def _settings(flags: Sequence[str], seq_length: int, tp_size: int, pp_size: int, ep_size: int) -> Settings:
+    """Return what the trainer makes of `flags`: they are checked against each other and against TP, PP and EP."""
     layout = f"--tensor-model-parallel-size {tp_size} --pipeline-model-parallel-size {pp_size}"
+    layout += " --sequence-parallel" * (tp_size > 1)  # with experts there is no other way
+    layout += f" --expert-model-parallel-size {ep_size}" * (ep_size > 1)
     words = [*" ".join(flags).split(), *f"{layout} --seq-length {seq_length} {_NOT_THE_MODEL}".split()]
-    return parse_args(words, world_size=tp_size * pp_size)
+    return parse_args(words, world_size=tp_size * pp_size * ep_size)
 
 
-def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: str, *, tied: bool) -> None:
+def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: str, shape: ModelShape) -> None:
     """Check that the files hold the tensors of the model in their shapes, and no others."""
+    tied = shape.share_embeddings_and_output_weights
     wanted = {part.name: part.shape for fused in tensors for part in fused.parts}
+    copies = {copy: part for fused in tensors for part in fused.parts for copy in part.copies}
     found = {
         name: place
         for name, place in folder.places.items()
-        if not name.endswith(names.FAMILIES[family].left_out) and not (tied and name == names.HEAD)
+        if not name.endswith(names.FAMILIES[family].left_out)
+        and not (tied and name == names.HEAD)
+        and name not in copies
     }
     missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    _check_modules(folder, missing, unexpected, shape)
     if missing or unexpected:
         raise CheckpointError(
             f"{folder.path} lacks {counted(len(missing), 'tensor')} of its {CONFIG} "
@@ -148,18 +157,38 @@ def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: 
             missing=tuple(missing),
             unexpected=tuple(unexpected),
         )
-    for name, shape in wanted.items():
-        if found[name].shape != shape:
+    for name, width in wanted.items():
+        if found[name].shape != width:
             raise CheckpointError(
-                f"{found[name].file}: {name} has shape {_shown(found[name].shape)}, its {CONFIG} says {_shown(shape)}: "
+                f"{found[name].file}: {name} has shape {_shown(found[name].shape)}, its {CONFIG} says {_shown(width)}: "
                 f"take weights and {CONFIG} of one model",
                 name=name,
             )
-    if tied and names.HEAD in folder.places and not torch.equal(folder.read(names.HEAD), folder.read(names.EMBEDDING)):
+    if tied:
+        _check_copy(folder, names.HEAD, names.EMBEDDING, "tie_word_embeddings", "set tie_word_embeddings to false")
+    for copy, part in copies.items():
+        _check_copy(folder, copy, part.name, "num_nextn_predict_layers", "modules have no table of their own here")
+
+
+def _check_modules(
+    folder: SafetensorsFolder, missing: Sequence[str], unexpected: Sequence[str], shape: ModelShape
+) -> None:
+    """Say it where nothing but modules that predict further tokens is missing, which many files leave out."""
+    behind = tuple(f"model.layers.{shape.num_layers + depth}." for depth in range(shape.mtp_num_layers))
+    if missing and not unexpected and all(name.startswith(behind) for name in missing):
         raise CheckpointError(
-            f"{folder.path}: {CONFIG} says tie_word_embeddings, and {names.HEAD} differs from {names.EMBEDDING}: set "
-            "tie_word_embeddings to false, or leave that tensor out",
-            name=names.HEAD,
+            f"{folder.path} lacks {counted(len(missing), 'tensor')} of modules that predict further tokens "
+            f"({', '.join(missing[:3])}), its {CONFIG} says num_nextn_predict_layers {shape.mtp_num_layers}: set it to "
+            "0 to go on without them",
+            missing=tuple(missing),
+        )
+
+
+def _check_copy(folder: SafetensorsFolder, copy: str, name: str, said: str, remedy: str) -> None:
+    if copy in folder.places and not torch.equal(folder.read(copy), folder.read(name)):
+        raise CheckpointError(
+            f"{folder.path}: {CONFIG} says {said}, and {copy} differs from {name}: {remedy}, or leave that tensor out",
+            name=copy,
         )
 
 
@@ -191,6 +220,7 @@ def _arguments(source: Source) -> dict[str, Any]:
         **group,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "padded_vocab_size": source.shape.vocab_size,
         derive.TOKEN_IDS: source.shape.vocab_size,
     }

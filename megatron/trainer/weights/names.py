@@ -1,7 +1,9 @@
 """Which tensors of transformers become which of megatron-core: one table of names per family. No torch here.
 
 In a checkpoint, norms before a projection have the names that TransformerEngine gives them, whatever the layers of the
-run are: megatron-core maps them. The tensors of all layers are stacked, `decoder.layers.<name>` of [layers, ...].
+run are: see `checkpoints.norm_names`. Where all layers are alike their tensors are stacked, `decoder.layers.<name>` of
+[layers, ...]; where only some have experts they are not, `decoder.layers.<number>.<name>`. The experts of a layer are
+stacked in either case, [..., experts, ...].
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ Joined = Literal["alone", "one after the other", "KV head by KV head", "with row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A tensor of transformers."""
+    """A tensor of transformers.
+
+    Attributes:
+        copies: other names under which files hold it once more.
+    """
 
     name: str
     shape: tuple[int, ...]
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +40,17 @@ class Fused:
     """A tensor of megatron-core, unsplit, and the tensors of transformers that it is made of.
 
     Attributes:
-        name: in a checkpoint; layer: its place in the stack of all layers, None: it is in no layer.
+        name: in a checkpoint.
+        layer: of the model, to which it belongs; None: to none.
+        place: where it is in the stacks of the checkpoint's tensor, of sizes `stacks`: layers, experts.
         num_groups: KV heads of the model.
         num_rows: of one that has rows of padding at its end; imported ones have none, a run adds those that it needs.
     """
 
     name: str
     layer: int | None
+    place: tuple[int, ...]
+    stacks: tuple[int, ...]
     parts: tuple[Part, ...]
     joined: Joined
     num_groups: int
@@ -47,7 +58,7 @@ class Fused:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Without the axis of layers."""
+        """Without the axes of stacks."""
         rows = sum(part.shape[0] for part in self.parts)
         return (self.num_rows if self.joined == "with rows of padding" else rows, *self.parts[0].shape[1:])
 
@@ -57,7 +68,7 @@ class _Row:
     """A line of a table.
 
     Attributes:
-        theirs: names of transformers -> the widths of their axes.
+        theirs: names of transformers -> the widths of their axes; {} in a name is the number of an expert.
         where: what a model must have for them to be there; "": always.
     """
 
@@ -66,92 +77,166 @@ class _Row:
     joined: Joined = "alone"
     where: str = ""
 
+    @property
+    def of_an_expert(self) -> bool:
+        """Whether each expert has one."""
+        return any("{}" in name for name in self.theirs)
+
+
+def _gated(ours: str, gate: str, up: str, axes: str, where: str = "") -> _Row:
+    return _Row(ours=ours, theirs={gate: axes, up: axes}, joined="one after the other", where=where)
+
+
+def _alone(ours: str, theirs: str, axes: str, where: str = "") -> _Row:
+    return _Row(ours=ours, theirs={theirs: axes}, where=where)
+
+
+_QUERIES_KEYS_VALUES = (
+    _alone("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
+    _Row(
+        ours="self_attention.linear_qkv.weight",
+        theirs={
+            "self_attn.q_proj.weight": "queries hidden",
+            "self_attn.k_proj.weight": "keys hidden",
+            "self_attn.v_proj.weight": "keys hidden",
+        },
+        joined="KV head by KV head",
+    ),
+    _Row(
+        ours="self_attention.linear_qkv.bias",
+        theirs={
+            "self_attn.q_proj.bias": "queries",
+            "self_attn.k_proj.bias": "keys",
+            "self_attn.v_proj.bias": "keys",
+        },
+        joined="KV head by KV head",
+        where="biases of QKV",
+    ),
+    _alone("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head", "norms of queries and keys"),
+    _alone("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head", "norms of queries and keys"),
+    _alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden queries"),
+    _alone("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", "biases"),
+)
+_LATENTS = (
+    _alone("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    _alone("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "queries hidden", "no latent of queries"),
+    _alone(
+        "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight",
+        "query_latent hidden",
+        "a latent of queries",
+    ),
+    _alone(
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attn.q_a_layernorm.weight",
+        "query_latent",
+        "a latent of queries",
+    ),
+    _alone(
+        "self_attention.linear_q_up_proj.weight",
+        "self_attn.q_b_proj.weight",
+        "queries query_latent",
+        "a latent of queries",
+    ),
+    _alone(
+        "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "latent_and_rotated hidden"
+    ),
+    _alone("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "latent"),
+    _alone("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "keys_and_values latent"),
+    _alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden values"),
+)
+"""Its heads lie alike in both: content and rotated channels of a query, keys and values of a head."""
+_DENSE = (
+    _alone("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden"),
+    _gated("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "ffn hidden"),
+    _gated("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "ffn", "biases"),
+    _alone("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn"),
+    _alone("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", "biases"),
+)
+
+
+def _experts(router: str, gate: str, up: str, down: str) -> tuple[_Row, ...]:
+    """Return the lines of a layer with experts; the last three names have the number of an expert."""
+    return (
+        _alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+        _alone("mlp.router.weight", router, "experts hidden"),
+        _gated("mlp.experts.experts.linear_fc1.weight", gate, up, "expert_ffn hidden"),
+        _alone("mlp.experts.experts.linear_fc2.weight", down, "hidden expert_ffn"),
+    )
+
+
+def _shared(name: str) -> tuple[_Row, ...]:
+    """Return the lines of shared experts, which are one MLP."""
+    gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return (
+        _gated("mlp.shared_experts.linear_fc1.weight", gate, up, "shared_ffn hidden", "shared experts"),
+        _alone("mlp.shared_experts.linear_fc2.weight", down, "hidden shared_ffn", "shared experts"),
+    )
+
+
+_NUMBERED = _experts(
+    "mlp.gate.weight",
+    "mlp.experts.{}.gate_proj.weight",
+    "mlp.experts.{}.up_proj.weight",
+    "mlp.experts.{}.down_proj.weight",
+)
+_EXPERTS_OF_MIXTRAL = _experts(
+    "block_sparse_moe.gate.weight",
+    "block_sparse_moe.experts.{}.w1.weight",
+    "block_sparse_moe.experts.{}.w3.weight",
+    "block_sparse_moe.experts.{}.w2.weight",
+)
+_EXPERTS_OF_QWEN = (
+    *_NUMBERED,
+    *_shared("mlp.shared_expert"),
+    _alone("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one hidden", "a gate of shared experts"),
+)
+_EXPERTS_OF_DEEPSEEK = (
+    *_NUMBERED,
+    *_shared("mlp.shared_experts"),
+    _alone("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", "a bias of experts"),
+)
+_MODULE = (
+    _alone("enorm.weight", "enorm.weight", "hidden"),
+    _alone("hnorm.weight", "hnorm.weight", "hidden"),
+    _alone("eh_proj.weight", "eh_proj.weight", "hidden twice_hidden"),
+    _alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
+)
+"""A module that predicts a further token, beside its layer: both read the embedding first, the hidden states second."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
+"""Table of the vocabulary -> its copy in each module that predicts a further token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """The names of a family.
+    """The names of a family, of a layer below `decoder.layers.` and below `model.layers.<number>.`.
 
     Attributes:
-        before, after: the layers; of_layer: below `decoder.layers.` and below `model.layers.<number>.`.
+        attention, dense, experts: of a layer, of its MLP, of that of a layer with experts.
+        module: of what predicts a further token, behind the last layer: below `mtp.layers.<number>.` and below the next
+            `model.layers.<number>.`, where the names of its layer are, too; (): files hold none.
         left_out: ends of names that files may have and that hold no weights.
     """
 
-    before: tuple[_Row, ...]
-    of_layer: tuple[_Row, ...]
-    after: tuple[_Row, ...]
+    attention: tuple[_Row, ...] = _QUERIES_KEYS_VALUES
+    dense: tuple[_Row, ...] = _DENSE
+    experts: tuple[_Row, ...] = ()
+    module: tuple[_Row, ...] = ()
     left_out: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
 
 
-_DENSE = Table(
-    before=(
-        _Row(
-            ours="embedding.word_embeddings.weight",
-            theirs={"model.embed_tokens.weight": "vocabulary hidden"},
-            joined="with rows of padding",
+FAMILIES: Mapping[str, Table] = MappingProxyType(
+    {
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Table()),
+        "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
+        **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
+        **dict.fromkeys(
+            ("deepseek_v2", "deepseek_v3"), Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, module=_MODULE)
         ),
-    ),
-    of_layer=(
-        _Row(ours="self_attention.linear_qkv.layer_norm_weight", theirs={"input_layernorm.weight": "hidden"}),
-        _Row(
-            ours="self_attention.linear_qkv.weight",
-            theirs={
-                "self_attn.q_proj.weight": "queries hidden",
-                "self_attn.k_proj.weight": "keys hidden",
-                "self_attn.v_proj.weight": "keys hidden",
-            },
-            joined="KV head by KV head",
-        ),
-        _Row(
-            ours="self_attention.linear_qkv.bias",
-            theirs={
-                "self_attn.q_proj.bias": "queries",
-                "self_attn.k_proj.bias": "keys",
-                "self_attn.v_proj.bias": "keys",
-            },
-            joined="KV head by KV head",
-            where="biases of QKV",
-        ),
-        _Row(
-            ours="self_attention.q_layernorm.weight",
-            theirs={"self_attn.q_norm.weight": "head"},
-            where="norms of queries and keys",
-        ),
-        _Row(
-            ours="self_attention.k_layernorm.weight",
-            theirs={"self_attn.k_norm.weight": "head"},
-            where="norms of queries and keys",
-        ),
-        _Row(ours="self_attention.linear_proj.weight", theirs={"self_attn.o_proj.weight": "hidden queries"}),
-        _Row(ours="self_attention.linear_proj.bias", theirs={"self_attn.o_proj.bias": "hidden"}, where="biases"),
-        _Row(ours="mlp.linear_fc1.layer_norm_weight", theirs={"post_attention_layernorm.weight": "hidden"}),
-        _Row(
-            ours="mlp.linear_fc1.weight",
-            theirs={"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
-            joined="one after the other",
-        ),
-        _Row(
-            ours="mlp.linear_fc1.bias",
-            theirs={"mlp.gate_proj.bias": "ffn", "mlp.up_proj.bias": "ffn"},
-            joined="one after the other",
-            where="biases",
-        ),
-        _Row(ours="mlp.linear_fc2.weight", theirs={"mlp.down_proj.weight": "hidden ffn"}),
-        _Row(ours="mlp.linear_fc2.bias", theirs={"mlp.down_proj.bias": "hidden"}, where="biases"),
-    ),
-    after=(
-        _Row(ours="decoder.final_layernorm.weight", theirs={"model.norm.weight": "hidden"}),
-        _Row(
-            ours="output_layer.weight",
-            theirs={"lm_head.weight": "vocabulary hidden"},
-            joined="with rows of padding",
-            where="a head of its own",
-        ),
-    ),
+    }
 )
-
-FAMILIES: Mapping[str, Table] = MappingProxyType({"llama": _DENSE, "mistral": _DENSE, "qwen2": _DENSE, "qwen3": _DENSE})
 """model_type of a config.json -> its table."""
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_family(where: str, model_type: object) -> str:
@@ -169,49 +254,149 @@ def check_family(where: str, model_type: object) -> str:
     return model_type
 
 
-def fused_tensors(family: str, shape: ModelShape, architecture: Architecture, num_rows: int) -> Iterator[Fused]:
+def are_stacked(shape: ModelShape) -> bool:
+    """Return whether a run that trains a model saves the tensors of its layers in stacks."""
+    return shape.experts is None or shape.experts.layer_freq == 1
+
+
+def fused_tensors(
+    family: str, shape: ModelShape, architecture: Architecture, *, num_rows: int, stacked: bool
+) -> Iterator[Fused]:
     """Yield the tensors of a model, in the order of its layers.
 
     Args:
         num_rows: of its tables of the vocabulary, with those of padding.
+        stacked: whether the checkpoint has those of its layers in stacks.
     """
-    table = FAMILIES[family]
-    has = {
-        "": True,
-        "biases": architecture.add_bias_linear,
-        "biases of QKV": architecture.add_bias_linear or architecture.add_qkv_bias,
-        "norms of queries and keys": architecture.qk_layernorm,
-        "a head of its own": not shape.share_embeddings_and_output_weights,
-    }
-    sizes = {
-        "vocabulary": shape.vocab_size,
-        "hidden": shape.hidden_size,
-        "queries": shape.query_size,
-        "keys": shape.kv_size,
-        "head": shape.kv_channels,
-        "ffn": shape.ffn_hidden_size,
-    }
+    return _Namer(FAMILIES[family], shape, architecture, num_rows, stacked).tensors()
 
-    def fused(row: _Row, layer: int | None) -> Fused:
-        below = "" if layer is None else f"model.layers.{layer}."
+
+class _Namer:
+    """Names the tensors of one model."""
+
+    def __init__(
+        self, table: Table, shape: ModelShape, architecture: Architecture, num_rows: int, stacked: bool
+    ) -> None:
+        self._table, self._shape, self._num_rows, self._stacked = table, shape, num_rows, stacked
+        experts = shape.experts
+        self._has = {
+            "": True,
+            "biases": architecture.add_bias_linear,
+            "biases of QKV": architecture.add_bias_linear or architecture.add_qkv_bias,
+            "norms of queries and keys": architecture.qk_layernorm,
+            "a head of its own": not shape.share_embeddings_and_output_weights,
+            "a latent of queries": shape.q_lora_rank > 0,
+            "no latent of queries": shape.q_lora_rank == 0,
+            "shared experts": experts is not None and experts.shared_ffn_hidden_size > 0,
+            "a gate of shared experts": experts is not None and experts.shared_gate,
+            "a bias of experts": architecture.router_expert_bias,
+        }
+        self._sizes = {
+            "one": 1,
+            "vocabulary": shape.vocab_size,
+            "hidden": shape.hidden_size,
+            "twice_hidden": 2 * shape.hidden_size,
+            "queries": shape.query_size,
+            "keys": shape.kv_size,
+            "head": shape.kv_channels,
+            "ffn": shape.ffn_hidden_size,
+            "query_latent": shape.q_lora_rank,
+            "latent": shape.kv_lora_rank,
+            "latent_and_rotated": shape.kv_lora_rank + shape.qk_pos_emb_head_dim,
+            "keys_and_values": shape.num_attention_heads * (shape.qk_head_dim + shape.v_head_dim),
+            "values": shape.num_attention_heads * shape.v_head_dim,
+        }
+        if experts is not None:
+            self._sizes |= {
+                "experts": experts.num_experts,
+                "expert_ffn": experts.ffn_hidden_size,
+                "shared_ffn": experts.shared_ffn_hidden_size,
+            }
+
+    def tensors(self) -> Iterator[Fused]:
+        """Yield all of them."""
+        shape = self._shape
+        num_layers, experts = shape.num_layers, shape.experts
+        with_experts = (False,) * num_layers if experts is None else experts.moe_layers(num_layers)
+        tied = shape.share_embeddings_and_output_weights
+        yield self._vocabulary(
+            "embedding.word_embeddings.weight", EMBEDDING, (EMBEDDING, HEAD) if tied else (EMBEDDING,)
+        )
+        for layer, has_experts in enumerate(with_experts):
+            theirs = f"model.layers.{layer}."
+            if self._stacked:
+                yield from self._layer("decoder.layers.", theirs, has_experts, layer, (layer,), (num_layers,))
+            else:
+                yield from self._layer(f"decoder.layers.{layer}.", theirs, has_experts, layer)
+        yield from self._named(_alone("decoder.final_layernorm.weight", "model.norm.weight", "hidden"), "", "", None)
+        for depth in range(shape.mtp_num_layers):
+            number = num_layers + depth
+            ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{number}."
+            for row in self._table.module:
+                yield from self._named(row, ours, theirs, number)
+            yield from self._layer(f"{ours}transformer_layer.", theirs, with_experts[-1], number)
+        if not tied:
+            yield self._vocabulary("output_layer.weight", HEAD, (HEAD,))
+
+    def _layer(
+        self,
+        ours: str,
+        theirs: str,
+        has_experts: bool,
+        layer: int,
+        place: tuple[int, ...] = (),
+        stacks: tuple[int, ...] = (),
+    ) -> Iterator[Fused]:
+        for row in (*self._table.attention, *(self._table.experts if has_experts else self._table.dense)):
+            yield from self._named(row, ours, theirs, layer, place, stacks)
+
+    def _named(
+        self,
+        row: _Row,
+        ours: str,
+        theirs: str,
+        layer: int | None,
+        place: tuple[int, ...] = (),
+        stacks: tuple[int, ...] = (),
+    ) -> Iterator[Fused]:
+        """Yield the tensors of a line: one, one for each expert, or none."""
+        if not self._has[row.where]:
+            return
+        numbers = range(self._sizes["experts"]) if row.of_an_expert else (None,)
+        for number in numbers:
+            yield Fused(
+                name=ours + row.ours,
+                layer=layer,
+                place=place if number is None else (*place, number),
+                stacks=stacks if number is None else (*stacks, len(numbers)),
+                parts=tuple(
+                    Part(name=theirs + name.format(number), shape=self._widths(axes))
+                    for name, axes in row.theirs.items()
+                ),
+                joined=row.joined,
+                num_groups=self._shape.num_query_groups,
+                num_rows=self._num_rows,
+            )
+
+    def _vocabulary(self, ours: str, theirs: str, tables: Iterable[str]) -> Fused:
+        """Return a table of the vocabulary, which modules that predict further tokens have copies of."""
+        behind = range(self._shape.num_layers, self._shape.num_layers + self._shape.mtp_num_layers)
+        copies = tuple(f"model.layers.{number}.{_COPIES[table]}" for table in tables for number in behind)
         return Fused(
-            name=row.ours if layer is None else f"decoder.layers.{row.ours}",
-            layer=layer,
-            parts=tuple(
-                Part(name=below + name, shape=tuple(sizes[axis] for axis in axes.split()))
-                for name, axes in row.theirs.items()
-            ),
-            joined=row.joined,
-            num_groups=shape.num_query_groups,
-            num_rows=num_rows,
+            name=ours,
+            layer=None,
+            place=(),
+            stacks=(),
+            parts=(Part(name=theirs, shape=self._widths("vocabulary hidden"), copies=copies),),
+            joined="with rows of padding",
+            num_groups=self._shape.num_query_groups,
+            num_rows=self._num_rows,
         )
 
-    yield from (fused(row, None) for row in table.before if has[row.where])
-    for layer in range(shape.num_layers):
-        yield from (fused(row, layer) for row in table.of_layer if has[row.where])
-    yield from (fused(row, None) for row in table.after if has[row.where])
+    def _widths(self, axes: str) -> tuple[int, ...]:
+        return tuple(self._sizes[axis] for axis in axes.split())
 
 
 def num_parameters(tensors: Iterable[Fused]) -> int:
-    """Return the weights of a model, without rows of padding."""
+    """Return the weights of a model, without rows of padding and copies."""
     return sum(prod(part.shape) for fused in tensors for part in fused.parts)

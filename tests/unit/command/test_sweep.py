@@ -451,6 +451,10 @@ CONFIGS = {
     "alternating": {"model_type": "qwen3", "head_dim": 64, "use_sliding_window": True, "sliding_window": 512,
                     "layer_types": ["sliding_attention", "full_attention"] * 4},
     "pattern": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512, "max_window_layers": 3},
+    "YaRN": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048,
+                              "truncate": False}},
+    "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
+                  "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
 }  # fmt: skip
 TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 
@@ -459,6 +463,7 @@ TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
     """Every field of shape and architecture, as the trainer's own parser reads the line."""
+    from megatron.dynamic_cp.flags.positions import YARN
     from megatron.trainer.flags import derive
 
     if name in CONFIGS:
@@ -481,7 +486,14 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         "add_bias_linear": not trained_model.disable_bias_linear,
         "layernorm_epsilon": trained_model.norm_epsilon,
         "not_trained": (),
+        "router_score_function": trained_model.moe_router_score_function,
+        "router_pre_softmax": trained_model.moe_router_pre_softmax,
+        "router_num_groups": trained_model.moe_router_num_groups or 0,
+        "router_group_topk": trained_model.moe_router_group_topk or 0,
+        "router_scaling_factor": trained_model.moe_router_topk_scaling_factor or 1,
+        "router_expert_bias": trained_model.moe_router_enable_expert_bias,
     }
+    trained |= {name: default for name, (_, default) in YARN.items() if trained[name] is None}
     compared |= {field.name: (trained[field.name], getattr(architecture, field.name)) for field in fields(architecture)}
     trained_for, made_for = compared.pop("max_position_embeddings")
     assert trained_for == max(made_for, 3000)
@@ -549,7 +561,7 @@ def test_what_the_configs_of_that_test_say(tmp_path):
                     "original_max_position_embeddings": 4096,
                 }
             },
-            "RoPE is scaled as in Llama 3 only, with {'low_freq_factor': 1.0",
+            "RoPE is scaled by YaRN, or as in Llama 3 with {'low_freq_factor': 1.0",
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling {'type': 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters {'rope_type': 'yarn'"),
@@ -559,7 +571,7 @@ def test_what_the_configs_of_that_test_say(tmp_path):
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap 30.0: not known here"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}: not known here"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}: weights are quantized"),
     ],
 )
 def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(changes, says, tmp_path, capsys):

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.models import catalog, hugging_face
+from dynamic_cp.models import catalog, hugging_face, rotation, written
 from dynamic_cp.types import Experts, Hardware
 from tests.unit.support import CASES
 
@@ -150,46 +150,96 @@ def test_a_model_file_with_windows(tmp_path):
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 1024}
+YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+LATENTS = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6,
+    "head_dim": "gone",
+}  # fmt: skip
+OF_DEEPSEEK = {
+    "n_routed_experts": 64, "moe_intermediate_size": 48, "n_shared_experts": 2, "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+}  # fmt: skip
 WRITTEN_BACK = {
     "llama": {},
     "tied": {"tie_word_embeddings": True, "rope_theta": 10000.0},
-    "llama 3.1": {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **hugging_face._LLAMA_3}},
+    "llama 3.1": {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **rotation._LLAMA_3}},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": "gone"},
     "mistral": {"model_type": "mistral", "sliding_window": 4096, "head_dim": 64},
     "qwen2": {"model_type": "qwen2"},
     "qwen2, late windows": {"model_type": "qwen2", "max_window_layers": 20, **WINDOWED},
     "qwen3": {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-5},
     "qwen3, windows": {"model_type": "qwen3", "head_dim": 128, "max_window_layers": 0, **WINDOWED},
-}
+    "YaRN": {"rope_scaling": {**YARN, "beta_fast": 16.0, "truncate": False}},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96, **EXPERTS},
+    "qwen2_moe, no biases": {
+        "model_type": "qwen2_moe", "shared_expert_intermediate_size": 96, "qkv_bias": False, **EXPERTS,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 128, "norm_topk_prob": True, "mlp_only_layers": [0, 5], **EXPERTS,
+    },
+    "deepseek_v2": {
+        **LATENTS, **OF_DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None, "num_experts_per_tok": 6,
+        "routed_scaling_factor": 1.0, "topk_method": "greedy", "scoring_func": "softmax",
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        **LATENTS, **OF_DEEPSEEK, "model_type": "deepseek_v3", "q_lora_rank": 24, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v3, dense": {**LATENTS, "model_type": "deepseek_v3", "q_lora_rank": 24, "first_k_dense_replace": 32},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITTEN_BACK)
 def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
     path = config_file(tmp_path, max_position_embeddings=8192, **WRITTEN_BACK[name])
     shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
-    written = hugging_face.config("here", shape, architecture)
-    assert written["model_type"] == WRITTEN_BACK[name].get("model_type", "llama")
-    assert replace(hugging_face.model_shape("there", written), source="") == replace(shape, source="")
-    assert hugging_face.architecture("there", written) == architecture
+    assert architecture.not_trained == ()
+    config = written.config("here", shape, architecture)
+    assert config["model_type"] == WRITTEN_BACK[name].get("model_type", "llama")
+    assert replace(hugging_face.model_shape("there", config), source="") == replace(shape, source="")
+    assert hugging_face.architecture("there", config) == architecture
 
 
 @pytest.mark.parametrize(
     ("of_shape", "of_architecture", "says"),
     [
-        ({"gated_linear_unit": False}, {}, "here has no gated MLP: none of llama, mistral, qwen2, qwen3 does"),
+        ({"gated_linear_unit": False}, {}, "here has no gated MLP: none of llama, mistral, qwen2, qwen3, mixtral,"),
         ({}, {"normalization": "LayerNorm"}, "no RMSNorm"),
         ({}, {"position_embedding_type": "none"}, "positions by none"),
         ({}, {"rotary_percent": 0.5}, "rotary_percent 0.5"),
         ({}, {"qk_layernorm": True, "add_qkv_bias": True}, "biases and norms of queries and keys"),
         ({"window_tokens": 8}, {"add_bias_linear": True}, "biases and windows"),
         ({"window_tokens": 8, "window_attn_skip_freq": 2}, {}, "windows in some layers"),
+        ({"mtp_num_layers": 1}, {}, "here has modules that predict further tokens"),
+        ({}, {"softmax_type": "learnable"}, "softmax_type learnable"),
+        ({"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48)}, {}, "here has .*, which mixtral has not"),
+        (
+            {"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48, shared_ffn_hidden_size=9)},
+            {},
+            "here has shared_gate False, which qwen2_moe has not",
+        ),
+        (
+            {"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48)},
+            {"router_score_function": "sigmoid", "qk_layernorm": True},
+            "here has router_score_function 'sigmoid', which qwen3_moe has not",
+        ),
+        (
+            {"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48)},
+            {"add_bias_linear": True},
+            "biases and exper",
+        ),
     ],
 )
 def test_what_no_family_has_is_not_written(of_shape, of_architecture, says, tmp_path):
     path = config_file(tmp_path)
     shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
     with pytest.raises(DynamicCPError, match=says):
-        hugging_face.config("here", replace(shape, **of_shape), replace(architecture, **of_architecture))
+        written.config("here", replace(shape, **of_shape), replace(architecture, **of_architecture))
 
 
 def test_which_layers_have_a_window(tmp_path):
@@ -394,7 +444,7 @@ def test_deepseek_v3_has_latents_and_experts(tmp_path):
     assert active / 1e9 == pytest.approx(37.5, abs=0.5)
     whole = catalog.load_model(config_file(tmp_path, **DEEPSEEK_V3 | experts | {"num_experts_per_tok": 8}))
     assert (whole.num_parameters - model.num_parameters) / 1e9 == pytest.approx(11.5, abs=0.5), "a layer with experts"
-    assert "experts together with latent attention" in catalog.load_architecture(path).not_trained[0]
+    assert catalog.load_architecture(path).router_score_function == "sigmoid"
 
 
 def test_experts_without_their_width_name_the_key(tmp_path):

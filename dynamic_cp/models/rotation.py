@@ -1,0 +1,117 @@
+"""RoPE of a config.json: as it is, as Llama 3.1 scales it, or YaRN; and the same written back.
+
+Its entries are in `rope_scaling`, since transformers 5 in `rope_parameters`. Source: `modeling_rope_utils.py` of
+transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.entries import number
+
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core has fixed of the scaled RoPE of Llama 3.1 to 3.3; the factor is free."""
+_NAMES = frozenset({"rope_type", "type", "rope_theta"})
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "yarn_correction_range_round_to_int",
+}
+"""Entry of YaRN -> field of `Architecture`."""
+_EXACT = 1e-6
+"""How far a factor of rotated queries and keys may be from the one that follows from the rest."""
+
+
+def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of `Architecture` that say how a model rotates, and what of it pretrain_gpt.py does not have.
+
+    Args:
+        where: what to call the file in errors.
+        data: the content of a config.json.
+
+    Raises:
+        InvalidInputError: a value of the wrong type.
+    """
+    found: dict[str, Any] = {"position_embedding_type": "rope"}
+    values, not_trained = dict(data), []
+    for key in ("rope_scaling", "rope_parameters"):
+        entry = data.get(key)
+        if not entry:
+            continue
+        fields, reason = _scaled(where, entry) if isinstance(entry, Mapping) else ({}, "it is no object")
+        if reason:
+            not_trained.append(f"{key} {entry!r}: {reason}")
+            continue
+        found |= fields
+        values |= {name: entry[name] for name in ("rope_theta", "partial_rotary_factor") if entry.get(name) is not None}
+    base = number(where, values, "rope_theta", 10000)
+    if base != int(base):
+        not_trained.append(f"rope_theta {base}: a whole number is needed")
+    found |= {
+        "rotary_base": int(base),
+        "rotary_percent": float(number(where, values, "partial_rotary_factor", 1.0)),
+    }
+    return found, not_trained
+
+
+def _scaled(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the fields of an entry of RoPE, or why there are none."""
+    kind = entry.get("rope_type", entry.get("type"))
+    if kind == "default" or (kind is None and set(entry) == {"rope_theta"}):
+        return {}, ""
+    if kind == "llama3" and _LLAMA_3.items() <= entry.items() and entry.keys() <= {*_LLAMA_3, *_NAMES, "factor"}:
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(number(where, entry, "factor", 8.0))}, ""
+    if kind == "yarn":
+        return _yarn(where, entry)
+    return {}, f"RoPE is scaled by YaRN, or as in Llama 3 with {_LLAMA_3}"
+
+
+def _yarn(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    unknown = sorted(entry.keys() - {*_YARN, *_NAMES, "attention_factor"})
+    if unknown:
+        return {}, f"{', '.join(unknown)} of YaRN: not known here"
+    found: dict[str, Any] = {"position_embedding_type": "yarn"}
+    for key, name in _YARN.items():
+        default = getattr(Architecture.assumed(gated=True), name)
+        if isinstance(default, bool):
+            found[name] = bool(entry.get(key, default))
+        else:
+            found[name] = type(default)(number(where, entry, key, default))
+    if entry.get("original_max_position_embeddings") is None:
+        return {}, "original_max_position_embeddings of YaRN: it is missing"
+    if found["rotary_scaling_factor"] <= 1:
+        return {}, "YaRN stretches by a factor above 1"
+    if not (entry.get("mscale") and entry.get("mscale_all_dim")):
+        if entry.get("mscale_all_dim") or entry.get("mscale") not in (None, 0, 1):
+            return {}, "mscale and mscale_all_dim of YaRN: both are needed, or neither"
+        found |= {"mscale": 1.0, "mscale_all_dim": 0.0}  # what transformers do with one of them
+    given, follows = entry.get("attention_factor"), _concentration(found)
+    if given is not None and not math.isclose(number(where, entry, "attention_factor", 1.0), follows, rel_tol=_EXACT):
+        return {}, f"attention_factor {given} of YaRN: {follows} follows from the rest"
+    return found, ""
+
+
+def _concentration(fields: Mapping[str, Any]) -> float:
+    stretch = math.log(fields["rotary_scaling_factor"])
+    return float((0.1 * fields["mscale"] * stretch + 1) / (0.1 * fields["mscale_all_dim"] * stretch + 1))
+
+
+def written(architecture: Architecture) -> dict[str, Any]:
+    """Return the entries of a config.json that `rotation` reads as those of `architecture`, which has RoPE or YaRN."""
+    values: dict[str, Any] = {"rope_theta": architecture.rotary_base}
+    if architecture.use_rope_scaling:
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": architecture.rope_scaling_factor, **_LLAMA_3}
+    elif architecture.position_embedding_type == "yarn":
+        yarn = {key: getattr(architecture, name) for key, name in _YARN.items()}
+        if not architecture.mscale_all_dim:
+            del yarn["mscale"], yarn["mscale_all_dim"]
+        values["rope_scaling"] = {"rope_type": "yarn", **yarn}
+    return values
