@@ -9,5 +9,5 @@ LIMIT_DIVISORS = (1, 2, 4)
 """Limits of tokens per rank: as much as memory holds, and these parts of it, which leave memory free."""
 
 EXCHANGES: tuple[tuple[CpCommType, ...], ...] = (CP_COMM_TYPES, ("p2p",))
-"""Sets of exchanges: all that `auto` has for a model without windows, and the ring alone, whose fewer communicators
-leave memory for tokens."""
+"""Sets of exchanges: all that `auto` has for a model without windows and latents, and the ring alone, whose fewer
+communicators leave memory for tokens."""

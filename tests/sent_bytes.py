@@ -23,7 +23,8 @@ def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, e
     queries, keys = (2 * number * model.kv_channels * element_bytes * rank_tokens for number in heads)
     copies = kv_heads_of(*heads, bucket.inner_cp_size).copies
     mechanism = MECHANISMS[bucket.cp_comm_type]
-    return mechanism.sent_bytes(bucket.cp_size, bucket.inner_cp_size, queries, keys, copies)
+    latents = model.layer.latent_size * element_bytes * rank_tokens
+    return mechanism.sent_bytes(bucket.cp_size, bucket.inner_cp_size, queries, keys, copies, latents)
 
 
 def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_bytes: int) -> NDArray[np.float64]:

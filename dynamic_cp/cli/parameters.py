@@ -21,6 +21,7 @@ from dynamic_cp.types import (
     AUTO,
     CAUSAL,
     CP_COMM_TYPES,
+    OF_LATENTS,
     PLACED,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
@@ -356,9 +357,10 @@ def exchange_option(default: str) -> Any:
     """Return --cp-comm-type; `default`: what its help says."""
     return _option(
         "--cp-comm-type",
-        type=click.Choice((AUTO, *CP_COMM_TYPES, *PLACED)),
-        help="Exchange inside a CP group; blocks: each tile of attention on a lane of its own; auto: the fastest for "
-        f"every bucket, blocks only under a --mask or where layers have windows. [default: {default}]",
+        type=click.Choice((AUTO, *CP_COMM_TYPES, *OF_LATENTS, *PLACED)),
+        help="Exchange inside a CP group; latent: of multi-latent attention only, a ring of latents; blocks: each tile "
+        "of attention on a lane of its own; auto: the fastest for every bucket, blocks only under a --mask or where "
+        f"layers have windows. [default: {default}]",
     )
 
 
@@ -608,7 +610,9 @@ class JobInput:
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
-            cp_comm_types=exchanges_of(self.cp_comm_type or CP_COMM_TYPE, is_sparse=is_sparse),
+            cp_comm_types=exchanges_of(
+                self.cp_comm_type or CP_COMM_TYPE, is_sparse=is_sparse, has_latents=self.model_shape.has_latents
+            ),
             recompute=cast(Recompute, self.recompute or "none"),
             search=self.effort,
         )

@@ -40,10 +40,10 @@ def exchanges_tried(cp_comm_type: str | None, model: ModelShape) -> tuple[tuple[
 
     `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
     """
-    is_sparse = model.window is not None
+    has = {"is_sparse": model.window is not None, "has_latents": model.has_latents}
     if cp_comm_type is not None:
-        return (exchanges_of(cp_comm_type, is_sparse=is_sparse),)
-    return (exchanges_of(AUTO, is_sparse=is_sparse), *EXCHANGES[1:])
+        return (exchanges_of(cp_comm_type, **has),)
+    return (exchanges_of(AUTO, **has), *EXCHANGES[1:])
 
 
 def space_of(job: JobInput) -> Space:

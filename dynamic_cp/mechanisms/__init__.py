@@ -9,6 +9,7 @@ mechanism of that name. Read in this order:
 - `stage_attention`: what prices are made of, kernels and transfers of one pipeline stage
 - `mechanism`: what a mechanism answers: where it is possible, its price, its bytes, what the memory model needs
 - `ring`, `all_gather`, `all_to_all`, `two_levels`: the four exchanges
+- `latent_ring`: a ring of the latents of multi-latent attention
 - `placed_seconds`: what placed attention takes, lane by lane
 - `blocks`: attention cut into tiles, each on a lane of its own choice
 - `registry`: all mechanisms by name; a new one is added there and to `types.CpCommType`

@@ -98,7 +98,9 @@ class Blocks(Mechanism):
         )
         return forward, backward
 
-    def kept_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> float:
+    def kept_bytes(
+        self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
+    ) -> float:
         """Return what backward keeps: queries, outputs and two gradients of rows, columns and their gradients.
 
         Gradients are summed up in float32. Where heads are exchanged, queries and outputs are kept in both layouts;

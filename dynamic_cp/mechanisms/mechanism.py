@@ -31,12 +31,14 @@ class Sharing(NamedTuple):
         node_lanes: the largest group whose lanes surely share a node (`links.lanes_in_one_node`).
         allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None = all.
         has_windows: some layers of the model have a window.
+        has_latents: the model has multi-latent attention.
     """
 
     heads: tuple[int, int] | None
     node_lanes: int
     allowed: tuple[int, ...] | None = None
     has_windows: bool = False
+    has_latents: bool = False
 
     def is_even(self, inner_cp_size: int) -> bool:
         """Return whether this number of lanes can share out the query heads evenly."""
@@ -147,8 +149,14 @@ class Mechanism:
         """Return what only this or that lane of `bucket` has to know, as JSON; None where the bucket says all."""
         return None
 
-    def sent_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> SentBytes:
-        """Return what a rank sends forward; arguments as those of `sent_bytes.sent_bytes`."""
+    def sent_bytes(
+        self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
+    ) -> SentBytes:
+        """Return what a rank sends forward; arguments as those of `sent_bytes.sent_bytes`.
+
+        Args:
+            latent_bytes: of what the keys and values of a token are projected up from, for those that send it instead.
+        """
         return sent_bytes(cp_size, inner, query_bytes, kv_bytes, copies)
 
     def sent_by_lanes(
@@ -172,7 +180,7 @@ class Mechanism:
         from dynamic_cp.placement.sent import Sent
 
         cp_size, inner = bucket.cp_size, bucket.inner_cp_size
-        one = self.sent_bytes(cp_size, inner, 2 * of.query, of.kv, copies)
+        one = self.sent_bytes(cp_size, inner, 2 * of.query, of.kv, copies, of.latent)
         lanes = np.arange(cp_size)
         among, others = pairs_of_inner_groups(cp_size, inner)
         sender = np.concatenate([lanes, among])
@@ -183,13 +191,16 @@ class Mechanism:
         ]
         return Sent(sender, receiver, np.array(per_token) * np.asarray(tokens, np.float64)[sender])
 
-    def kept_bytes(self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int) -> float:
+    def kept_bytes(
+        self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
+    ) -> float:
         """Return the bytes per token of a rank that the exchange of one layer keeps.
 
         Args:
             cp_size, inner, copies: as in `price`.
             query_bytes: of the queries and outputs of a token, which inner groups have in another layout, too.
             kv_bytes: of the keys and values of a token; those of the whole inner group's ring are kept.
+            latent_bytes: as for `sent_bytes`.
         """
         return (query_bytes if inner > 1 else 0.0) + cp_size // inner * copies * kv_bytes
 

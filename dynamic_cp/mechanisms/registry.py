@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dynamic_cp.mechanisms.all_gather import AllGather
 from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import Blocks
+from dynamic_cp.mechanisms.latent_ring import LatentRing
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.mechanisms.two_levels import TwoLevels
 from dynamic_cp.types import Attention, CpCommType
 
 MECHANISMS: Mapping[CpCommType, Mechanism] = {
-    one.name: one for one in (Ring(), AllGather(), AllToAll(), TwoLevels(), Blocks())
+    one.name: one for one in (Ring(), AllGather(), AllToAll(), TwoLevels(), Blocks(), LatentRing())
 }
 """Name -> mechanism, for every name that a bucket may have."""
 

@@ -87,7 +87,8 @@ class StageAttention:
         layers: their number; hardware: what they run on.
         heads: (query heads, KV heads) of a TP rank; None where they are not whole numbers.
         query_bytes: of queries and outputs of a token, all layers; kv_bytes: of its keys and values; lse_bytes: of its
-            log-sum-exp.
+            log-sum-exp; latent_bytes: of what its keys and values are projected up from, 0 without latent attention.
+        projecting_up: seconds of projecting latents up once, forward, for the tokens of a rank.
         node_lanes: largest group whose lanes surely share a node.
         latency_s: of one transfer in each layer; bandwidths: bytes per second (in a node, across nodes).
 
@@ -106,6 +107,9 @@ class StageAttention:
         self.kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
         self.query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
         self.lse_bytes = 4 * stage.sum(lambda layer: layer.query_size / layer.kv_channels) / tp_size
+        self.latent_bytes = stage.sum(lambda layer: layer.latent_size) * element_bytes
+        up_s_per_token = 2 * stage.sum(lambda layer: layer.up_weights) / tp_size / hardware.linear_flops_per_s
+        self.projecting_up = Linear(up_s_per_token * hardware.linear_extra_tokens, up_s_per_token)
         self.mask = stage.layers[0][1].mask
         self.kinds: tuple[StageAttention, ...] = (self,)
         of_masks = stage.by_mask
@@ -149,6 +153,10 @@ class StageAttention:
         """Return what sending a lane's keys and values once takes, each KV head `copies` times."""
         return Linear(self.latency_s, copies * self.kv_bytes / cp_size / self.bandwidths[link])
 
+    def latent_shard(self, cp_size: int, link: int) -> Linear:
+        """Return what sending a lane's latents once takes; every TP rank sends all of them."""
+        return Linear(self.latency_s, self.latent_bytes / cp_size / self.bandwidths[link])
+
     def exchanged_heads(self, cp_size: int, inner: int, copies: int, link: int) -> Linear:
         """Return what the all-to-alls of an inner group take, in one direction."""
         sent = sent_bytes(cp_size, inner, self.query_bytes, self.kv_bytes, copies)
@@ -159,7 +167,12 @@ class StageAttention:
         return across.plus(Linear(0.0, (1.0 - leaving) * sent.inner / cp_size / self.bandwidths[IN_NODE]))
 
     def in_ring(
-        self, outer: int, inner: int, shard: Linear, exchanged_heads: Linear | None = None
+        self,
+        outer: int,
+        inner: int,
+        shard: Linear,
+        exchanged_heads: Linear | None = None,
+        besides: tuple[Linear, Linear] = (Linear(), Linear()),
     ) -> tuple[Convex, Convex]:
         """Return (forward, backward) of `outer` steps, each of which hides what is sent for the next one.
 
@@ -167,16 +180,22 @@ class StageAttention:
             outer, inner: as in `Side.steps`.
             shard: what sending keys and values for one step takes, forward.
             exchanged_heads: what is exchanged before and after all steps, in each direction.
+            besides: what each step computes before its attention, (forward, backward).
         """
-        forward, backward = (self._ring(side, outer, inner, shard, exchanged_heads or Linear()) for side in self.sides)
+        forward, backward = (
+            self._ring(side, outer, inner, shard, exchanged_heads or Linear(), more)
+            for side, more in zip(self.sides, besides, strict=True)
+        )
         return forward, backward
 
-    def _ring(self, side: Side, outer: int, inner: int, shard: Linear, exchanged_heads: Linear) -> Convex:
+    def _ring(
+        self, side: Side, outer: int, inner: int, shard: Linear, exchanged_heads: Linear, besides: Linear
+    ) -> Convex:
         overhead_s = (outer - 1) * side.launches * self.layers * self.hardware.ring_step_overhead_s_per_layer
-        linear = side.tiles(outer, inner).plus(exchanged_heads).plus(Linear(overhead_s))
+        linear = side.tiles(outer, inner).plus(besides, outer).plus(exchanged_heads).plus(Linear(overhead_s))
         kinks: tuple[Kink, ...] = ()
         if outer > 1:
-            first, later = side.steps(outer, inner)
+            first, later = (step.plus(besides) for step in side.steps(outer, inner))
             transfer = side.transfer(shard)
             kinks = (Kink(1.0, transfer.plus(first, -1.0)), Kink(outer - 2.0, transfer.plus(later, -1.0)))
         return Convex(linear, merged(kinks))

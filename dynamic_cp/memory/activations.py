@@ -44,6 +44,7 @@ class ActivationBytes(NamedTuple):
         ring_per_bucket_token: keys and values of the whole bucket, which the ring and all-gather keep for one layer,
             per token of the bucket.
         a2a_queries: queries and outputs in their other layout, per token of a rank; keys and values come on top.
+        latents: what keys and values of a token are projected up from; 0 without latent attention.
         routed_per_layer, routed_working: kept by experts, and held while they run (copies sent and received, with
             recomputation all that they keep): per token of the mean lane of the EP block.
     """
@@ -56,6 +57,7 @@ class ActivationBytes(NamedTuple):
     a2a_queries: float
     routed_per_layer: float = 0.0
     routed_working: float = 0.0
+    latents: float = 0.0
 
 
 def activation_bytes(
@@ -97,4 +99,5 @@ def activation_bytes(
         routed_per_layer=0.0 if experts_run_again else routed_kept,
         # Copies before and after the exchange, there and back.
         routed_working=2 * routed * layer.routed_channels + (routed_kept if experts_run_again else 0.0),
+        latents=layer.latent_size * element,
     )

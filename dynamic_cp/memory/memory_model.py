@@ -80,7 +80,7 @@ class MemoryModel:
         kinds = {layer for stage in self._stages for _, layer in stage.layers}
         self._bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
         heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
-        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes, model.window is not None)
+        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes, model.window is not None, model.has_latents)
 
     @property
     def available_bytes(self) -> float:
@@ -268,8 +268,8 @@ class MemoryModel:
         mechanism, inner = MECHANISMS[attention.cp_comm_type], attention.inner_cp_size
         copies = self._sharing.copies(inner)
         return tokens * max(
-            mechanism.kept_bytes(cp_size, inner, per_token.a2a_queries, per_token.ring_per_bucket_token, copies)
-            for per_token in self._bytes.values()
+            mechanism.kept_bytes(cp_size, inner, one.a2a_queries, one.ring_per_bucket_token, copies, one.latents)
+            for one in self._bytes.values()
         )
 
     def _worst_lane(

@@ -29,6 +29,7 @@ from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import (
+    OF_LATENTS,
     Attention,
     Bucket,
     Causal,
@@ -86,12 +87,18 @@ class CostModel:
         options: exchanges, recomputation, bytes of an element, limits.
 
     Raises:
-        UnsupportedFeatureError: no exchange that any allowed CP size can use.
+        UnsupportedFeatureError: no exchange that any allowed CP size can use, or latents of a model that has none.
 
     Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention.
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
+        if set(options.cp_comm_types) <= set(OF_LATENTS) and not model.has_latents:
+            raise UnsupportedFeatureError(
+                f"cp_comm_types {' '.join(options.cp_comm_types)} exchanges the latents of multi-latent attention, and "
+                f"kv_lora_rank of this model is {model.kv_lora_rank}: use p2p or auto (--cp-comm-type)",
+                cp_comm_types=options.cp_comm_types,
+            )
         self.model = model
         self.topology = topology
         self.options = options

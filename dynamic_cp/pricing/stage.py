@@ -77,7 +77,7 @@ class StagePrices:
         model, hardware, topology = problem.model, problem.hardware, problem.topology
         node_lanes = lanes_in_one_node(topology)
         heads, inner_sizes = heads_of_rank(model, topology.tp_size), problem.options.inner_cp_sizes
-        self.sharing = Sharing(heads, node_lanes, inner_sizes, model.window is not None)
+        self.sharing = Sharing(heads, node_lanes, inner_sizes, model.window is not None, model.has_latents)
         stage = max(model.stages(topology.pp_size), key=lambda stage: stage.sum(lambda layer: layer.linear_weights))
         self._attention = StageAttention(stage, problem, node_lanes)
         self._hardware = hardware

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, cast, get_args
 
-CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks"]
+CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks", "latent"]
 INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen", "any"]] = {
     "p2p": "one",
     "a2a": "all",
     "all_gather": "one",
     "a2a+p2p": "chosen",
     "blocks": "any",
+    "latent": "one",
 }
 """Mechanism -> how many lanes of a group exchange heads: none with another, all, as many as the planner chooses (more
 than one, fewer than all), or any number of them that it chooses, none among them."""
@@ -21,14 +22,19 @@ CHOOSES_INNER_SIZE = tuple(name for name, inner in INNER_SIZES.items() if inner 
 PLACED: tuple[CpCommType, ...] = ("blocks",)
 """Mechanisms whose buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes."""
 
-CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(name for name in get_args(CpCommType) if name not in PLACED)
-"""Mechanisms that packers compare by their closed forms."""
+OF_LATENTS: tuple[CpCommType, ...] = ("latent",)
+"""Mechanisms that only multi-latent attention has; packers compare them by their closed forms, too."""
+
+CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(
+    name for name in get_args(CpCommType) if name not in (*PLACED, *OF_LATENTS)
+)
+"""Mechanisms that packers compare by their closed forms, of every model."""
 
 AUTO = "auto"
 """Instead of a mechanism: the planner chooses."""
 
 
-def exchanges_of(name: str, *, is_sparse: bool = False) -> tuple[CpCommType, ...]:
+def exchanges_of(name: str, *, is_sparse: bool = False, has_latents: bool = False) -> tuple[CpCommType, ...]:
     """Return the mechanisms that a value of --cp-comm-type allows.
 
     Args:
@@ -36,10 +42,11 @@ def exchanges_of(name: str, *, is_sparse: bool = False) -> tuple[CpCommType, ...
         is_sparse: whether samples bring masks of their own, or layers have windows. Otherwise `auto` leaves out placed
             attention: on causal data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be
             taken from tokens.
+        has_latents: whether the model has multi-latent attention.
     """
     if name != AUTO:
         return (cast(CpCommType, name),)
-    return (*CP_COMM_TYPES, *PLACED) if is_sparse else CP_COMM_TYPES
+    return (*CP_COMM_TYPES, *(OF_LATENTS if has_latents else ()), *(PLACED if is_sparse else ()))
 
 
 IN_NODE, ACROSS_NODES = 0, 1

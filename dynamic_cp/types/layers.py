@@ -23,6 +23,9 @@ class Layer(NamedTuple):
         num_attention_heads, query_size: query heads, and how wide they are together.
         kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
         value_size: width of what all heads find, of the values' own width; 0: as query_size.
+        latent_size: channels of a token that keys and values of all heads are projected up from, the rotated key that
+            they share among them; 0: without latent attention.
+        up_weights: those of linear_weights that project them up.
         gate_size: width of the gate that what attention finds is multiplied by; 0: none.
         mlp_weights: those of linear_weights that are its dense MLP's.
         mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
@@ -54,6 +57,8 @@ class Layer(NamedTuple):
     routed_kept_channels: int = 0
     more_kept_channels: int = 0
     value_size: int = 0
+    latent_size: int = 0
+    up_weights: int = 0
 
     @property
     def attention_flops_per_token2(self) -> float:

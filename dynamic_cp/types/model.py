@@ -210,6 +210,11 @@ class ModelShape:
         return tuple(dict.fromkeys(layer.mask for _, layer in layers.layers))
 
     @property
+    def has_latents(self) -> bool:
+        """Whether it has multi-latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
     def windows_in_words(self) -> str:
         """How many layers have which window, for messages."""
         sink = f" and a sink of {counted(self.window_sink_tokens, 'token')}" if self.window_sink_tokens else ""
@@ -310,11 +315,9 @@ class ModelShape:
         """Weights of the matrices of one dense layer (QKV, output projection, MLP), without biases and norms."""
         attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
         if self.kv_lora_rank:
-            heads = self.num_attention_heads
             queries = (self.q_lora_rank or self.hidden_size) * self.query_size
-            up = self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
-            output = heads * self.v_head_dim * self.hidden_size
-            attention = self.down_weights_per_layer + queries + up + output
+            output = self.num_attention_heads * self.v_head_dim * self.hidden_size
+            attention = self.down_weights_per_layer + queries + self.up_weights_per_layer + output
         return attention + self.mlp_weights_per_layer + self.other_weights_per_layer
 
     @property
@@ -323,6 +326,11 @@ class ModelShape:
         if not self.kv_lora_rank:
             return 0
         return self.hidden_size * (self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim)
+
+    @property
+    def up_weights_per_layer(self) -> int:
+        """Weights that project latents of a layer up to keys and values; 0 without latent attention."""
+        return self.kv_lora_rank * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
     def mlp_weights_per_layer(self) -> int:
@@ -360,6 +368,8 @@ class ModelShape:
             norm_weights=2 * self.hidden_size + self.down_weights_per_layer + of_latents,
             more_kept_channels=2 * of_latents + self.qk_pos_emb_head_dim,
             value_size=self.num_attention_heads * self.v_head_dim,
+            latent_size=self.kv_lora_rank + self.qk_pos_emb_head_dim,
+            up_weights=self.up_weights_per_layer,
             mlp_kept_channels=self._kept_channels(self.ffn_hidden_size),
             num_attention_heads=self.num_attention_heads,
             query_size=self.query_size,

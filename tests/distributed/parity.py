@@ -244,6 +244,7 @@ def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCom
     if heads % cp_size == 0:
         choices.append(("a2a", cp_size))
     choices += [("p2p", 1), ("all_gather", 1)]
+    choices += [("latent", 1)] if layout.model.has_latents else []
     if layout.exchange != "mixed":
         choices = [choice for choice in choices if choice[0] == layout.exchange] or [("p2p", 1)]
     return min(choices, key=lambda choice: used[choice[0]])

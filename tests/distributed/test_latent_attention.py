@@ -6,10 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import OF_LATENTS
 from megatron.dynamic_cp.attention import torch_thd
+from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
+from megatron.dynamic_cp.attention.thd import attention_from_latents
 from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model import latent_attention
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
@@ -22,6 +27,7 @@ from tests.distributed.parity import (
     Comparison,
     Layout,
     assert_all_equal_to_reference,
+    exchanges_of,
     in_jobs_of_their_own,
     mixed_plan,
     placed_plan,
@@ -32,7 +38,11 @@ from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, p
 EVERY_DAY = {
     "dp4_mixed": Layout(4, exchange="mixed", variant="latent"),
     "tp2_sp": Layout(2, tp=2, sp=True, variant="latent"),
-    "pp2_vpp2_distributed_optimizer": Layout(2, pp=2, vpp=2, variant="latent_plain", distributed_optimizer=True),
+    "tp2_latent": Layout(2, tp=2, exchange="latent", variant="latent_plain", distributed_optimizer=True),
+    "tp2_sp_latent": Layout(2, tp=2, sp=True, exchange="latent", variant="latent"),
+    "pp2_vpp2_distributed_optimizer_latent": Layout(
+        2, pp=2, vpp=2, exchange="latent", variant="latent_plain", distributed_optimizer=True
+    ),
 }
 EACH_NIGHT = {
     "dp4_full_recompute": Layout(4, variant="latent", exchange="mixed", config=FULL_RECOMPUTE),
@@ -42,6 +52,12 @@ EACH_NIGHT = {
     "tp2_distributed_optimizer": Layout(2, tp=2, variant="latent", distributed_optimizer=True),
     "tp2_sp_two_levels_with_modules": Layout(4, tp=2, sp=True, exchange="a2a+p2p", variant="latent_8_heads"),
     "pp2": Layout(2, pp=2, variant="latent"),
+    "pp2_vpp2_distributed_optimizer": Layout(2, pp=2, vpp=2, variant="latent_plain", distributed_optimizer=True),
+    "dp4_latent": Layout(4, exchange="latent", variant="latent_plain"),
+    "dp4_full_recompute_latent": Layout(4, exchange="latent", variant="latent", config=FULL_RECOMPUTE),
+    "dp4_selective_recompute_latent": Layout(4, exchange="latent", variant="latent", config=SELECTIVE_RECOMPUTE),
+    "six_lanes_latent": Layout(6, exchange="latent", variant="latent", distributed_optimizer=True),
+    "tp2_sp_pp2_latent_with_modules": Layout(2, tp=2, sp=True, pp=2, exchange="latent", variant="latent_8_heads"),
 }
 
 
@@ -54,6 +70,7 @@ def test_latent_attention_equals_single_process(layouts: dict[str, Layout], refe
     for name, layout in layouts.items():
         plan = (mixed_plan if layout.exchange == "p2p" else plan_of_exchanges)(samples, layout)
         assert max(plan.cp_histogram) == min(layout.lanes, 4)
+        assert layout.exchange not in OF_LATENTS or {name for name, _ in exchanges_of(plan)} == set(OF_LATENTS)
         cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
     assert_all_equal_to_reference(cases, bytes_too=True)
 
@@ -114,9 +131,61 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def run_faulty(case: Case) -> dict[str, Comparison]:
+def count_what_is_projected_up_twice(monkeypatch: Any) -> None:
+    gradient = UpProjection.gradient
+
+    def doubled(self: Any, *args: Any) -> Any:
+        gradient(self, *args)
+        return gradient(self, *args)
+
+    monkeypatch.setattr(UpProjection, "gradient", doubled)
+
+
+def forget_what_other_lanes_project_up(monkeypatch: Any) -> None:
+    """As if the gradient of the weights was that of this lane's own tokens, of the first step of the ring."""
+    gradient = UpProjection.gradient
+
+    def only_first(self: Any, *args: Any) -> Any:
+        before = None if self.grad_weight is None else self.grad_weight.clone()
+        found = gradient(self, *args)
+        self.grad_weight = self.grad_weight if before is None else before
+        return found
+
+    monkeypatch.setattr(UpProjection, "gradient", only_first)
+
+
+def forget_the_rotated_key(monkeypatch: Any) -> None:
+    """In backward: what other lanes' queries say of the key that all heads share."""
+    gradient = UpProjection.gradient
+
+    def without(self: Any, grad_2THD: Any, latents_TC: Any) -> Any:
+        grad_2THD[0, ..., self._widths.content :] = 0
+        return gradient(self, grad_2THD, latents_TC)
+
+    monkeypatch.setattr(UpProjection, "gradient", without)
+
+
+def normalize_on_both_sides(monkeypatch: Any) -> None:
+    """The latent is normalized where it is sent from, and where it is projected up."""
+    over = latent_attention.DynamicCPLatentAttention._over_latents
+
+    def again(self: Any, query: Any, latent: Any, *args: Any, **more: Any) -> Any:
+        return over(self, query, self.kv_layernorm(latent), *args, **more)
+
+    monkeypatch.setattr(latent_attention.DynamicCPLatentAttention, "_over_latents", again)
+
+
+FAULTS_OF_LATENTS: dict[str, Callable[[Any], None]] = {
+    "what is projected up counts twice": count_what_is_projected_up_twice,
+    "what other lanes project up is forgotten": forget_what_other_lanes_project_up,
+    "the rotated key is forgotten": forget_the_rotated_key,
+    "normalized on both sides": normalize_on_both_sides,
+}
+
+
+def run_faulty(case: Case, faults: dict[str, Callable[[Any], None]]) -> dict[str, Comparison]:
     found = {}
-    for name, plant in in_jobs_of_their_own(FAULTS):
+    for name, plant in in_jobs_of_their_own(faults):
         with pytest.MonkeyPatch.context() as patched:
             plant(patched)
             found[name] = run_step(*case, None)
@@ -128,9 +197,53 @@ def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
     """On two tensor-parallel ranks; without sequence parallelism, which sums up by itself."""
     layout, samples = Layout(1, tp=2, variant="latent"), BATCHES["long_tail"]
     plan = mixed_plan(samples, layout)
-    ranks = run_ranks(2, run_faulty, Case(layout, samples, plan, reference_of(layout, "long_tail")), timeout_s=120)
+    case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    ranks = run_ranks(2, run_faulty, case, FAULTS, timeout_s=120)
     for name in FAULTS:
         assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+
+
+def test_mistakes_in_exchanging_latents_show(reference_of: Any) -> None:
+    layout, samples = Layout(2, exchange="latent", variant="latent"), BATCHES["long_tail"]
+    plan = plan_of_exchanges(samples, layout)
+    case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
+    ranks = run_ranks(2, run_faulty, case, {"nothing": lambda _: None, **FAULTS_OF_LATENTS}, timeout_s=120)
+    assert max(rank["nothing"].gradient_error for rank in ranks) <= TOLERANCE
+    for name in FAULTS_OF_LATENTS:
+        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+
+
+def test_a_lane_by_itself_projects_up_as_autograd_does() -> None:
+    """Also after a micro-batch whose gradient of the weights is in the buffer already, as with fused accumulation."""
+    torch.manual_seed(3)
+    widths, heads, tokens, rank = LatentWidths(content=6, rotated=4, value=5), 3, 12, 7
+    params = DynamicPackedSeqParams(padded_seqlens=(tokens,), seqlens=(tokens,), positions=torch.arange(tokens))
+    query, latent, rotated = (torch.randn(tokens, *shape, requires_grad=True) for shape in ((heads, 10), (rank,), (4,)))
+    weight = torch.nn.Parameter(torch.randn(heads * 11, rank))
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    out = attention_from_latents(query, latent, rotated, weight, widths, params, 0.3)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
+    found = [query.grad, latent.grad, rotated.grad, weight.grad]
+
+    query.grad = latent.grad = rotated.grad = weight.grad = None
+    keys_THD, values_THD = (latent @ weight.t()).view(tokens, heads, 11).split((6, 5), dim=-1)
+    keys_THD = torch.cat((keys_THD, rotated[:, None].expand(-1, heads, -1)), dim=-1)
+    scores_HTT = torch.einsum("thd,shd->hts", query, keys_THD) * 0.3
+    hidden = torch.ones(tokens, tokens).triu(1).bool()
+    expected = torch.einsum("hts,shd->thd", scores_HTT.masked_fill(hidden, -torch.inf).softmax(dim=-1), values_THD)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    expected.backward(grad)
+    for one, wanted in zip(found, (query.grad, latent.grad, rotated.grad, weight.grad), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_with_latents_for_plain_attention_is_told() -> None:
+    params = DynamicPackedSeqParams(padded_seqlens=(4,), seqlens=(4,), cp_comm_type="latent", label="step 3")
+    x_THD = torch.zeros(4, 1, 8)
+    with pytest.raises(UnsupportedFeatureError, match="only --multi-latent-attention has them; plan with"):
+        LatentRing(params, 1, 1, x_THD.device).enter(x_THD, x_THD, x_THD)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def parsed(flags: str) -> Any:
             f"{LATENT} --kv-lora-rank 25 --tensor-model-parallel-size 2",
             "--kv-lora-rank . --qk-pos-emb-head-dim 33 is not a multiple of --tensor-model-parallel-size 2: lower TP",
         ),
+        ("--cp-comm-type latent", r"serve none of the CP sizes 2 to 4 \(only multi-latent attention has latents"),
         (f"{LATENT} --recompute-activations --recompute-modules mla_up_proj", "--recompute-modules mla_up_proj is not"),
     ],
 )
@@ -71,6 +72,13 @@ def test_flags_reach_megatron_core_and_the_planner() -> None:
     config = model.transformer_config(plain.model, plain.planning, torch.device("cpu"))
     assert (config.rope_type, config.q_lora_rank, config.mscale_all_dim) == ("rope", None, 0.0)
     assert derive.model_shape(plain.model, 264).q_lora_rank == 0
+
+
+def test_auto_has_the_exchange_of_latents() -> None:
+    options = [parsed(f"{flags} --max-seqlen-per-dp-cp-rank 64").planning.options() for flags in ("", LATENT)]
+    assert ["latent" in one.cp_comm_types for one in options] == [False, True]
+    forced = parsed(f"{LATENT} --cp-comm-type latent --max-seqlen-per-dp-cp-rank 64").planning
+    assert forced.options().cp_comm_types == ("latent",)
 
 
 def test_checkpoints_know_the_latents() -> None:

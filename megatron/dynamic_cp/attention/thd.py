@@ -15,6 +15,7 @@ from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
 from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundBlocks, HeadsAroundRing
+from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -25,6 +26,7 @@ EXECUTORS: dict[CpCommType, type[Executor]] = {
     "all_gather": AllGather,
     "a2a": HeadsAroundRing,
     "a2a+p2p": HeadsAroundRing,
+    "latent": LatentRing,
     "blocks": Blocks,
 }
 
@@ -57,6 +59,33 @@ def attention_thd(
     kernel = kernel_for(q_THD, backend)
     out: Tensor = Attention.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel, softmax_offset_H)
     return out
+
+
+def attention_from_latents(
+    q_THD: Tensor,
+    latent_TC: Tensor,
+    rotated_TC: Tensor,
+    weight: Tensor,
+    widths: LatentWidths,
+    params: DynamicPackedSeqParams,
+    softmax_scale: float,
+    backend: str = "auto",
+) -> Tensor:
+    """Return `attention_thd`, [T, heads, value width], where latents travel instead of keys and values.
+
+    Args:
+        q_THD: local shard [T, heads, key width].
+        latent_TC: local shard of normalized latents [T, latent].
+        rotated_TC: local shard of the rotated key that all heads share [T, rotated].
+        weight: projects latents up to keys without rotation and values, [heads * (content + value), latent].
+        widths: of the parts of a head.
+
+    Raises:
+        UnsupportedFeatureError: no kernel for these tensors.
+    """
+    kernel = kernel_for(q_THD, backend)
+    out: Tensor = _FromLatents.apply(q_THD, latent_TC, rotated_TC, weight, widths, params, softmax_scale, kernel)
+    return out[..., : widths.value]
 
 
 def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> Executor:
@@ -126,3 +155,49 @@ class Attention(torch.autograd.Function):
             grad_offset_H = torch.zeros_like(offset_H)
             grad_offset_H[executor.heads] = rows.offset_gradient(offset_H[executor.heads]).to(offset_H.dtype)
         return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), None, None, None, grad_offset_H
+
+
+class _FromLatents(torch.autograd.Function):
+    """Forward and backward pass of `attention_from_latents`; values as wide as keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        rotated_TC: Tensor,
+        weight: Tensor,
+        widths: LatentWidths,
+        params: DynamicPackedSeqParams,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        latents_TC = torch.cat((latent_TC, rotated_TC), dim=-1)
+        sums = RowSums(q_THD, kernel, scale)
+        _latent_ring(params, q_THD, weight, widths).attend(sums, latents_TC)
+        out = sums.out_THD.to(q_THD.dtype)
+        ctx.save_for_backward(q_THD, latents_TC, weight, out, sums.lse_HT)
+        ctx.widths, ctx.params, ctx.scale, ctx.kernel = widths, params, scale, kernel
+        return out
+
+    @staticmethod
+    @attention_backward
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+        query, latents_TC, weight, out, lse_HT = ctx.saved_tensors
+        ring = _latent_ring(ctx.params, query, weight, ctx.widths)
+        rows = RowGradients(grad_THD, query, out, lse_HT, ctx.kernel, ctx.scale)
+        grad_TC = ring.attend_backward(rows, latents_TC)
+        # Each by itself: megatron-core sums a gradient over TP ranks in place, and loses the sum of one with gaps.
+        grad_latent, grad_rotated = (one.contiguous() for one in grad_TC.split(ctx.widths.sent(weight), dim=-1))
+        if hasattr(weight, "grad_added_to_main_grad"):
+            # A micro-batch on one lane may have added its gradient by itself, and said so for good; this one has not.
+            weight.grad_added_to_main_grad = False
+        assert ring.up.grad_weight is not None
+        grad_weight = ring.up.grad_weight.to(weight.dtype)
+        return rows.grad_q_THD.to(query.dtype), grad_latent, grad_rotated, grad_weight, None, None, None, None
+
+
+def _latent_ring(params: DynamicPackedSeqParams, query: Tensor, weight: Tensor, widths: LatentWidths) -> LatentRing:
+    ring = LatentRing(params, query.shape[1], query.shape[1], query.device)
+    ring.up = UpProjection(weight, widths)
+    return ring

@@ -19,7 +19,8 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
-from megatron.dynamic_cp.attention.thd import attention_thd
+from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
+from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -132,6 +133,26 @@ class TorchTHDAttention(MegatronModule):
         out_THD = attention_thd(
             query, key, value, params, self.softmax_scale, self.backend, softmax_offset_H=self.softmax_offset
         )[..., :value_width]
+        return out_THD.reshape(len(out_THD), 1, -1)
+
+    def over_latents(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        rotated: Tensor,
+        weight: Tensor,
+        widths: LatentWidths,
+        params: DynamicPackedSeqParams,
+    ) -> Tensor:
+        """Return the context [T, 1, heads * value width] of shards, with latents instead of keys and values.
+
+        Args:
+            query: [T, heads, key width].
+            latent, rotated, weight, widths: as for `attention_from_latents`.
+        """
+        out_THD = attention_from_latents(
+            query, latent, rotated, weight, widths, params, self.softmax_scale, self.backend
+        )
         return out_THD.reshape(len(out_THD), 1, -1)
 
     def sharded_state_dict(

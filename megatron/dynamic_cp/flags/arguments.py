@@ -13,7 +13,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import AUTO, CP_COMM_TYPES, PLACED, RECOMPUTE_MODULES, SEARCH_EFFORTS, RecomputeModule
+from dynamic_cp.types import AUTO, CP_COMM_TYPES, OF_LATENTS, PLACED, RECOMPUTE_MODULES, SEARCH_EFFORTS, RecomputeModule
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
@@ -128,10 +128,11 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     )
     group.add_argument(
         "--cp-comm-type",
-        choices=(AUTO, *CP_COMM_TYPES, *PLACED),
+        choices=(AUTO, *CP_COMM_TYPES, *OF_LATENTS, *PLACED),
         default="auto",
         help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
-        "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; blocks: each tile of attention on a "
+        "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; latent: a ring of the latents of "
+        "multi-latent attention, which each lane projects up; blocks: each tile of attention on a "
         "lane of its own choice; auto: the planner chooses for every bucket, among those that the attention of this "
         "run has, blocks only where samples bring masks or layers have windows; p2p alone needs the fewest "
         "communicators",

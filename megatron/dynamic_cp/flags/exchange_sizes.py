@@ -37,8 +37,9 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     wanted = settings.inner_cp_sizes
     if wanted is not None:
         _check_inner_sizes(wanted, exchanges, query_heads, node_lanes, largest)
-    inner = chosen_inner_sizes(exchanges, largest, Sharing((query_heads, 1), node_lanes, wanted, settings.has_windows))
-    sharing = Sharing((query_heads, 1), node_lanes, inner, settings.has_windows)
+    sharing = Sharing((query_heads, 1), node_lanes, wanted, settings.has_windows, settings.has_latents)
+    inner = chosen_inner_sizes(exchanges, largest, sharing)
+    sharing = sharing._replace(allowed=inner)
     settings = replace(settings, inner_cp_sizes=inner)
     if exchange == "auto" or (rule := MECHANISMS[exchange].size_rule(sharing)) is None:
         return settings

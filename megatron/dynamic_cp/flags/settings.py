@@ -41,6 +41,7 @@ class PlanningSettings:
         has_windows: some layers have a window, which not all exchanges serve.
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
             samples, which go to groups of lanes.
+        has_latents: the model has multi-latent attention.
         pipeline_layers: layers of every model chunk of every stage, () where all have the same number.
     """
 
@@ -69,6 +70,7 @@ class PlanningSettings:
     exchange_timeout_s: float
     has_windows: bool = False
     auto_places: bool = True
+    has_latents: bool = False
     pipeline_layers: PipelineLayers = ()
     fp32_residual: bool = False
 
@@ -77,7 +79,7 @@ class PlanningSettings:
         """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers; `auto` those that
         serve layers with windows, where there are any.
         """
-        return self._serving_layers(exchanges_of(self.cp_comm_type, is_sparse=self._are_windows_placed))
+        return self._allowed(is_sparse=self._are_windows_placed)
 
     @property
     def _are_windows_placed(self) -> bool:
@@ -88,7 +90,8 @@ class PlanningSettings:
         """Whether --recompute-modules has layernorm."""
         return self.recompute == "selective" and "layernorm" in self.recompute_modules
 
-    def _serving_layers(self, exchanges: tuple[CpCommType, ...]) -> tuple[CpCommType, ...]:
+    def _allowed(self, *, is_sparse: bool) -> tuple[CpCommType, ...]:
+        exchanges = exchanges_of(self.cp_comm_type, is_sparse=is_sparse, has_latents=self.has_latents)
         return serving_windows(exchanges) if self.has_windows and self.cp_comm_type == "auto" else exchanges
 
     def options(
@@ -109,8 +112,7 @@ class PlanningSettings:
         assert limit is not None, "found once memory is known"
         if self.cp_comm_type != "auto":
             left_out = ()
-        is_sparse = has_masks or self._are_windows_placed
-        allowed = self._serving_layers(exchanges_of(self.cp_comm_type, is_sparse=is_sparse))
+        allowed = self._allowed(is_sparse=has_masks or self._are_windows_placed)
         return PlanOptions(
             max_tokens_per_rank=limit,
             min_cp_size=self.min_cp_size,

@@ -31,7 +31,7 @@ def ways_of(
         query_heads: of a tensor-parallel rank; None: as many as any group can share out.
         inner_sizes: of those inner groups that were built.
     """
-    sharing = Sharing((query_heads or cp_size, 1), node_lanes=cp_size, allowed=tuple(inner_sizes))
+    sharing = Sharing((query_heads or cp_size, 1), node_lanes=cp_size, allowed=tuple(inner_sizes), has_latents=True)
     return attentions_of(exchanges, cp_size, sharing)
 
 

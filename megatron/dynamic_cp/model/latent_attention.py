@@ -2,8 +2,8 @@
 
 megatron-core's module refuses a CP group per micro-batch, rotates by its static group, and loses a sum over the
 tensor-parallel ranks. Here only its weights and its last projection are used: what a token projects is computed below,
-rotated by the true positions of the shard, and attention is that of every other model, with keys and values of all
-heads in full.
+rotated by the true positions of the shard. Attention is then that of every other model, with keys and values of all
+heads in full; or where the plan says so, latents go round the lanes and each lane projects them up (`latents.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -20,6 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from dynamic_cp.types import OF_LATENTS
+from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.rotary import OneRotaryTable, rotary_cos_sin, rotate
 
@@ -47,20 +50,28 @@ class DynamicCPLatentAttention(MLASelfAttention):
         """Return (output [T, 1, hidden size], its bias); with sequence parallelism T is a share of the tokens."""
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        query, key, value = self._projected(hidden_states, packed_seq_params)
-        if self.checkpoint_core_attention and self.training:
-            context = self._checkpointed_attention_forward(
-                query, key, value, attention_mask, packed_seq_params=packed_seq_params
-            )
+        query, latent, rotated = self._projected_down(hidden_states, packed_seq_params)
+        checkpoints = self.checkpoint_core_attention and self.training
+        if packed_seq_params.cp_comm_type in OF_LATENTS and packed_seq_params.cp_group.size() > 1:
+            context = self._over_latents(query, latent, rotated, packed_seq_params, checkpoints=checkpoints)
         else:
-            context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            key, value = self._projected_up(latent, rotated)
+            if checkpoints:
+                context = self._checkpointed_attention_forward(
+                    query, key, value, attention_mask, packed_seq_params=packed_seq_params
+                )
+            else:
+                context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(context.reshape(len(context), 1, -1))
         return output
 
-    def _projected(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query and key [T, heads, qk width], value [T, heads, value width] of the heads of this TP rank."""
+    def _projected_down(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query [T, heads, qk width] of the heads of this TP rank, latent and rotated key [T, 1, 1, width].
+
+        The latent is that of keys and values, normalized, with sequence parallelism of a share of the tokens; all heads
+        share the key.
+        """
         config, cos_sin = self.config, self._cos_sin(params, hidden_states.dtype)
-        heads = self.num_attention_heads_per_partition
         content, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
@@ -68,15 +79,41 @@ class DynamicCPLatentAttention(MLASelfAttention):
             latent, _ = self._latent(self.linear_q_down_proj, hidden_states, config.q_lora_rank)
             query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
         # [T, 1, heads * width] -> [T, 1, heads, width]
-        q_content, q_rotated = query.unflatten(-1, (heads, content + rotated)).split((content, rotated), dim=-1)
+        per_head = query.unflatten(-1, (self.num_attention_heads_per_partition, content + rotated))
+        q_content, q_rotated = per_head.split((content, rotated), dim=-1)
         latent, k_rotated = self._latent(self.linear_kv_down_proj, hidden_states, config.kv_lora_rank, rotated)
-        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        both = keys_and_values.unflatten(-1, (heads, content + config.v_head_dim))
-        k_content, value = both.split((content, config.v_head_dim), dim=-1)
-        k_rotated = self._rotate(k_rotated.unsqueeze(-2), cos_sin).expand(-1, -1, heads, -1)
         query = torch.cat((q_content, self._rotate(q_rotated, cos_sin)), dim=-1)
-        key = torch.cat((k_content, k_rotated), dim=-1)
-        return query.squeeze(1), key.squeeze(1), value.squeeze(1).contiguous()
+        return query.squeeze(1), self.kv_layernorm(latent), self._rotate(k_rotated.unsqueeze(-2), cos_sin)
+
+    def _projected_up(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Return key [T, heads, qk width] and value [T, heads, value width] of the heads of this TP rank."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        keys_and_values, _ = self.linear_kv_up_proj(latent)
+        both = keys_and_values.unflatten(-1, (heads, config.qk_head_dim + config.v_head_dim))
+        k_content, value = both.split((config.qk_head_dim, config.v_head_dim), dim=-1)
+        key = torch.cat((k_content, rotated.expand(-1, -1, heads, -1)), dim=-1)
+        return key.squeeze(1), value.squeeze(1).contiguous()
+
+    def _over_latents(
+        self, query: Tensor, latent: Tensor, rotated: Tensor, params: DynamicPackedSeqParams, *, checkpoints: bool
+    ) -> Tensor:
+        """Return the context [T, 1, heads * value width], latents of all tokens having gone round the lanes."""
+        config = self.config
+        if config.tensor_model_parallel_size > 1:
+            # Each TP rank projects up for its own heads: the gradient of a latent is the sum of theirs.
+            if config.sequence_parallel:
+                latent = gather_from_sequence_parallel_region(latent)
+            else:
+                latent = copy_to_tensor_model_parallel_region(latent)
+        widths = LatentWidths(config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim)
+
+        def attend(*given: Tensor) -> Tensor:
+            context: Tensor = self.core_attention.over_latents(*given, widths, params)
+            return context
+
+        given = query, latent.squeeze(1), rotated.flatten(1), self.linear_kv_up_proj.weight
+        context: Tensor = tensor_parallel.checkpoint(attend, False, *given) if checkpoints else attend(*given)
+        return context
 
     def _latent(self, linear: Any, hidden_states: Tensor, width: int, more: int = 0) -> tuple[Tensor, Tensor]:
         """Return (the latent, `more` channels beside it) of a projection down.

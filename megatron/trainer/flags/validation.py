@@ -357,6 +357,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         replay=args.dynamic_cp_replay,
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows.are_there,
+        has_latents=args.multi_latent_attention,
         # The lanes of a placed bucket know some of its samples each: nobody could count a sample's tokens.
         auto_places=auto_places and experts.num_experts(args) is None,
         pipeline_layers=pipeline_layers(args),

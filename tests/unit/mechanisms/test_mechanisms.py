@@ -8,14 +8,15 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CP_COMM_TYPES, PLACED, Attention, Bucket, PlanOptions, Problem, Topology
+from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, PLACED, Attention, Bucket, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 HEADS = Sharing(heads=(8, 2), node_lanes=4)
 
 
 def test_every_name_has_a_mechanism():
-    assert {name: one.name for name, one in MECHANISMS.items()} == {name: name for name in (*CP_COMM_TYPES, *PLACED)}
+    names = (*CP_COMM_TYPES, *OF_LATENTS, *PLACED)
+    assert {name: one.name for name, one in MECHANISMS.items()} == {name: name for name in names}
 
 
 def test_a_bucket_accepts_every_inner_size_of_its_mechanism():
@@ -46,6 +47,8 @@ def test_a_bucket_accepts_every_inner_size_of_its_mechanism():
         ("a2a+p2p", 16, Sharing((6, 2), 4), (2,)),
         ("a2a+p2p", 2, HEADS, ()),
         ("a2a+p2p", 16, Sharing(None, 4), ()),
+        ("latent", 16, Sharing(None, 4, has_latents=True), (1,)),
+        ("latent", 16, HEADS, ()),
     ],
 )
 def test_inner_sizes(name, cp_size, sharing, sizes):

@@ -47,8 +47,9 @@ class Ring(ShardExecutor):
         for step in range(size):
             with span("ring step %d of %d", step + 1, size):
                 shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
+                seen_2THD = self.keys_and_values(kv_2THD)
                 for pack in ring_packs(params, (rank - step) % size, kv_2THD.device):
-                    sums.attend(pack, kv_2THD)
+                    sums.attend(pack, seen_2THD)
                 if shift is not None:
                     spare = kv_2THD if step else None  # not the lane's own: backward needs it
                     kv_2THD = shift.wait()
@@ -67,11 +68,12 @@ class Ring(ShardExecutor):
         for step in range(size):
             with span("ring step %d of %d, backward", step + 1, size):
                 shift = _start_shift(kv_2THD, params, spare) if step < size - 1 else None
-                grad_kv = None
+                seen_2THD, grad_kv = self.keys_and_values(kv_2THD), None
                 for pack in ring_packs(params, (rank - step) % size, kv_2THD.device):
-                    grad_kv = rows.attend(pack, kv_2THD, grad_kv)
+                    grad_kv = rows.attend(pack, seen_2THD, grad_kv)
                 if grad_kv is None:  # that lane holds padding alone, which nobody sees
-                    grad_kv = torch.zeros_like(kv_2THD)
+                    grad_kv = torch.zeros_like(seen_2THD)
+                grad_kv = self.gradient_of_sent(grad_kv, kv_2THD)
                 if own_grad is None:
                     own_grad = grad_kv
                 else:
@@ -86,6 +88,14 @@ class Ring(ShardExecutor):
         if collected is not None:
             own_grad += collected.wait()
         return own_grad
+
+    def keys_and_values(self, sent: Tensor) -> Tensor:
+        """Return kv_2THD of a lane from what it sends round, here themselves."""
+        return sent
+
+    def gradient_of_sent(self, grad_2THD: Tensor, sent: Tensor) -> Tensor:
+        """Return the gradient of `sent` from that of its `keys_and_values`."""
+        return grad_2THD
 
     def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the three apart."""
