@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynamic_cp.types import CpCommType, PlanOptions, Recompute, SearchEffort, Topology
+from dynamic_cp.types import CpCommType, PlanOptions, PoolUse, Recompute, SearchEffort, Topology
 
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""
 
 TASK_POLICIES = ("stage-tasks", "pool", "pool-quota", "pool-distca", "with-pool")
-"""Policies whose attention is tasks of servers (`dynamic_cp.disaggregation`): they are compared, not run."""
-NOISE_MARGIN = 0.04
-"""Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
-plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
+"""Policies whose attention is tasks of servers (`dynamic_cp.disaggregation`)."""
+POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
+"""Those that can be planned with and run, and the dynamic policy's use of the pool that they are."""
 
 
 def why_not_run(policy: str) -> str | None:
     """Return why a policy can be compared only; None for one that this does not hold for."""
-    if policy not in TASK_POLICIES:
+    if policy not in TASK_POLICIES or policy in POOL_POLICIES:
         return None
     return (
-        f"policy {policy} gives attention to servers, which is planned and priced but not run yet: compare it "
-        f"with `dynamic-cp simulate --policy {policy},dynamic`, and plan with dynamic"
+        f"policy {policy} is there to be compared with: look at it with `dynamic-cp simulate --policy {policy},pool`, "
+        f"and plan with {', '.join(POOL_POLICIES)} or dynamic"
     )
 
 

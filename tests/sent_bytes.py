@@ -12,8 +12,9 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.sent_bytes import SentBytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.models import catalog
+from dynamic_cp.placement.traffic import bytes_of_tasks
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.types import Bucket, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import KINDS, Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
 
 
 def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, element_bytes: int) -> SentBytes:
@@ -41,4 +42,24 @@ def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_
         of_token = token_bytes(kind)
         sent = mechanism.sent_by_lanes(bucket, tokens, stage.node_lanes, of_token, copies, kind.mask)
         total += sent.of_lanes(np.arange(bucket.cp_size)).sum(axis=1)
+    return total
+
+
+def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int = 4) -> NDArray[np.float64]:
+    """Return [server] what a rank of each server of a pool sends for attention in a step.
+
+    Args:
+        repeats: whether backward computes attention a second time.
+    """
+    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
+    hardware = catalog.load_hardware("h100")
+    problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)
+    node_servers = lanes_in_one_node(plan.topology)
+    stage = StageAttention(model.stages(plan.topology.pp_size)[0], problem, node_servers)
+    (kind,) = stage.kinds
+    total = np.zeros(plan.num_servers)
+    for tick, tasks in plan.ticks():
+        directions = [0] if tick.kind == KINDS[0] else [0, 1] if repeats else [1]
+        sent = bytes_of_tasks(tasks, directions, plan.num_servers, node_servers, token_bytes(kind))
+        total += sent[:, :, 0].sum(axis=(0, 1))
     return total

@@ -16,9 +16,10 @@ from dynamic_cp.disaggregation.homes import TILE_TOKENS, homes_in_order
 from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
 from dynamic_cp.disaggregation.rows import even_homes, longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule, work_of
-from dynamic_cp.disaggregation.tasks import SERVER, START, STOP, Tasks, tasks_of
-from dynamic_cp.disaggregation.traffic import bytes_of_tasks
+from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.placement.sent import TokenBytes
+from dynamic_cp.placement.traffic import bytes_of_tasks
+from dynamic_cp.types.tasks import SERVER, START, STOP, Tasks
 
 SERVERS, TOKENS = (64, 256, 512), (16 * K, 64 * K, 128 * K)
 LAYER = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)

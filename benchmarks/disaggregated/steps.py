@@ -12,18 +12,16 @@ from benchmarks.disaggregated.scheduler import met
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
 from benchmarks.planner.report import Row, table
 from dynamic_cp.comparison import compare_policies
-from dynamic_cp.disaggregation.plan import TaskPlan
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import plan_stage_tasks, plan_tasks
-from dynamic_cp.disaggregation.traffic import bytes_of_tasks
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
-from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.placement.traffic import bytes_of_tasks
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import Problem, Sample
+from dynamic_cp.types import KINDS, Plan, Problem, Sample
 
 OTHERS = ("static", "wlb", "wlb-exposed")
 WITHOUT = (*OTHERS, "per-document", "dynamic", "dynamic VPP 2", "stage-tasks")
@@ -92,7 +90,7 @@ def _per_document_s(problem: Problem, samples: Sequence[Sample]) -> float:
     return makespan_ns(plan_problem(sharded, samples).plan, cost_model_of(sharded)) / 1e9
 
 
-def busiest(plan: TaskPlan, cost_model: CostModel) -> float:
+def busiest(plan: Plan, cost_model: CostModel) -> float:
     """Return what the server that sends or receives most in each tick moves, over the mean; all ticks together."""
     of_token, node_servers = token_bytes(cost_model.stage.attention), lanes_in_one_node(cost_model.topology)
     most = mean = 0.0

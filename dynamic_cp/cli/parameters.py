@@ -21,6 +21,7 @@ from dynamic_cp.types import (
     AUTO,
     CAUSAL,
     CP_COMM_TYPES,
+    NOISE_MARGIN,
     OF_LATENTS,
     PLACED,
     RECOMPUTE_MODES,
@@ -403,6 +404,19 @@ def options_in(title: str, *options: Any) -> Callable[[_Command], _Command]:
 
 
 one_option = _option
+
+
+def noise_margin_option() -> Any:
+    """Return --noise-margin, of commands that plan pools."""
+    return _option(
+        "--noise-margin",
+        type=float,
+        default=NOISE_MARGIN,
+        show_default=True,
+        metavar="SHARE",
+        help="By which ticks of a pool last longer than planned: every layer waits for the slowest of all servers, at "
+        "2% jitter 4% longer with 64 of them.",
+    )
 
 
 def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:

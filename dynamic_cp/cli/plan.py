@@ -16,6 +16,7 @@ from dynamic_cp.cli.parameters import (
     batch_options,
     job_options,
     json_option,
+    noise_margin_option,
     one_option,
     options_in,
     output_option,
@@ -25,7 +26,7 @@ from dynamic_cp.cli.parameters import (
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions
+from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,14 +56,16 @@ Examples:
         default="dynamic",
         metavar="NAME",
         show_default=True,
-        help="Policy to plan with: dynamic, or for comparison static, balanced or megatron-dev.",
+        help="Policy to plan with: dynamic, or for comparison static, balanced or megatron-dev; with a pipeline also "
+        "pool (servers of all stages compute attention) and with-pool (dynamic, or a pool where it is faster).",
     ),
+    noise_margin_option(),
     one_option("--bound", is_flag=True, help="Also give a lower bound on the time of all plans, and time / bound."),
 )
 @planner_options
 @output_option(False, "Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")
 @json_option
-def command(policy: str, bound: bool, output: str | None, json: str | None, **given: Any) -> None:
+def command(policy: str, noise_margin: float, bound: bool, output: str | None, json: str | None, **given: Any) -> None:
     """Plan one global batch; print the plan and its predicted seconds, memory and FLOPs.
 
     A plan that needs more memory than the hardware has is refused. With --gpus the plan is for the fastest layout. With
@@ -76,20 +79,36 @@ def command(policy: str, bound: bool, output: str | None, json: str | None, **gi
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
-        from dynamic_cp.setting import why_not_run
+        from dynamic_cp.setting import POOL_POLICIES, why_not_run
 
         if (reason := why_not_run(policy)) is not None:
             raise UnsupportedFeatureError(reason)
-        if policy not in POLICIES:
-            near = did_you_mean(policy, POLICIES)
-            raise InvalidInputError(f"policy {policy!r} is unknown{near}: use one of {', '.join(POLICIES)}")
+        known = (*POLICIES, *POOL_POLICIES)
+        if policy not in known:
+            near = did_you_mean(policy, known)
+            raise InvalidInputError(f"policy {policy!r} is unknown{near}: use one of {', '.join(known)}")
         job.check()
-        planned, figures = _plan(batch, job, policy, bound, steps)
+        pool = POOL_POLICIES.get(policy, "off")
+        _check_pool(job, pool, bound)
+        planned, figures = _plan(batch, job, policy if pool == "off" else "dynamic", (pool, noise_margin), bound, steps)
     _write(planned, figures, output, json)
 
 
+def _check_pool(job: JobInput, pool: PoolUse, bound: bool) -> None:
+    if pool == "off":
+        return
+    if job.gpus is not None:
+        raise UnsupportedFeatureError(
+            f"--gpus {job.gpus} looks for a layout by plans without a pool: give --lanes, --tp and --pp"
+        )
+    if bound:
+        raise UnsupportedFeatureError(
+            "--bound is one of plans whose attention stays on its stage: leave it out, or plan without a pool"
+        )
+
+
 def _plan(
-    batch: BatchInput, job: JobInput, policy: str, bound: bool, steps: Progress
+    batch: BatchInput, job: JobInput, policy: str, of_pool: tuple[PoolUse, float], bound: bool, steps: Progress
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.plans.serialize import digest
@@ -107,6 +126,7 @@ def _plan(
         setting = found.best[policy].setting
         topology, options, limit_from_memory = setting.topology, setting.options(job.effort), False
         why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
+    options = replace(options, pool=of_pool[0], noise_margin=of_pool[1])
     steps(1, 3, "plan")
     planned, memory = plan_in_memory(
         samples,
@@ -159,6 +179,7 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
 
     more = "…" if can_draw(out) else "..."
     _, *lines = format_plan(plan, placements=False).splitlines()
+    lines = lines[: plan.num_microbatches]
     plural = "" if len(lines) == 1 else "es"
     out.print(heading(f"{len(lines)} micro-batch{plural}"), Text("(sample:tokens; - is an empty place)", style="dim"))
     out.print()
@@ -183,7 +204,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     from dynamic_cp.cli.tables import percent, seconds
 
     buckets = ", ".join(f"{count} at CP {size}" for size, count in figures["cp_histogram"].items())
-    buckets += f"; {plan.num_placed} placed" if plan.num_placed else ""
+    buckets += f"; {plan.num_placed} placed" if plan.num_placed and plan.pool is None else ""
     rows = [("policy", figures["policy"]), *([("layout", figures["layout"])] if "layout" in figures else [])]
     rows += [("iteration", f"{seconds(figures['predicted_s'])}, predicted")]
     if "lower_bound_s" in figures:
@@ -203,6 +224,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("per GPU", f"{figures['tokens_per_s_per_gpu']:.0f} tokens/s, {figures['tflops_per_gpu']:.1f} TFLOP/s{mfu}"),
         ("limit", f"{plan.max_tokens_per_rank} padded tokens per rank and micro-batch"),
         ("buckets", buckets),
+        *([] if plan.pool is None else [("pool", f"{plan.pool.describe()}, {plan.num_servers} servers")]),
         ("imbalance", f"{figures['imbalance']:.3f} (busiest lane / mean)"),
         ("padding", f"{percent(figures['padding_fraction'])} of the tokens"),
         (

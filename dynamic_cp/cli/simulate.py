@@ -15,6 +15,7 @@ from dynamic_cp.cli.parameters import (
     batch_options,
     job_options,
     json_option,
+    noise_margin_option,
     one_option,
     options_in,
     planner_options,
@@ -22,7 +23,7 @@ from dynamic_cp.cli.parameters import (
 )
 from dynamic_cp.cli.tuned import compared_at_their_best, searched, shared_of, space_of
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.setting import NOISE_MARGIN
+from dynamic_cp.types import NOISE_MARGIN
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -52,18 +53,10 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and what is "
-        "planned but not run yet: stage-tasks, pool, pool-quota, pool-distca, with-pool.",
+        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
+        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, with-pool.",
     ),
-    one_option(
-        "--noise-margin",
-        type=float,
-        default=NOISE_MARGIN,
-        show_default=True,
-        metavar="SHARE",
-        help="By which ticks of a pool last longer than planned: every layer waits for the slowest of all servers, at "
-        "2% jitter 4% longer with 64 of them.",
-    ),
+    noise_margin_option(),
     one_option(
         "--no-ping-pong",
         is_flag=True,

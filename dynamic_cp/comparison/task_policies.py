@@ -16,12 +16,12 @@ from dataclasses import replace
 from dynamic_cp.comparison.job import Job, batch_outcome, rates
 from dynamic_cp.comparison.parts import PricesByPart
 from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
-from dynamic_cp.disaggregation.choice import choose
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.padding import placed_share
+from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.search.choice import choose
 from dynamic_cp.types import PLACED, PlannedBatch, PlanOptions, Problem, Sample
 
 _METHODS = {"pool": "pool", "pool-quota": "quota", "pool-distca": "paper"}
@@ -66,7 +66,7 @@ def outcome_of_tasks(
 
 
 def _stage_plan(batch: Sequence[Sample], prices: PricesByPart) -> PlannedBatch:
-    _, plan, _ = plan_stage_tasks(batch, prices.all)
+    _, plan = plan_stage_tasks(batch, prices.all)
     timeline = simulate(plan, prices.all)
     return PlannedBatch(
         plan=plan,
@@ -85,18 +85,12 @@ def _outcome(
     plan_s: float,
     note: str,
 ) -> BatchOutcome:
-    topology = job.topology
-    computed = sum(
-        placed_share(tokens, 1, topology.rank_token_multiple)
-        for row in found.plan.micro_batches
-        for tokens in row.lane_tokens(topology.num_lanes)
-    )
     return BatchOutcome(
         planned=None,
         timeline=None,
         parts=None,
         num_microbatches=found.plan.num_microbatches,
-        padding_fraction=1 - found.plan.num_tokens / computed,
+        padding_fraction=padding_fraction(found.plan),
         peak_bytes=found.peak_bytes or None,
         sent_in_node_bytes=None,
         sent_across_nodes_bytes=None,

@@ -15,16 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dynamic_cp.arrays import Floats
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.disaggregation.profile import AttentionProfile
-from dynamic_cp.disaggregation.tasks import Tasks
-from dynamic_cp.disaggregation.traffic import bytes_of_tasks
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
+from dynamic_cp.placement.traffic import bytes_of_tasks
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.setting import NOISE_MARGIN
-from dynamic_cp.types import CAUSAL, ModelShape
+from dynamic_cp.types import CAUSAL, NOISE_MARGIN, ModelShape, Tasks
 
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """How far servers may be from even; a tick takes the one with which it is fastest."""
@@ -134,13 +134,24 @@ class TickPrices:
             float(self.profiles[one].server_seconds(tasks, num_servers).max(axis=1).sum()) for one in computed
         )
         exchange_s = sum(map(self._exchange_s, sent))
-        linear = self._linear[direction]
-        linear_s = self.options.num_halves * linear.constant + linear.per_token * rank_tokens
+        linear_s = float(self.linear_s(direction, np.array(rank_tokens)))
         exposed_s = exchange_s
         if self.options.ping_pong:
             too_long_s = max(exchange_s - linear_s - attention_s, 0.0)
             exposed_s = too_long_s + exchange_s / (2 * max(self._attention.layers, 1.0))
         return TickSeconds(linear_s, attention_s, exchange_s, exposed_s)
+
+    def linear_s(self, direction: int, rank_tokens: Ints) -> Floats:
+        """Return the seconds of what is not attention, on lanes with so many padded tokens."""
+        linear = self._linear[direction]
+        return np.asarray(self.options.num_halves * linear.constant + linear.per_token * rank_tokens, np.float64)
+
+    def attention_s(self, tasks: Tasks, direction: int, num_servers: int) -> Floats:
+        """Return [server] seconds of its tasks, recomputation included; arguments as those of `seconds`."""
+        computed = (0, 1) if direction == 1 and self._repeats else (direction,)
+        each = [self.profiles[one].server_seconds(tasks, num_servers).sum(axis=0) for one in computed]
+        total: Floats = np.array(each).sum(axis=0).astype(np.float64)
+        return total
 
     def _exchange_s(self, sent: Floats) -> float:
         """Return the seconds of the busiest link; `sent` is [link, sent or received, server] bytes."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.disaggregation.tasks import Tasks, runs_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.types.tasks import Tasks, runs_of
 
 
 class AttentionProfile(NamedTuple):

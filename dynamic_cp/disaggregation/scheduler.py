@@ -32,9 +32,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.order import ascending, first_not_below, sorted_by
+from dynamic_cp.types.tasks import TASKS_PER_DOCUMENT
 
-TASKS_PER_DOCUMENT = 2
-"""Ranges of one document that a server computes at most: some kernels need a copy of the keys for each."""
 _NUM_ROOMY = 4
 """Servers with most room that are tried for a range."""
 _LEAST_ROOM = 0.25

@@ -17,24 +17,38 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.disaggregation.homes import halved
-from dynamic_cp.disaggregation.legal import MOST_FETCHED_IN_POOL, check_task_plan, why_too_much_fetched
 from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
-from dynamic_cp.disaggregation.plan import HomedBatch, TaskPlan
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSeconds
 from dynamic_cp.disaggregation.rows import even_homes, even_rows, longest_first, rows_in_order
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
-from dynamic_cp.disaggregation.tasks import Tasks, tasks_of
+from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickSpan, TickTime, tick_timeline
-from dynamic_cp.disaggregation.traffic import fetched_tokens
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.pipeline.ticks import Tick, tick_order
+from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_share, round_up
+from dynamic_cp.plans.pool import MOST_FETCHED_IN_POOL, fetched_in_ticks, why_too_much_fetched
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
-from dynamic_cp.types import Plan, Sample
+from dynamic_cp.types import (
+    KINDS,
+    PLACED,
+    Bucket,
+    MicroBatch,
+    Placement,
+    Plan,
+    PlannedBatch,
+    PoolTasks,
+    Sample,
+    Tasks,
+    Tick,
+    Topology,
+    tick_order,
+)
+from dynamic_cp.types.tasks import HOLDER
 
 _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
@@ -49,7 +63,7 @@ _NONE = np.zeros((0, 4), np.int64)
 
 
 class PlannedTasks(NamedTuple):
-    """A task plan and what is expected of it.
+    """A plan with a pool and what is expected of it.
 
     Attributes:
         plan: legal, but for method "paper": that knows no grid and no limit of what is fetched.
@@ -57,24 +71,36 @@ class PlannedTasks(NamedTuple):
         spans: when each tick runs.
         seconds: of each tick, in the same order.
         peak_bytes: of the rank that needs most.
+        busy_s: [lane] seconds that it computes, the mean of its stages.
         fetched: most tokens of which a server fetches (queries, keys), over the limit of tokens per rank.
         reason: one line: how many were tried, and which was the fastest.
     """
 
-    plan: TaskPlan
+    plan: Plan
     makespan_s: float
     spans: tuple[TickSpan, ...]
     seconds: tuple[TickSeconds, ...]
     peak_bytes: float
+    busy_s: tuple[float, ...]
     fetched: tuple[float, float]
     reason: str
+
+    def planned_batch(self, cost_model: CostModel, reason: str | None = None) -> PlannedBatch:
+        """Return the same as of any other plan, with the reduction of gradients in its time."""
+        return PlannedBatch(
+            plan=self.plan,
+            predicted_s=self.makespan_s + cost_model.gradient_reduction_s,
+            predicted_busy_s=self.busy_s,
+            reason=self.reason if reason is None else reason,
+        )
 
 
 class _Row(NamedTuple):
     """A micro-batch on its lanes.
 
     Attributes:
-        samples, homes: as in `HomedBatch`, int64.
+        samples: of it.
+        homes: int64 [home, (sample by its number, start, stop, lane)].
         annuli: of method "paper", with `homes` as lengths of them.
         halves: homes with their half, int64 [home, 5].
         lane_tokens: [lane] padded tokens.
@@ -186,8 +212,8 @@ def _infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: int
 
 def plan_stage_tasks(
     samples: Sequence[Sample], cost_model: CostModel, *, tolerance: float = 0.1, num_microbatches: Sequence[int] = ()
-) -> tuple[float, Plan, TaskPlan]:
-    """Return (makespan in seconds, plan of placed attention, its tasks): of a micro-batch, for the lanes of a stage.
+) -> tuple[float, Plan]:
+    """Return (makespan in seconds, plan of placed attention) whose tiles are tasks for the lanes of a stage.
 
     Such plans run on all schedules. Unlike in ticks, transfers hide behind attention only, as executed today.
 
@@ -202,35 +228,59 @@ def plan_stage_tasks(
     """
     topology, options = cost_model.topology, TaskOptions(ping_pong=False, tolerances=(tolerance,))
     search = _Search(TickPrices(cost_model, options), "pool", topology.num_lanes, None)
+    limit, node_lanes = cost_model.options.max_tokens_per_rank, lanes_in_one_node(topology)
     ordered = longest_first(samples)
     _refuse_masks(ordered)
-    best: tuple[float, Plan, TaskPlan] | None = None
+    best: tuple[float, Plan] | None = None
     for number in num_microbatches or _numbers(ordered, cost_model):
         rows = _rows(search, ordered, round_up(number, topology.num_microbatches_multiple))
         if rows is None:
             continue
         found = [next(_by_our_rule(search, 0, [(0, row)])) for row in rows]
-        tasks = TaskPlan(
-            topology=topology,
-            max_tokens_per_rank=cost_model.options.max_tokens_per_rank,
-            tile_tokens=options.tile_tokens,
-            scope="stage",
-            micro_batches=tuple(HomedBatch(row.samples, row.homes.astype(np.int32)) for row in rows),
-            forward=tuple(found),
-            backward=tuple(found),
-            policy="tasks",
-        )
-        if any(why_too_much_fetched(tasks, one) is not None for one in found):
+        if any(why_too_much_fetched(one, topology.num_lanes, node_lanes, limit, MOST_FETCHED) for one in found):
             continue
-        check_task_plan(tasks, samples)
         for num_divisions in _DIVISIONS:
-            plan = tasks.placed(num_divisions, lanes_in_one_node(topology))
+            placements = [_divided(one, num_divisions, topology.num_lanes, node_lanes) for one in found]
+            plan = _plan_of(rows, placements, topology, limit, "tasks")
             seconds = makespan_ns(plan, cost_model) / 1e9
             if best is None or seconds < best[0]:
-                best = seconds, plan, tasks
+                best = seconds, plan
     if best is None:
         raise _infeasible(ordered, cost_model, 1)
+    check_plan(best[1], samples)
     return best
+
+
+def _plan_of(
+    rows: Sequence[_Row], placements: Sequence[Placement], topology: Topology, limit: int, policy: str,
+    pool: PoolTasks | None = None,
+) -> Plan:  # fmt: skip
+    """Return the plan whose micro-batches are one bucket each, placed on all lanes."""
+    micro_batches = []
+    for row, placement in zip(rows, placements, strict=True):
+        bucket = Bucket(first_lane=0, samples=row.samples)
+        if topology.num_lanes > 1:
+            bucket = Bucket(
+                first_lane=0,
+                cp_size=topology.num_lanes,
+                samples=row.samples,
+                cp_comm_type=PLACED[0],
+                placement=placement,
+            )
+        micro_batches.append(MicroBatch(buckets=(bucket,)))
+    return Plan(
+        topology=topology, max_tokens_per_rank=limit, micro_batches=tuple(micro_batches), policy=policy, pool=pool
+    )
+
+
+def _divided(tasks: Tasks, num_divisions: int, num_lanes: int, node_lanes: int) -> Placement:
+    """Return the placement of tasks of a stage, in so many divisions."""
+    placement = tasks.placement()
+    tiles = placement.tiles.astype(np.int64)
+    tiles[:, 3] = divide(
+        tasks.rows[:, HOLDER].astype(np.int64), tasks.tokens, tiles, np.ones(2), num_divisions, num_lanes, node_lanes
+    )
+    return Placement(placement.homes, tiles.astype(np.int32))
 
 
 def _planned(search: _Search, samples: Sequence[Sample], number: int) -> PlannedTasks | None:
@@ -241,17 +291,29 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
     topology, num_rows = search.cost_model.topology, len(rows)
     sides: dict[str, dict[int, Tasks]] = {kind: {} for kind in KINDS}
     times, seconds = [], []
-    fetched = np.zeros((topology.pp_size, 2, topology.num_lanes), np.int64)
+    busy_s = np.zeros(topology.num_lanes)
     for tick in tick_order(topology.pp_size, num_rows):
         parts = _parts(tick, topology.pp_size, rows)
         tasks, one = _fastest(search, KINDS.index(tick.kind), parts)
         sides[tick.kind][tick.number] = tasks
         seconds.append(one)
         times.append(_tick_time(search, tick, one, parts))
-        of_tick = fetched_tokens(tasks, search.num_servers, lanes_in_one_node(topology))
-        fetched = np.maximum(fetched, of_tick.reshape(2, topology.pp_size, -1).transpose(1, 0, 2))
+        direction = KINDS.index(tick.kind)
+        busy_s += search.prices.attention_s(tasks, direction, search.num_servers).reshape(topology.pp_size, -1).sum(0)
+        for _, row in parts:
+            busy_s += search.prices.linear_s(direction, np.array(row.lane_tokens))
     spans = tick_timeline(times, topology.pp_size, num_rows)
     limit = search.cost_model.options.max_tokens_per_rank
+    forward, backward = (tuple(sides[kind][index] for index in range(len(sides[kind]))) for kind in KINDS)
+    plan = _plan_of(
+        rows,
+        [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows],
+        topology,
+        limit,
+        search.method,
+        PoolTasks(tile_tokens=search.prices.options.tile_tokens, forward=forward, backward=backward),
+    )
+    fetched = fetched_in_ticks(plan)
     share = fetched.max(axis=(0, 2)) / limit
     peak_bytes = 0.0
     if search.memory is not None:
@@ -259,26 +321,17 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
         peak_bytes = max(stage.total_bytes for stage in search.memory.peak_in_ticks(held, fetched))
         if peak_bytes > search.memory.available_bytes:
             return None
-    plan = TaskPlan(
-        topology=topology,
-        max_tokens_per_rank=limit,
-        tile_tokens=search.prices.options.tile_tokens,
-        scope="pool",
-        micro_batches=tuple(HomedBatch(row.samples, row.homes.astype(np.int32)) for row in rows),
-        forward=tuple(sides["F"][index] for index in range(len(sides["F"]))),
-        backward=tuple(sides["B"][index] for index in range(len(sides["B"]))),
-        policy=search.method,
-    )
     if search.method != "paper":
         if (share > MOST_FETCHED_IN_POOL).any():
             return None
-        check_task_plan(plan, samples)
+        check_plan(plan, samples)
     return PlannedTasks(
         plan=plan,
         makespan_s=max(spans[-1].stage_ends_ns) / 1e9,
         spans=tuple(spans),
         seconds=tuple(seconds),
         peak_bytes=peak_bytes,
+        busy_s=tuple((busy_s / topology.pp_size).tolist()),
         fetched=(float(share[0]), float(share[1])),
         reason="",
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dynamic_cp.pipeline.graph import needed_operation
 from dynamic_cp.pipeline.schedule import Operation
-from dynamic_cp.pipeline.ticks import Tick
+from dynamic_cp.types import Tick
 
 
 class TickTime(NamedTuple):

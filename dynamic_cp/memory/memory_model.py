@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.mechanisms.blocks import FETCHED_KEYS, FETCHED_QUERIES
+from dynamic_cp.mechanisms.blocks import FETCHED_KEYS, FETCHED_QUERIES, MOST_FETCHED
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
@@ -23,7 +23,8 @@ from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_tokens
 from dynamic_cp.pipeline.ticks import stage_ticks
-from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
+from dynamic_cp.plans.pool import fetched_in_ticks
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
 
@@ -118,6 +119,8 @@ class MemoryModel:
 
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
+        if plan.pool is not None:
+            return self.peak_in_ticks(lane_tokens_of(plan), fetched_in_ticks(plan))
         held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
         exchanged = np.zeros(held.shape)
         for row, micro_batch in enumerate(plan.micro_batches):
@@ -163,10 +166,17 @@ class MemoryModel:
         return tuple(memory)
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
-        """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`."""
+        """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`.
+
+        With a pool "always" they run in ticks, and a rank fetches as many queries and keys as it may for placed
+        attention.
+        """
         topology = self._topology
         # Enough micro-batches that no schedule holds fewer than it could.
         many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
+        if self._options.pool == "always":
+            fetched = np.array(MOST_FETCHED, np.int64)[None, :, None] * tokens_per_rank
+            return self.peak_in_ticks(many, np.broadcast_to(fetched, (topology.pp_size, 2, 1)))
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
         possible = attentions_of(self._options.cp_comm_types, cp_size, self._sharing)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamic_cp.errors import InvalidInputError
-
-Kind = Literal["F", "B"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from dynamic_cp.types import Kind
 
 
 class Operation(NamedTuple):

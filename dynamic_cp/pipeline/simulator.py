@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.errors import IllegalPlanError, UnsupportedFeatureError
 from dynamic_cp.pipeline.coupling import couple_lanes, waiting_groups
 from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
@@ -73,7 +73,13 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
 
     Raises:
         IllegalPlanError: the buckets of a micro-batch do not tile the lanes; the kernel relies on it.
+        UnsupportedFeatureError: a plan with a pool of servers, which runs in ticks.
     """
+    if plan.pool is not None:
+        raise UnsupportedFeatureError(
+            f"the plan has a pool of {plan.num_servers} servers, whose ticks are no 1F1B: what they take stands with "
+            "the plan (`disaggregation.search.plan_tasks`)"
+        )
     num_lanes, vp_size = plan.topology.num_lanes, plan.topology.vp_size
     sizes: list[int] = []
     repeats: list[int] = []

@@ -15,39 +15,14 @@ Every layer of a tick has an exchange of all stages, so all have to run the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.graph import needed_operation
-from dynamic_cp.pipeline.schedule import KINDS, Kind, Operation
+from dynamic_cp.pipeline.schedule import Operation
+from dynamic_cp.types import KINDS, tick_order
 
 StageTicks = Sequence[Sequence[Operation | None]]
 """[stage][tick] -> what the stage runs; None: it only serves."""
-
-
-class Tick(NamedTuple):
-    """A phase of all stages; prints as `F3`."""
-
-    kind: Kind
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.number}"
-
-    def micro_batch(self, stage: int, pp_size: int, num_microbatches: int) -> int | None:
-        """Return what `stage` runs in it; None: it only serves."""
-        behind = stage if self.kind == KINDS[0] else pp_size - 1 - stage
-        found = self.number - behind
-        return found if 0 <= found < num_microbatches else None
-
-
-def tick_order(pp_size: int, num_microbatches: int) -> tuple[Tick, ...]:
-    """Return all ticks in the order in which they run."""
-    count = num_microbatches + pp_size - 1
-    forwards, backwards = ([Tick(kind, number) for number in range(count)] for kind in KINDS)
-    ahead = min(pp_size, count)
-    turns = [tick for pair in zip(backwards, forwards[ahead:], strict=False) for tick in pair]
-    return (*forwards[:ahead], *turns, *backwards[count - ahead :])
 
 
 def stage_ticks(pp_size: int, num_microbatches: int) -> list[list[Operation | None]]:

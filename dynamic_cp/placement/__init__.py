@@ -10,6 +10,7 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `transport`: what lanes fetch and give back, over which link, and in which division
 - `narrow`: layers with a window between homes of layers without, and homes cut to what windows show
 - `sent`: bytes that lanes send each other
+- `traffic`: the same for tasks of servers, without their many tiles
 - `buffers`: where what a lane fetches lies
 - `programme`: what each lane does, as plain data that travels to it
 - `times`: how long the programmes take

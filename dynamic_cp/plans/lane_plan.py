@@ -34,6 +34,7 @@ class PlanFacts:
         rank_token_multiple: what the padded tokens of a rank are rounded up to.
         planner_s: seconds that planning took.
         fallback: why this is the static plan instead of the planner's, or None.
+        num_servers: that share attention in ticks; 0: lanes of a stage compute their own.
     """
 
     digest: str
@@ -50,6 +51,7 @@ class PlanFacts:
     rank_token_multiple: int
     planner_s: float = 0.0
     fallback: str | None = None
+    num_servers: int = 0
 
     @classmethod
     def of(
@@ -79,6 +81,7 @@ class PlanFacts:
             rank_token_multiple=plan.topology.rank_token_multiple,
             planner_s=planner_s,
             fallback=fallback,
+            num_servers=plan.num_servers,
         )
 
 
@@ -92,12 +95,14 @@ class LanePlan:
             and without the placement: `parts` has what the lane does.
         parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does.
         facts: of the whole plan.
+        ticks: [stage] what the server of this lane does in a pool, for `server_ticks.decode_ticks`; (): there is none.
     """
 
     lane: int
     buckets: tuple[Bucket, ...]
     facts: PlanFacts
     parts: Mapping[int, object] = field(default_factory=dict)
+    ticks: tuple[str, ...] = ()
 
 
 def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
@@ -105,7 +110,22 @@ def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
     buckets = tuple(micro_batch.bucket_of_lane(lane) for micro_batch in plan.micro_batches)
     parts = {index: _parts(bucket, plan.topology) for index, bucket in enumerate(buckets)}
     own = {index: of_lanes[lane - buckets[index].first_lane] for index, of_lanes in parts.items() if of_lanes}
-    return LanePlan(lane=lane, buckets=tuple(_of_lane(bucket, lane) for bucket in buckets), facts=facts, parts=own)
+    return LanePlan(
+        lane=lane,
+        buckets=tuple(_of_lane(bucket, lane) for bucket in buckets),
+        facts=facts,
+        parts=own,
+        ticks=_ticks(plan)[lane],
+    )
+
+
+def _ticks(plan: Plan) -> Sequence[tuple[str, ...]]:
+    """Return [lane] `LanePlan.ticks`."""
+    if plan.pool is None:
+        return [()] * plan.topology.num_lanes
+    from dynamic_cp.plans.server_ticks import encode_ticks  # compiled: most plans have none
+
+    return [tuple(texts) for texts in encode_ticks(plan)]
 
 
 def _of_lane(bucket: Bucket, lane: int) -> Bucket:
@@ -134,7 +154,8 @@ def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
             for lane, part in zip(bucket.lanes, _parts(bucket, plan.topology) or (), strict=False):
                 parts[lane][index] = part
     head = json.dumps(asdict(facts), separators=(",", ":"))
-    return [_message(lane, head, *of_lane) for lane, of_lane in enumerate(zip(buckets, parts, strict=True))]
+    of_lanes = zip(buckets, parts, _ticks(plan), strict=True)
+    return [_message(lane, head, *of_lane) for lane, of_lane in enumerate(of_lanes)]
 
 
 def decode_lane(message: bytes) -> LanePlan:
@@ -151,13 +172,14 @@ def decode_lane(message: bytes) -> LanePlan:
             "the job's store returned other bytes than were written; restart the job",
         )
     try:
-        lane, head, rows, parts = json.loads(body)
+        lane, head, rows, parts, *ticks = json.loads(body)
         head["cp_histogram"] = {int(size): number for size, number in head["cp_histogram"].items()}
         return LanePlan(
             lane=lane,
             buckets=tuple(_decode_bucket(row) for row in rows),
             facts=PlanFacts(**head),
             parts={int(index): part for index, part in parts.items()},
+            ticks=tuple(ticks),
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DisagreementError(
@@ -166,8 +188,9 @@ def decode_lane(message: bytes) -> LanePlan:
         ) from error
 
 
-def _message(lane: int, head: str, buckets: Sequence[str], parts: Mapping[int, object]) -> bytes:
-    body = f"[{lane},{head},[{','.join(buckets)}],{json.dumps(parts, separators=(',', ':'))}]".encode()
+def _message(lane: int, head: str, buckets: Sequence[str], parts: Mapping[int, object], ticks: Sequence[str]) -> bytes:
+    of_ticks = "".join("," + json.dumps(text) for text in ticks)
+    body = f"[{lane},{head},[{','.join(buckets)}],{json.dumps(parts, separators=(',', ':'))}{of_ticks}]".encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 

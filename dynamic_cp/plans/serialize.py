@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, cast
 
@@ -24,10 +24,13 @@ from dynamic_cp.types import (
     CpCommType,
     MicroBatch,
     Plan,
+    PoolTasks,
     Sample,
+    Tasks,
     Topology,
     parse_mask,
     parse_placement,
+    parse_tasks,
 )
 
 SCHEMA_VERSION = 1
@@ -47,6 +50,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "topology": topology_to_dict(plan.topology),
         "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
+        **({} if plan.pool is None else {"pool": _pool_to_dict(plan.pool)}),
     }
 
 
@@ -59,7 +63,9 @@ def plan_from_dict(data: object) -> Plan:
             "dynamic_cp that wrote it",
             schema_version=version,
         )
-    plan = Fields(data, "plan", ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches"))
+    names: tuple[str, ...] = ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches")
+    has_pool = isinstance(data, Mapping) and "pool" in data
+    plan = Fields(data, "plan", names + ("pool",) * has_pool)
     plan.get("schema_version", int)
     return Plan(
         topology=topology_from_dict(plan.get("topology", dict)),
@@ -74,7 +80,26 @@ def plan_from_dict(data: object) -> Plan:
             )
             for i, row in enumerate(plan.get("micro_batches", list))
         ),
+        pool=_pool_from_dict(plan.get("pool", dict)) if has_pool else None,
     )
+
+
+_SIDES = {"F": "forward", "B": "backward"}
+
+
+def _pool_to_dict(pool: PoolTasks) -> dict[str, Any]:
+    return {"tile_tokens": pool.tile_tokens, **{side: list(map(str, getattr(pool, side))) for side in _SIDES.values()}}
+
+
+def _pool_from_dict(data: object) -> PoolTasks:
+    pool = Fields(data, "pool", ("tile_tokens", *_SIDES.values()))
+    sides = {
+        side: tuple(
+            parse_tasks(checked(one, str, f"pool.{side}[{index}]")) for index, one in enumerate(pool.get(side, list))
+        )
+        for side in _SIDES.values()
+    }
+    return PoolTasks(tile_tokens=pool.get("tile_tokens", int), **sides)
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
@@ -130,19 +155,30 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
         1 | lanes 0-3 blocks 0.0.40.0,0.40.100.3/0.0.0.0,1.0.3.1,1.1.3.0: 8:100 |
 
+    A plan with a pool says tile_tokens in its first line, and has a line of tasks for each tick behind the others:
+
+        F0 | 0.0.40.0.0.0,0.40.64.1.3.0
+
     Args:
         placements: whole, so that `parse_plan` reads them; else how large they are, for people, as in
-            "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100".
+            "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100"; so are ticks.
     """
     settings = {
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
+        **({} if plan.pool is None else {"tile_tokens": plan.pool.tile_tokens}),
         **topology_to_dict(plan.topology),
     }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
     for index, micro_batch in enumerate(plan.micro_batches):
         buckets = "".join(f" {_format_bucket(bucket, placements)} |" for bucket in micro_batch.buckets)
         lines.append(f"{index} |{buckets}")
+    if plan.pool is not None:
+        for letter, side in _SIDES.items():
+            of_side: tuple[Tasks, ...] = getattr(plan.pool, side)
+            lines += [
+                f"{letter}{index} | {tasks if placements else tasks.describe()}" for index, tasks in enumerate(of_side)
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -158,6 +194,11 @@ def parse_plan(text: str) -> Plan:
         name: value == "True" if value in ("True", "False") else int(value) if value.isdecimal() else value
         for name, value in settings.items()
     }
+    pool: dict[str, Any] = {}
+    if "tile_tokens" in typed:
+        num_rows = sum(row[:1] not in _SIDES for row in rows)
+        rows, ticks = rows[:num_rows], rows[num_rows:]
+        pool = {"pool": {"tile_tokens": typed.pop("tile_tokens"), **_parse_ticks(ticks, num_rows + 2)}}
     return plan_from_dict(
         {
             "schema_version": int(match[1]),
@@ -165,8 +206,20 @@ def parse_plan(text: str) -> Plan:
             "max_tokens_per_rank": typed.pop("max_tokens_per_rank", None),
             "topology": typed,
             "micro_batches": [_parse_row(row, index) for index, row in enumerate(rows)],
+            **pool,
         }
     )
+
+
+def _parse_ticks(rows: Sequence[str], first_line: int) -> dict[str, list[str]]:
+    """Return the texts of ticks by side; InvalidInputError names the line that is none."""
+    sides: dict[str, list[str]] = {letter: [] for letter in _SIDES}
+    for number, row in enumerate(rows, first_line):
+        match = re.fullmatch(r"([FB])(\d+) \| (\S+)", row.strip())
+        if match is None or int(match[2]) != len(sides[match[1]]):
+            raise InvalidInputError(f"line {number} is {row[:60]!r}: a tick looks like 'F0 | 0.0.40.0.0.0' (tasks)")
+        sides[match[1]].append(match[3])
+    return {_SIDES[letter]: texts for letter, texts in sides.items()}
 
 
 def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:

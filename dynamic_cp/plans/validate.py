@@ -29,6 +29,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         9. A bucket lies inside one EP block (`topology.expert_lanes` lanes) or holds whole ones. So all lanes of a
            block run the same operations of the same micro-batches in one order, as experts need, also without a
            pipeline.
+        10. A pool, where there is one, keeps its rules (`pool.check_pool`); rule 8 is then about tasks.
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -63,6 +64,10 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
                         sample_id=sample.sample_id,
                     )
                 place_of_sample[sample.sample_id] = place
+    if plan.pool is not None:
+        from dynamic_cp.plans.pool import check_pool  # compiled: most plans have none
+
+        check_pool(plan, plan.pool)
     if samples is not None:
         _check_samples(plan, samples, place_of_sample)
 
@@ -156,6 +161,10 @@ def _why_block_cut(bucket: Bucket, plan: Plan) -> str | None:
 
 
 def _why_illegal(bucket: Bucket, plan: Plan) -> str | None:
+    if plan.pool is not None:
+        from dynamic_cp.plans.pool import why_not_homed
+
+        return why_not_homed(bucket, plan.topology.num_lanes)
     mechanism = MECHANISMS[bucket.cp_comm_type]
     if not mechanism.serves_masks:
         for sample in bucket.samples:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 
 def plan_in_memory(
@@ -26,7 +26,7 @@ def plan_in_memory(
     distributed_optimizer: bool = True,
     check_memory: bool = True,
 ) -> tuple[PlannedBatch, MemoryModel]:
-    """Return the plan of `search.plan_global_batch`, and the memory model that says what it needs.
+    """Return the plan of `choice.plan_batch`, and the memory model that says what it needs.
 
     Args:
         samples, topology, model, hardware, options, policy: as there.
@@ -38,7 +38,7 @@ def plan_in_memory(
     Raises:
         MemoryLimitError: the plan, or the smallest limit, needs more memory than there is.
         InvalidInputError: that hardware, and the limit is to follow from memory.
-        DynamicCPError: as `search.plan_global_batch`.
+        DynamicCPError: as `choice.plan_batch`.
     """
 
     def memory_of(options: PlanOptions) -> MemoryModel:
@@ -51,9 +51,15 @@ def plan_in_memory(
     if limit_from_memory and len(samples):  # without any, planning says so
         limit = memory_of(options).max_tokens_per_rank(max(sample.seqlen for sample in samples))
         options = replace(options, max_tokens_per_rank=limit)
-    planned = plan_global_batch(
-        samples, topology=topology, model=model, hardware=hardware, options=options, policy=policy
+    problem = Problem(
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=options,
+        policy=policy,
+        distributed_optimizer=distributed_optimizer,
     )
+    planned = plan_batch(problem, samples)
     memory = memory_of(options)
     if check_memory and hardware.hbm_bytes:
         memory.check_plan_fits(planned.plan)

@@ -37,8 +37,9 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.search.placed import without_placed
-from dynamic_cp.search.search import check_feasible, plan_problem
+from dynamic_cp.search.search import check_feasible
 from dynamic_cp.types import PLACED, Hardware, Mask, Problem, Sample
 
 CHECK_PARENT_EVERY_S = 1.0
@@ -143,7 +144,7 @@ def answer(problem: Problem, request: Request, fallback: str | None = None) -> A
     if request.hardware is not None:
         problem = replace(problem, hardware=request.hardware)
     try:
-        planned = plan_problem(problem, request.samples)
+        planned = plan_batch(problem, request.samples)
         facts = PlanFacts.of(planned, problem.model, planner_s=time.perf_counter() - started, fallback=fallback)
         return Answer(
             key=request.key,

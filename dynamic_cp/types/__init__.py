@@ -4,8 +4,8 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `placement`, `plan`, then what a batch
-is planned for: `layers`, `experts`, `model`, `hardware`, `options`, `problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `placement`, `ticks`, `tasks`, `plan`,
+then what a batch is planned for: `layers`, `experts`, `model`, `hardware`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -51,10 +51,13 @@ from dynamic_cp.types.model import (
     ModelShape,
 )
 from dynamic_cp.types.options import (
+    NOISE_MARGIN,
+    POOL_USES,
     RECOMPUTE_MODES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
     PlanOptions,
+    PoolUse,
     Recompute,
     RecomputeModule,
     SearchEffort,
@@ -68,6 +71,8 @@ from dynamic_cp.types.plan import (
     Sample,
 )
 from dynamic_cp.types.problem import Problem
+from dynamic_cp.types.tasks import PoolTasks, Tasks, parse_tasks
+from dynamic_cp.types.ticks import KINDS, Kind, Tick, tick_order
 from dynamic_cp.types.topology import (
     MAX_LANES,
     Topology,
@@ -83,10 +88,13 @@ __all__ = [
     "FULL",
     "INNER_SIZES",
     "IN_NODE",
+    "KINDS",
     "MAX_COUNT",
     "MAX_LANES",
+    "NOISE_MARGIN",
     "OF_LATENTS",
     "PLACED",
+    "POOL_USES",
     "RECOMPUTE_MODES",
     "RECOMPUTE_MODULES",
     "SEARCH_EFFORTS",
@@ -99,6 +107,7 @@ __all__ = [
     "Full",
     "Hardware",
     "KeyRanges",
+    "Kind",
     "Lambda",
     "Layer",
     "Mask",
@@ -109,6 +118,8 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "PlannedBatch",
+    "PoolTasks",
+    "PoolUse",
     "Problem",
     "Recompute",
     "RecomputeModule",
@@ -117,6 +128,8 @@ __all__ = [
     "SearchEffort",
     "SharedQuestion",
     "Stage",
+    "Tasks",
+    "Tick",
     "Topology",
     "counted",
     "exchanges_of",
@@ -126,4 +139,6 @@ __all__ = [
     "parse_mask",
     "parse_mask_rule",
     "parse_placement",
+    "parse_tasks",
+    "tick_order",
 ]

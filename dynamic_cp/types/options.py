@@ -19,6 +19,13 @@ of a layer, router and experts with their exchange."""
 SearchEffort = Literal["fast", "thorough"]
 SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
 
+PoolUse = Literal["off", "auto", "always"]
+POOL_USES: tuple[str, ...] = get_args(PoolUse)
+
+NOISE_MARGIN = 0.04
+"""Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
+plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
+
 
 class ElementBytes(NamedTuple):
     """Bytes of an element of each kind of tensor.
@@ -51,6 +58,9 @@ class PlanOptions:
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
         search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
+        pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
+            or always. Of the dynamic policy.
+        noise_margin: share by which ticks last longer than planned, >= 0.
     """
 
     max_tokens_per_rank: int
@@ -64,6 +74,8 @@ class PlanOptions:
     bytes_per_element: int = 2
     fp32_residual: bool = False
     search: SearchEffort = "fast"
+    pool: PoolUse = "off"
+    noise_margin: float = NOISE_MARGIN
 
     def __post_init__(self) -> None:
         require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
@@ -86,6 +98,12 @@ class PlanOptions:
             )
         if self.search not in SEARCH_EFFORTS:
             raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
+        if self.pool not in POOL_USES:
+            raise InvalidInputError(f"pool {self.pool!r} is unknown: use one of {', '.join(POOL_USES)}")
+        if not self.noise_margin >= 0:
+            raise InvalidInputError(
+                f"noise_margin is {self.noise_margin}, at least 0 is needed: give a share such as {NOISE_MARGIN}"
+            )
         if not isinstance(self.cp_comm_types, tuple) or not self.cp_comm_types:
             raise InvalidInputError(
                 f"cp_comm_types is {self.cp_comm_types!r}, a tuple with at least 1 exchange is needed: "

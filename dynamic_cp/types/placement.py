@@ -34,7 +34,8 @@ class Placement:
 
     Attributes:
         homes: int32 [home, 4]: sample, first token, token after the last one, lane; in the order of samples and tokens.
-        tiles: int32 [tile, 4]: home of the queries, home of the keys, lane, division.
+        tiles: int32 [tile, 4]: home of the queries, home of the keys, lane, division. None in plans with a pool, whose
+            tasks say who computes (`Plan.pool`).
         layer_masks: different masks of layers, where some have a window. The tiles are those of the first; layers with
             another one keep the homes (`dynamic_cp.placement.narrow`). (): one causal or full mask for all layers.
     """
@@ -90,15 +91,15 @@ class Placement:
     def __str__(self) -> str:
         """Return its text, which `parse_placement` reads: homes, tiles, and masks of layers.
 
-        As in `0.0.512.1,0.512.700.0/0.0.1.0,1.0.1.0,1.1.0.0`, and `.../causal/lambda:0,128` where some layers have a
-        window.
+        As in `0.0.512.1,0.512.700.0/0.0.1.0,1.0.1.0,1.1.0.0`, `0.0.512.1/` without tiles, and `.../causal/lambda:0,128`
+        where some layers have a window.
         """
         tables = (",".join(".".join(map(str, row)) for row in rows.tolist()) for rows in (self.homes, self.tiles))
         return "/".join((*tables, *map(str, self.layer_masks)))
 
 
 _ROWS = r"\d+\.\d+\.\d+\.\d+(?:,\d+\.\d+\.\d+\.\d+)*"
-_TEXT = re.compile(rf"({_ROWS})/({_ROWS})((?:/[a-z]+(?::[\d,]+)?)*)")
+_TEXT = re.compile(rf"({_ROWS})/((?:{_ROWS})?)((?:/[a-z]+(?::[\d,]+)?)*)")
 
 
 def parse_placement(text: str) -> Placement:
@@ -116,8 +117,11 @@ def parse_placement(text: str) -> Placement:
             "query home.key home.lane.division,..., and after more of them masks of layers"
         )
     *tables, masks = match.groups()
-    homes, tiles = (np.array([row.split(".") for row in rows.split(",")]).astype(np.int64) for rows in tables)
-    largest = int(max(homes.max(), tiles.max()))
+    homes, tiles = (
+        np.array([row.split(".") for row in rows.split(",") if row]).astype(np.int64).reshape(-1, Placement.columns)
+        for rows in tables
+    )
+    largest = int(max(homes.max(), tiles.max(initial=0)))
     if largest > np.iinfo(np.int32).max:
         raise InvalidInputError(f"placement {text[:40]!r} has the number {largest}, at most {2**31 - 1} is possible")
     return Placement(homes.astype(np.int32), tiles.astype(np.int32), tuple(map(parse_mask, masks.split("/")[1:])))

@@ -12,6 +12,8 @@ from dynamic_cp.types.attention import CHOOSES_INNER_SIZE, INNER_SIZES, PLACED, 
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
 from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.placement import Placement
+from dynamic_cp.types.tasks import PoolTasks, Tasks
+from dynamic_cp.types.ticks import KINDS, Tick, tick_order
 from dynamic_cp.types.topology import Topology
 
 
@@ -189,12 +191,15 @@ class Plan:
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
         micro_batches: in the order in which every lane runs them.
         policy: name of the method that made it.
+        pool: who computes which attention in each tick, where servers of all stages do; each micro-batch then is one
+            bucket over all lanes, whose placement has homes and no tiles. None: lanes of a stage compute their own.
     """
 
     topology: Topology
     max_tokens_per_rank: int
     micro_batches: tuple[MicroBatch, ...]
     policy: str = "dynamic"
+    pool: PoolTasks | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank)
@@ -211,12 +216,36 @@ class Plan:
             f"{counted(num_samples, 'sample')} ({self.num_tokens} tokens) in "
             f"{counted(self.num_microbatches, 'micro-batch')} on {counted(self.topology.num_lanes, 'lane')}, "
             f"CP sizes {sizes or 'none'}"
+            + (f", {self.pool.describe()} on {counted(self.num_servers, 'server')}" if self.pool is not None else "")
         )
 
     @property
     def num_microbatches(self) -> int:
         """Number of micro-batches, the same on every lane."""
         return len(self.micro_batches)
+
+    @property
+    def num_servers(self) -> int:
+        """Servers that share the attention of a tick; 0 where lanes of a stage compute their own."""
+        return 0 if self.pool is None else self.topology.num_lanes * self.topology.pp_size
+
+    def ticks(self) -> Iterator[tuple[Tick, Tasks]]:
+        """Yield each tick of a pool with its tasks, in the order in which they run; nothing where there is no pool."""
+        if self.pool is not None:
+            for tick in tick_order(self.topology.pp_size, self.num_microbatches):
+                yield tick, (self.pool.forward if tick.kind == KINDS[0] else self.pool.backward)[tick.number]
+
+    def micro_batches_of(self, tick: Tick) -> list[tuple[int, int]]:
+        """Return (stage, micro-batch) of what a tick of a pool runs, by stage."""
+        pp_size = self.topology.pp_size
+        rows = [(stage, tick.micro_batch(stage, pp_size, self.num_microbatches)) for stage in range(pp_size)]
+        return [(stage, row) for stage, row in rows if row is not None]
+
+    def samples_of(self, tick: Tick) -> list[Sample]:
+        """Return the samples of a tick of a pool, as its tasks count them."""
+        return [
+            sample for _, row in self.micro_batches_of(tick) for sample in self.micro_batches[row].buckets[0].samples
+        ]
 
     @property
     def buckets(self) -> Iterator[Bucket]:

@@ -13,13 +13,18 @@ from dynamic_cp.types.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All that a plan depends on besides the samples; arguments of `search.plan_global_batch`."""
+    """All that a plan depends on besides the samples; arguments of `search.plan_global_batch`.
+
+    Attributes:
+        distributed_optimizer: its state is sharded over the lanes; only pools of servers are planned by memory.
+    """
 
     topology: Topology
     model: ModelShape
     hardware: Hardware
     options: PlanOptions
     policy: str = "dynamic"
+    distributed_optimizer: bool = True
 
     def __post_init__(self) -> None:
         topology = self.topology

@@ -60,6 +60,11 @@ REFUSED: tuple[Unsupported, ...] = (
         flag="--multi-latent-attention",
         reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
     ),
+    Unsupported(
+        flag="--dynamic-cp-pool",
+        off=("off",),
+        reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
+    ),
     Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
     Unsupported(flag="--perform-rl-step", reason=_LOOP),
     Unsupported(flag="--inprocess-restart", reason=_LOOP),

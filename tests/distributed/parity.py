@@ -448,7 +448,11 @@ def run_step(
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.ep)
     exchanges = sorted({exchange for exchange, _ in exchanges_of(plan)} | {"p2p"})
     groups = DynamicCPGroups.build(
-        layout.topology, timeout_s=60, exchanges=exchanges, inner_sizes=sorted({i for _, i in exchanges_of(plan)})
+        layout.topology,
+        timeout_s=60,
+        exchanges=exchanges,
+        inner_sizes=sorted({i for _, i in exchanges_of(plan)}),
+        has_pool=plan.pool is not None,
     )
     unset = {"init_method": torch.nn.init.zeros_, "output_layer_init_method": torch.nn.init.zeros_}
     config, chunks = build_chunks(layout, variant, **unset)  # `expected` has the weights

@@ -19,18 +19,20 @@ from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
-from dynamic_cp.pipeline.ticks import Tick, tick_order
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.programme import Programme, programmes_of
+from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample
+from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
+from megatron.dynamic_cp.data.pool import LaneTicks, Pool
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
-from megatron.dynamic_cp.step.ticks import Pool, check_config, check_number, move_to, run_ticks
+from megatron.dynamic_cp.step.schedule import run_schedule
+from megatron.dynamic_cp.step.ticks import check_config, check_number, move_to, run_ticks
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
@@ -43,10 +45,12 @@ from tests.distributed.parity import (
     run_step,
 )
 from tests.placements import random_placement
+from tests.sent_bytes import pool_bytes
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 LAYOUTS = {
+    "pp2_one_lane": Layout(1, pp=2),
     "pp2": Layout(2, pp=2, ranks_per_node=2),
     "pp2_full_recompute": Layout(2, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True),
     "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
@@ -65,10 +69,14 @@ Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
 
 
 class PoolCase(NamedTuple):
-    """A step by ticks."""
+    """A step by ticks.
+
+    Attributes:
+        ticks: None: those of the plan's pool, which then comes through the data path and runs as in training.
+    """
 
     case: Case
-    ticks: Ticks
+    ticks: Ticks | None
 
 
 @pytest.mark.parametrize(
@@ -80,21 +88,38 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
     cases: dict[int, dict[str, PoolCase]] = defaultdict(dict)
     for name, layout in layouts.items():
         expected = reference_of(layout, "long_tail")
-        for how, make in (("random", random_step), ("planned", planned_step)):
-            plan, ticks = make(samples, layout)
+        alike = cases[layout.topology.world_size]
+        if layout.lanes > 1:
+            plan, ticks = random_step(samples, layout)
             check_plan(plan, samples)
-            case = Case(layout, samples, plan, expected)
-            cases[layout.topology.world_size][f"{name}, {how}"] = PoolCase(case, ticks)
+            alike[f"{name}, random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
+        planned = Case(layout, samples, planned_step(samples, layout), expected)
+        alike[f"{name}, planned"] = PoolCase(planned, None)
     for world_size, alike in cases.items():
         ranks = run_ranks(world_size, run_by_ticks, alike, timeout_s=60 + 20 * len(alike))
         for name, (case, ticks) in alike.items():
-            assert_equal_to_reference([rank[name] for rank in ranks], case.layout, case.expected)
+            found = [rank[name] for rank in ranks]
+            assert_equal_to_reference(found, case.layout, case.expected)
             lanes = case.layout.lanes
-            moved = [placement.tiles[:, 2] // lanes != stages_of(placement, lanes) for placement, _ in ticks.values()]
+            if ticks is None:
+                placements = [tasks.placement() for _, tasks in case.plan.ticks()]
+                assert_bytes_are_those_of_the_plan(found, case)
+            else:
+                placements = [placement for placement, _ in ticks.values()]
+                servers = [set(placement.tiles[:, 2].tolist()) for placement in placements]
+                assert any(len(some) < case.layout.pp * lanes for some in servers), f"{name}: all have tasks always"
+            moved = [placement.tiles[:, 2] // lanes != stages_of(placement, lanes) for placement in placements]
             assert np.concatenate(moved).any(), f"{name}: nobody computes for another stage"
-            servers = [set(placement.tiles[:, 2].tolist()) for placement, _ in ticks.values()]
-            has_idle = any(len(some) < case.layout.pp * lanes for some in servers)
-            assert has_idle or name.endswith("planned"), f"{name}: all have tasks in all ticks"
+
+
+def assert_bytes_are_those_of_the_plan(found: Sequence[Comparison], case: Case) -> None:
+    """Every rank has sent what the plan says that its server sends, to the byte."""
+    layout = case.layout
+    repeats = "recompute_granularity" in layout.config
+    planned = pool_bytes(case.plan, layout.model, repeats)
+    # Ranks are numbered by stage, lane and tensor-parallel rank.
+    assert [one.bytes_sent for one in found] == np.repeat(planned, layout.tp).tolist()
+    assert planned.min() > 0
 
 
 def stages_of(placement: Placement, lanes: int) -> Any:
@@ -130,18 +155,14 @@ def random_step(samples: tuple[Sample, ...], layout: Layout) -> tuple[Plan, Tick
     return plan_of([(own, placement.homes) for own, placement in placed], layout), ticks
 
 
-def planned_step(samples: tuple[Sample, ...], layout: Layout) -> tuple[Plan, Ticks]:
+def planned_step(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     """Return what the planner makes of them."""
-    options = PlanOptions(max_tokens_per_rank=1024, bytes_per_element=4)
+    options = PlanOptions(max_tokens_per_rank=2048 // layout.lanes, bytes_per_element=4)
     prices = CostModel(layout.model, catalog.load_hardware("h100"), layout.topology, options)
-    tasks = plan_tasks(samples, prices, TaskOptions(tile_tokens=16), num_microbatches=(4,)).plan
-    rows = tasks.micro_batches
-    ticks = {
-        tick: (of_tick.placement(), [sample for _, row in tasks.micro_batches_of(tick) for sample in rows[row].samples])
-        for tick, of_tick in tasks.ticks()
-    }
-    assert max(placement.num_divisions for placement, _ in ticks.values()) == 2, "layers run in halves"
-    return plan_of([(row.samples, row.homes) for row in rows], layout), ticks
+    plan = plan_tasks(samples, prices, TaskOptions(tile_tokens=16), num_microbatches=(4,)).plan
+    assert plan.pool is not None
+    assert plan.pool.num_halves == 2, "layers run in halves"
+    return plan
 
 
 def with_tiles(homes: Any, samples: Sequence[Sample], lanes_of: Callable[[int], Any]) -> Placement:
@@ -174,7 +195,20 @@ def plan_of(micro_batches: Sequence[tuple[tuple[Sample, ...], Any]], layout: Lay
 
 def run_by_ticks(cases: Mapping[str, PoolCase]) -> dict[str, Comparison]:
     """Return what a rank found in each case."""
-    return {name: run_step(*one.case, None, partial(run_pool, one)) for name, one in in_jobs_of_their_own(cases)}
+    return {
+        name: run_step(*one.case, None, partial(run_planned if one.ticks is None else run_pool, one))
+        for name, one in in_jobs_of_their_own(cases)
+    }
+
+
+def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
+    """Run a step as training does."""
+    lane = parallel_state.get_data_parallel_rank()
+    rank_tokens = lane_tokens_of(one.case.plan)[:, lane].tolist()
+    run_schedule(
+        model, step, 1 << 20, forward_only=False, rank_tokens=rank_tokens, verify_messages=True,
+        forward_step_func=forward_step_func,
+    )  # fmt: skip
 
 
 def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
@@ -186,6 +220,7 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
     placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
     tokens = [placed_share(placement.home_tokens(layout.lanes)[lane], 1, multiple) for placement in placements]
     parts: dict[str, list[PlacedLane]] = {"F": [], "B": []}
+    assert one.ticks is not None
     for tick, (placement, samples) in sorted(one.ticks.items(), key=lambda item: item[0].number):
         assert why_misplaced(placement, samples, num_members) is None
         micro_batch = tick.micro_batch(stage, layout.pp, plan.num_microbatches)
@@ -200,12 +235,15 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
     run_ticks(
         chunk,
         step.data_iterators[0],
-        Pool(group=pool_group(layout), forward=tuple(parts["F"]), backward=tuple(parts["B"])),
+        Pool(
+            group=pool_group(layout),
+            ticks=LaneTicks(forward=tuple(parts["F"]), backward=tuple(parts["B"])),
+            stats=ExchangeStats(),
+        ),
         PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), get_model_config(chunk), tokens),
         schedule_groups(),
         num_microbatches=step.num_microbatches,
         forward_step_func=forward_step_func,
-        stats=ExchangeStats(),
     )
 
 
@@ -224,6 +262,7 @@ def pool_group(layout: Layout) -> dist.ProcessGroup:
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, in a pool it must be off, because all stages run as many layers"),
         ({"num_moe_experts": 8}, "num_moe_experts is 8, .* stages without a micro-batch have no tokens for experts"),
         ({"window_size": (4, 0)}, "window_size is "),
+        ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
         ({**FULL_RECOMPUTE, "recompute_method": "block"}, "method block and 1 layers"),
         ({**FULL_RECOMPUTE, "recompute_num_layers": 2}, "method uniform and 2 layers"),
     ],
@@ -238,7 +277,7 @@ def test_what_would_not_run_layer_by_layer_is_refused(given: dict[str, Any], nam
 
 
 def test_a_pool_of_another_step_is_refused() -> None:
-    pool = Pool(group=None, forward=(None,) * 5, backward=(None,) * 4)
+    pool = Pool(group=None, ticks=LaneTicks((None,) * 5, (None,) * 4), stats=ExchangeStats())
     check_number(pool, 5, forward_only=True)
     with pytest.raises(DisagreementError, match="4 backward ticks, the pass has 5"):
         check_number(pool, 5, forward_only=False)

@@ -24,6 +24,7 @@ from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import PLACED, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
+from megatron.dynamic_cp.data.pool import Pool
 from megatron.dynamic_cp.data.prefetch import Packer
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -32,7 +33,7 @@ from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.plans.plan_source import FixedPlan, PlanSource, check_whole
 
 
-class StepData(NamedTuple):
+class _Counted(NamedTuple):
     """What a step runs on, in the order of Megatron's own wrapper."""
 
     data_iterators: list[Iterator[dict[str, Any]]]
@@ -40,16 +41,34 @@ class StepData(NamedTuple):
     seqlen_sum: int
     seqlen_squared_sum: int
 
+
+class StepData(_Counted):
+    """What a step runs on: the four values of Megatron's own wrapper, which loops unpack.
+
+    Attributes:
+        pool: who computes attention in each tick; None: the step runs on one of megatron-core's schedules.
+    """
+
+    pool: Pool | None = None
+
     @classmethod
-    def of(cls, plan: LanePlan, batches: Sequence[dict[str, Any]], chunks: Sequence[ChunkNeeds]) -> StepData:
+    def of(
+        cls,
+        plan: LanePlan,
+        batches: Sequence[dict[str, Any]],
+        chunks: Sequence[ChunkNeeds],
+        pool: Pool | None = None,
+    ) -> StepData:
         """Return what the chunks of this rank read of the micro-batches of a plan."""
         facts = plan.facts
-        return cls(
+        data = cls(
             [for_chunk(batches, needs) for needs in chunks],
             facts.num_microbatches,
             facts.seqlen_sum,
             facts.seqlen_squared_sum,
         )
+        data.pool = pool
+        return data
 
 
 class Step(NamedTuple):
@@ -117,6 +136,7 @@ class DataIteratorWrapper:
         self._packer = Packer(
             read_sample if reads else None,
             num_depths=max((needs.num_depths for needs in self._chunks), default=0),
+            stage=groups.stage,
             num_workers=num_workers,
             pin_memory=self._device.type == "cuda",
         )
@@ -175,7 +195,8 @@ class DataIteratorWrapper:
         )
         if self._verify == "full":
             check_tokens(self.plan, packed, self._read_sample, f"step {step}", self._device)
-        return StepData.of(self.plan, batches, self._chunks)
+        pool = None if packed.ticks is None else Pool.of(packed.ticks, self._groups, self.exchange_stats)
+        return StepData.of(self.plan, batches, self._chunks, pool)
 
     def steps(self, batches: Iterable[tuple[int, Sequence[Sample]]]) -> Iterator[Step]:
         """Yield every batch (step, samples) with what `wrap` returns of it, looking ahead; see `wrap`."""

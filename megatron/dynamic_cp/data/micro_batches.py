@@ -24,6 +24,7 @@ from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
 from dynamic_cp.types import CAUSAL, PLACED, Bucket, Causal, CpCommType, Full, Sample
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.data.pool import LaneTicks, lane_ticks, pool_group
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.future_columns import NUM_COLUMNS, FutureColumns
@@ -99,6 +100,7 @@ class PackedStep:
         columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
         loss_mask: float32 [T], 0 for padding; None where `columns` is.
         future_columns, future_loss_mask: as in `FutureColumns`; None where no chunk reads any.
+        ticks: what this rank computes of attention in each tick; None: of its micro-batches only.
     """
 
     buckets: tuple[PackedBucket, ...]
@@ -108,6 +110,7 @@ class PackedStep:
     loss_mask: Tensor | None
     future_columns: Tensor | None = None
     future_loss_mask: Tensor | None = None
+    ticks: LaneTicks | None = None
 
     def pin_memory(self) -> PackedStep:
         """Return the step in page-locked memory, from which a GPU copies without waiting (called by DataLoader)."""
@@ -135,13 +138,14 @@ class PackedStep:
         return FutureColumns(columns=self.future_columns[..., part], loss_mask=self.future_loss_mask[..., part])
 
 
-def pack_step(plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 0) -> PackedStep:
+def pack_step(plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 0, stage: int = 0) -> PackedStep:
     """Return the padded shard of every micro-batch of a lane.
 
     Args:
         read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
             reads tokens or labels.
         num_depths: modules of multi-token prediction on this rank.
+        stage: of the pipeline; only plans with a pool ask for it.
 
     Raises:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
@@ -169,6 +173,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 
         columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
         **(_future_of(joined, num_depths) if joined and num_depths else {}),
+        ticks=lane_ticks(plan, stage, [bucket.rank_tokens for bucket in packed]),
     )
 
 
@@ -305,13 +310,15 @@ def micro_batches(
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
     """
-    held = [groups_of(bucket, groups) for bucket in packed.buckets]  # all of them, before the first one is computed
+    # All of them, before the first one is computed. In a pool every tick brings another programme for all servers.
+    pool = None if packed.ticks is None else pool_group(groups)
+    held = [groups_of(bucket, groups) if pool is None else (pool, (None, pool)) for bucket in packed.buckets]
     on_device = packed.to(device)
     start = first_boundary = 0
     for index, (bucket, (group, levels)) in enumerate(zip(packed.buckets, held, strict=True)):
         part = slice(start, start + bucket.rank_tokens)
         placed = bucket.placed
-        if placed is not None:
+        if placed is not None and pool is None:
             placed = replace(
                 placed, first_in_group=bucket.first_lane - groups.around(bucket.first_lane, bucket.cp_size)[0]
             )

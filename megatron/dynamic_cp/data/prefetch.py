@@ -18,7 +18,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Packer:
 
     Args:
         read_sample: see `pack_step`.
-        num_depths: see `pack_step`.
+        num_depths, stage: see `pack_step`.
         num_workers: processes; 0 packs inside `take`.
         pin_memory: hand out page-locked memory, for copies to a GPU.
     """
@@ -48,11 +48,11 @@ class Packer:
         read_sample: ReadSample | None,
         *,
         num_depths: int = 0,
+        stage: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self._read_sample = read_sample
-        self._num_depths = num_depths
+        self._pack = functools.partial(pack_step, read_sample=read_sample, num_depths=num_depths, stage=stage)
         self._plans: deque[LanePlan] = deque()
         self._pin_memory = pin_memory
         self._queues: list[Any] = []
@@ -67,7 +67,7 @@ class Packer:
             with _own_child_signal():
                 self._packed = iter(
                     DataLoader(
-                        _Packing(self._queues, read_sample, num_depths),
+                        _Packing(self._queues, self._pack),
                         batch_size=None,
                         num_workers=num_workers,
                         multiprocessing_context=context,
@@ -94,7 +94,7 @@ class Packer:
         """
         if self._packed is None:
             with span("packing"):
-                packed = pack_step(self._plans.popleft(), self._read_sample, self._num_depths)
+                packed = self._pack(self._plans.popleft())
             return packed.pin_memory() if self._pin_memory else packed
         try:
             self._raise_of_ended_workers()
@@ -134,10 +134,9 @@ class Packer:
 class _Packing(IterableDataset):
     """What a worker does: wait for a plan, pack it."""
 
-    def __init__(self, queues: list[Any], read_sample: ReadSample, num_depths: int) -> None:
+    def __init__(self, queues: list[Any], pack: Callable[[LanePlan], PackedStep]) -> None:
         self._queues = queues
-        self._read_sample = read_sample
-        self._num_depths = num_depths
+        self._pack = pack
         self._parent = os.getpid()
 
     def __iter__(self) -> Iterator[PackedStep | DynamicCPError]:
@@ -145,7 +144,7 @@ class _Packing(IterableDataset):
         assert info is not None, "only workers iterate"
         while (plan := self._next(self._queues[info.id])) is not None:
             try:
-                outcome: PackedStep | DynamicCPError = pack_step(plan, self._read_sample, self._num_depths)
+                outcome: PackedStep | DynamicCPError = self._pack(plan)
             except DynamicCPError as error:
                 outcome = error
             except Exception as error:

@@ -13,7 +13,17 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import AUTO, CP_COMM_TYPES, OF_LATENTS, PLACED, RECOMPUTE_MODULES, SEARCH_EFFORTS, RecomputeModule
+from dynamic_cp.types import (
+    AUTO,
+    CP_COMM_TYPES,
+    NOISE_MARGIN,
+    OF_LATENTS,
+    PLACED,
+    POOL_USES,
+    RECOMPUTE_MODULES,
+    SEARCH_EFFORTS,
+    RecomputeModule,
+)
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
@@ -151,6 +161,21 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         metavar="N",
         help="lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; "
         "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
+    )
+    group.add_argument(
+        "--dynamic-cp-pool",
+        choices=POOL_USES,
+        default="off",
+        help="with a pipeline: servers of all stages compute attention, in ticks in which all stages go forward or all "
+        "go back; auto: in global batches in which that is faster by simulation; always: in all of them. Off by "
+        "default: layers have no ping-pong yet, and it has not run on a GPU",
+    )
+    group.add_argument(
+        "--dynamic-cp-noise-margin",
+        type=float,
+        default=NOISE_MARGIN,
+        metavar="SHARE",
+        help="by which ticks of a pool last longer than planned, because every layer waits for the slowest server",
     )
     group.add_argument(
         "--distributed-backend",

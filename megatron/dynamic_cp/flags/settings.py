@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dynamic_cp.mechanisms.registry import serving_windows
-from dynamic_cp.types import CpCommType, PlanOptions, Recompute, RecomputeModule, SearchEffort, Topology, exchanges_of
+from dynamic_cp.types import (
+    NOISE_MARGIN,
+    CpCommType,
+    PlanOptions,
+    PoolUse,
+    Recompute,
+    RecomputeModule,
+    SearchEffort,
+    Topology,
+    exchanges_of,
+)
 from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 
 
@@ -42,6 +52,7 @@ class PlanningSettings:
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
             samples, which go to groups of lanes.
         has_latents: the model has multi-latent attention.
+        pool: whether servers of all stages may compute attention; noise_margin: as in `PlanOptions`.
         pipeline_layers: layers of every model chunk of every stage, () where all have the same number.
     """
 
@@ -73,6 +84,8 @@ class PlanningSettings:
     has_latents: bool = False
     pipeline_layers: PipelineLayers = ()
     fp32_residual: bool = False
+    pool: PoolUse = "off"
+    noise_margin: float = NOISE_MARGIN
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
@@ -125,6 +138,8 @@ class PlanningSettings:
             bytes_per_element=self.bytes_per_element,
             fp32_residual=self.fp32_residual,
             search=self.search,
+            pool=self.pool,
+            noise_margin=self.noise_margin,
         )
 
     def used(self, options: PlanOptions) -> PlanOptions:

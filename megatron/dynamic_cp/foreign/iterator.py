@@ -193,6 +193,11 @@ class ForeignIteratorWrapper:
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
             placed = {bucket.cp_comm_type for bucket in plan.buckets} & set(PLACED)
+            if plan.ticks:
+                raise UnsupportedFeatureError(
+                    f"the plan of step {batch.step} has {plan.facts.num_servers} servers of all stages, 0 are possible "
+                    "with a loop's own iterator: plan without a pool (PlanOptions.pool)"
+                )
             if placed:
                 raise UnsupportedFeatureError(
                     f"the plan of step {batch.step} uses {placed.pop()}, which says of each token where it goes; what "

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CHOOSES_INNER_SIZE, PLACED, CpCommType, Topology
+from dynamic_cp.types import CHOOSES_INNER_SIZE, PLACED, Attention, CpCommType, Topology
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.groups.first_exchange import warm_up, ways_of
@@ -66,6 +66,9 @@ class DynamicCPGroups:
         inner_groups: inner size -> this lane's inner group of a2a+p2p or blocks; one of `groups` where that size is
             there.
         outer_groups: (first lane, cp size, inner size) -> outer group of a2a+p2p.
+        pool: the ranks of all pipeline stages and lanes with this one's tensor-parallel rank, stage after stage, where
+            plans may have servers of all stages.
+        stage: of the pipeline, where there is such a group.
         build_s, warm_up_s, warm_up_bytes: what building and the first exchanges of each group took.
     """
 
@@ -75,6 +78,8 @@ class DynamicCPGroups:
     inner_groups: Mapping[int, dist.ProcessGroup]
     outer_groups: Mapping[tuple[int, int, int], dist.ProcessGroup]
     build_s: float
+    pool: dist.ProcessGroup | None = None
+    stage: int = 0
     warm_up_s: float = 0.0
     warm_up_bytes: int = 0
 
@@ -91,6 +96,7 @@ class DynamicCPGroups:
         query_heads: int | None = None,
         device: torch.device | None = None,
         lane_ranks: Sequence[int] | None = None,
+        has_pool: bool = False,
     ) -> DynamicCPGroups:
         """Create and warm this rank's groups; call on all ranks, after `parallel_state.initialize_model_parallel`.
 
@@ -103,6 +109,7 @@ class DynamicCPGroups:
             query_heads: of a tensor-parallel rank; exchanges are not warmed in groups that cannot share them evenly.
             device: where the warm-up exchanges happen; default: what the job's backend needs.
             lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
+            has_pool: plans may have servers of all stages; ranks are then those of megatron-core's default order.
 
         Raises:
             InvalidInputError: megatron-core was built for another number of lanes or another rank order.
@@ -129,6 +136,8 @@ class DynamicCPGroups:
         inner = {size for _, _, size in two_levels} | (set(inner_sizes) if may_place else set())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
+            stage, tp_rank = divmod(dist.get_rank() - lane * topology.tp_size, topology.num_lanes * topology.tp_size)
+            pool = _pool(topology, tp_rank, timeout_s) if has_pool else None
             groups = {}
             # Placed buckets span any lanes. torch names a group by how many a rank has: that of all lanes comes first.
             if may_place and (0, topology.num_lanes) not in blocks:
@@ -149,6 +158,8 @@ class DynamicCPGroups:
             inner_groups=inner_groups,
             outer_groups=outer_groups,
             build_s=built - started,
+            pool=pool,
+            stage=stage,
         )
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
@@ -159,6 +170,8 @@ class DynamicCPGroups:
                 inner_size = way.inner_cp_size
                 levels = cold.placed_levels(group, inner_size) if is_placed else cold.levels(first, size, inner_size)
                 warm_up(way, group, levels, done, stats, device or collective_device())
+        if pool is not None:  # all of its members have warmed all others by now
+            warm_up(Attention(PLACED[0]), pool, (None, pool), done, stats, device or collective_device())
         return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:
@@ -241,9 +254,27 @@ class DynamicCPGroups:
         return (
             f"dynamic CP groups over {self.num_lanes} lanes, sizes {sizes}"
             + (f", inner x outer {levels}" if levels else "")
+            + (f", a pool of {self.pool.size()} servers" if self.pool is not None else "")
             + f": built in {self.build_s:.2f} s, warmed in {self.warm_up_s:.2f} s with {self.warm_up_bytes} bytes "
             "sent per rank"
         )
+
+
+def _pool(topology: Topology, tp_rank: int, timeout_s: float) -> dist.ProcessGroup:
+    """Return the group of all stages and lanes with this tensor-parallel rank; collective over the job.
+
+    All ranks make all of them: where members alone make a group, torch names it by how many groups a rank has, which
+    stages of a pipeline have not in common.
+    """
+    made = [
+        dist.new_group(
+            list(range(first, topology.world_size, topology.tp_size)),
+            timeout=timedelta(seconds=timeout_s),
+            group_desc=f"dynamic_cp_pool_{first}",
+        )
+        for first in range(topology.tp_size)
+    ]
+    return made[tp_rank]
 
 
 @contextlib.contextmanager

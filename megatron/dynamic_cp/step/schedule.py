@@ -12,11 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
+from megatron.dynamic_cp.step.ticks import run_ticks
 
 
 def run_schedule(
@@ -30,6 +32,8 @@ def run_schedule(
     forward_step_func: Callable[..., Any] = forward_step,
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward); return what the loss function logged, [] before the last stage.
+
+    A step with servers of all stages (`StepData.pool`) runs in ticks, all others on megatron-core's schedules.
 
     Args:
         seq_length: an upper bound; pipeline stages exchange the real lengths.
@@ -46,6 +50,23 @@ def run_schedule(
         if verify_messages:
             communicator.check_neighbours()
         planned = {"p2p_communicator": communicator, "pg_collection": schedule_groups()}
+    if data.pool is not None:
+        if not (single and planned):
+            raise UnsupportedFeatureError(
+                f"the plan has servers of all stages, which {len(model)} model chunks of "
+                f"{parallel_state.get_pipeline_model_parallel_world_size()} stages cannot run: 1 chunk each of at "
+                "least 2 stages is needed, and the tokens of the plan (`rank_tokens`)"
+            )
+        return run_ticks(
+            model[0],
+            data.data_iterators[0],
+            data.pool,
+            communicator,
+            planned["pg_collection"],
+            num_microbatches=data.num_microbatches,
+            forward_step_func=forward_step_func,
+            forward_only=forward_only,
+        )
     logged = get_forward_backward_func()(
         forward_step_func=forward_step_func,
         data_iterator=data.data_iterators[0] if single else data.data_iterators,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,35 +25,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.pipeline.schedule import KINDS
-from dynamic_cp.pipeline.ticks import Tick, tick_order
+from dynamic_cp.types import KINDS, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.serving import serve
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.data.pool import Pool
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
 
 FORWARD = KINDS[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pool:
-    """What this rank computes of attention in each tick.
-
-    Attributes:
-        group: the ranks of all stages and lanes with this one's tensor-parallel rank, stage after stage.
-        forward, backward: [tick] its part; a lane of the placement is a member of the group. Its own tokens are those
-            of its micro-batch, in the same order; none where it has no micro-batch.
-    """
-
-    group: ProcessGroup
-    forward: tuple[PlacedLane, ...]
-    backward: tuple[PlacedLane, ...]
-
-    def lane_of(self, tick: Tick) -> PlacedLane:
-        """Return this rank's part of a tick."""
-        return (self.forward if tick.kind == FORWARD else self.backward)[tick.number]
 
 
 def run_ticks(
@@ -65,7 +46,6 @@ def run_ticks(
     *,
     num_microbatches: int,
     forward_step_func: Callable[..., Any],
-    stats: ExchangeStats,
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward) by ticks; return what the loss function logged.
@@ -76,7 +56,6 @@ def run_ticks(
         model: the one chunk of this stage.
         data_iterator: yields this lane's micro-batches.
         communicator: of the pass; groups: what `pipeline_p2p.schedule_groups` returns.
-        stats: counter of the step.
 
     Raises:
         UnsupportedFeatureError: a configuration under which ranks would not run the same layers at once.
@@ -91,7 +70,7 @@ def run_ticks(
     mine = _Microbatches(
         model, data_iterator, config, groups.cp.size(), forward_step_func, num_microbatches, stage == pp_size - 1
     )
-    idle = _Server(model, pool.group, stats, repeats=repeats_attention(config))
+    idle = _Server(model, pool, repeats=repeats_attention(config))
     sync = _GradientSync(config, is_first=stage == 0)
     # What the other stages have sent for the next tick of each direction.
     came: dict[bool, Tensor | None] = {True: None, False: None}
@@ -136,6 +115,7 @@ _REFUSED = {
     "num_moe_experts": "stages without a micro-batch have no tokens for experts",
     "window_size": _UNTRIED,
     "multi_latent_attention": _UNTRIED,
+    "softmax_type": _UNTRIED,
 }
 """Field of a configuration that would have ranks of a pool wait for ever, or that was not tried -> why."""
 
@@ -169,7 +149,7 @@ def check_config(config: Any) -> None:
             "one chunk on each stage; leave out --num-layers-per-virtual-pipeline-stage, or plan without the pool"
         )
     for name, why in _REFUSED.items():
-        if getattr(config, name, None):
+        if getattr(config, name, None) not in (None, False, 0, "vanilla"):
             raise UnsupportedFeatureError(
                 f"{name} is {getattr(config, name)}, in a pool it must be off, because {why}: leave it out, or plan "
                 "without the pool"
@@ -184,7 +164,7 @@ def check_config(config: Any) -> None:
 
 def check_number(pool: Pool, num_ticks: int, *, forward_only: bool) -> None:
     """Raise DisagreementError unless the pool has a part for each tick of the pass."""
-    for name, planned in (("forward", len(pool.forward)), ("backward", len(pool.backward))):
+    for name, planned in (("forward", len(pool.ticks.forward)), ("backward", len(pool.ticks.backward))):
         if planned != num_ticks and not (forward_only and name == "backward"):
             raise DisagreementError(
                 f"the pool has {planned} {name} ticks, the pass has {num_ticks}: one for each micro-batch and one for "
@@ -258,14 +238,14 @@ class _Microbatches:
 class _Server:
     """A stage in the ticks in which it has no micro-batch."""
 
-    def __init__(self, model: torch.nn.Module, group: ProcessGroup, stats: ExchangeStats, *, repeats: bool) -> None:
+    def __init__(self, model: torch.nn.Module, pool: Pool, *, repeats: bool) -> None:
         self._layers, self._repeats = layers_of(model), repeats
         self._params = DynamicPackedSeqParams(
-            cp_group=group,
-            local_cp_size=group.size(),
+            cp_group=pool.group,
+            local_cp_size=pool.group.size(),
             positions=torch.empty(0, dtype=torch.int64, device=next(model.parameters()).device),
             cp_comm_type="blocks",
-            stats=stats,
+            stats=pool.stats,
             label="a stage without a micro-batch",
         )
 

@@ -19,6 +19,7 @@ from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
+from megatron.dynamic_cp.flags.pool import check_pool
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import windows_of
@@ -86,7 +87,7 @@ def check_planning_values(args: argparse.Namespace) -> None:
         InvalidInputError: one is out of its range.
     """
     _positive(args, "min_dynamic_cp_size max_dynamic_cp_size dynamic_cp_plan_timeout")
-    _not_negative(args, "dynamic_cp_lookahead dynamic_cp_refine")
+    _not_negative(args, "dynamic_cp_lookahead dynamic_cp_refine dynamic_cp_noise_margin")
 
 
 def _check_calibration(args: argparse.Namespace) -> None:
@@ -361,6 +362,8 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         # The lanes of a placed bucket know some of its samples each: nobody could count a sample's tokens.
         auto_places=auto_places and experts.num_experts(args) is None,
         pipeline_layers=pipeline_layers(args),
+        pool=check_pool(args),
+        noise_margin=args.dynamic_cp_noise_margin,
     )
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known

@@ -35,6 +35,7 @@ class StepRecord:
         padding_fraction: share of padding in all tokens computed.
         imbalance: max / mean of the lanes' predicted busy seconds.
         exchanged_bytes: sent for attention by all ranks.
+        num_servers: as in `PlanFacts`.
         is_fallback: the planner failed and the static plan was run.
         routing: of tokens to experts; None for a dense model.
         future_losses: of each depth of multi-token prediction, as `loss`.
@@ -56,6 +57,7 @@ class StepRecord:
     padding_fraction: float
     imbalance: float
     exchanged_bytes: int
+    num_servers: int = 0
     is_fallback: bool = False
     share_of_others: float | None = None
     routing: Routing | None = None
@@ -94,6 +96,7 @@ class StepRecord:
             padding_fraction=facts.padding_fraction,
             imbalance=facts.imbalance,
             exchanged_bytes=exchanged_bytes,
+            num_servers=facts.num_servers,
             is_fallback=facts.fallback is not None,
             share_of_others=share_of_others,
             routing=routing,
@@ -120,6 +123,7 @@ def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
         "learning_rate": record.learning_rate,
         "exchanged_bytes": record.exchanged_bytes,
         "is_fallback": record.is_fallback,
+        **({"num_servers": record.num_servers} if record.num_servers else {}),
         **({"future_losses": list(record.future_losses)} if record.future_losses else {}),
     }
 
@@ -170,6 +174,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
     histogram: Counter[int] = Counter()
     for record in interval.records:
         histogram.update(record.cp_histogram)
+    num_pooled = sum(record.num_servers > 0 for record in interval.records)
     fields = [
         f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {iteration:8d}/{train_iters:8d}",
         f"consumed samples: {consumed_samples:12d}",
@@ -183,6 +188,7 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
         f"grad norm: {last.grad_norm:.3f}",
         f"num_microbatches: {last.num_microbatches}",
         format_cp_sizes(histogram),
+        *([f"in a pool: {num_pooled} of {len(interval.records)}"] if num_pooled else []),
         f"tokens: {interval.mean('num_tokens'):.0f}",
         f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
         f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",

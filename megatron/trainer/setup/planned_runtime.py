@@ -128,6 +128,7 @@ class PlannedRuntime:
             inner_sizes=options.inner_cp_sizes or (),
             query_heads=model_shape.num_attention_heads // settings.topology.tp_size,
             device=device,
+            has_pool=settings.pool != "off",
         )
         return cls(
             settings=settings,
@@ -170,6 +171,7 @@ class PlannedRuntime:
             hardware=self.hardware,
             options=self.options,
             policy=self.settings.policy,
+            distributed_optimizer=self.settings.distributed_optimizer,
         )
         planner: list[Planner] = []
 
@@ -223,9 +225,10 @@ class PlannedRuntime:
     def describe(self) -> tuple[str, str]:
         """Return two lines for the log: the groups, and what plans follow."""
         is_auto = self.settings.max_tokens_per_rank is None
+        pool = "" if self.settings.pool == "off" else f" with a pool of all stages ({self.settings.pool})"
         of_memory = " (auto: what the memory of its hardware holds)" if is_auto else ""
         return self.groups.describe(), (
-            f"policy {self.settings.policy}, {self.options.max_tokens_per_rank} padded tokens per rank and "
+            f"policy {self.settings.policy}{pool}, {self.options.max_tokens_per_rank} padded tokens per rank and "
             f"micro-batch{of_memory}, hardware {self.hardware_name} for the cost model"
         )
 

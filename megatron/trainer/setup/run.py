@@ -118,6 +118,7 @@ def set_up(settings: Settings) -> Run:
         layer_choice.check_masks("prompts with several responses")
         _check_masks(settings)
         _check_experts(settings)
+        _check_pool(settings)
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -177,14 +178,25 @@ def _check_experts(settings: Settings) -> None:
         )
 
 
+def _check_pool(settings: Settings) -> None:
+    if settings.planning.pool != "off":
+        raise UnsupportedFeatureError(
+            f"--dynamic-cp-pool {settings.planning.pool}: prompts with several responses have masks of their own, and "
+            "servers compute queries with all keys before them: give each response a line with its prompt, or leave "
+            "the flag out"
+        )
+
+
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
     """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
     return stream.global_batch(0, settings.training.batch_sizes.at(0)) if stream.has_masks else ()
 
 
 def _layers(settings: Settings, device: torch.device) -> LayerChoice:
+    # Servers of a pool run local layers, so nothing else is chosen beside it.
+    requested = settings.model.transformer_impl if settings.planning.pool == "off" else "local"
     choice = layers.choose(
-        settings.model.transformer_impl,
+        requested,
         settings.planning.cp_comm_type,
         backend=settings.model.attention_backend,
         bf16=settings.model.bf16,

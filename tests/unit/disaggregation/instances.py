@@ -9,7 +9,8 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.disaggregation.homes import TILE_TOKENS, halved, quota_homes
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
-from dynamic_cp.disaggregation.tasks import Tasks, tasks_of
+from dynamic_cp.disaggregation.tasks import tasks_of
+from dynamic_cp.types import Tasks
 
 NONE = np.zeros((0, 4), np.int64)
 

@@ -1,19 +1,21 @@
-"""A pool is taken where it is faster, and only compared: nothing runs it yet."""
+"""A pool is taken where it is faster."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dynamic_cp.cli import main
 from dynamic_cp.comparison import compare_policies, to_dict
-from dynamic_cp.disaggregation.choice import choose
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.choice import choose, plan_batch
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.setting import TASK_POLICIES
+from dynamic_cp.setting import POOL_POLICIES, TASK_POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology
 from tests.unit.disaggregation.test_task_plans import HARDWARE, MODEL, K
 
@@ -73,9 +75,51 @@ def test_policies_of_tasks_are_compared_with_all_others() -> None:
     assert margin.policy("pool").iteration_s > 1.1 * found["pool"]
 
 
-@pytest.mark.parametrize("policy", TASK_POLICIES)
-def test_what_nothing_runs_is_refused_by_name(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=rf"policy {policy} gives attention .* not run yet"):
+@pytest.mark.parametrize("policy", [name for name in TASK_POLICIES if name not in POOL_POLICIES])
+def test_what_is_there_to_be_compared_with_is_refused_by_name(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=rf"policy {policy} is there to be compared with"):
         plan_problem(replace(problem_of(4), policy=policy), EVEN)
     assert main(["plan", "--lengths", "github", "--lanes", "4", "--policy", policy]) == 2
-    assert f"policy {policy} gives attention to servers" in capsys.readouterr().err
+    assert f"policy {policy} is there to be compared with" in capsys.readouterr().err
+
+
+def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -> None:
+    """Without ping-pong, which no schedule has yet: the exchange of every layer stands in the open."""
+    problem = problem_of(4)
+    assert plan_batch(problem, ONE_GIANT).plan == plan_problem(problem, ONE_GIANT).plan
+    auto, always = (replace(problem, options=replace(OPTIONS, pool=pool)) for pool in ("auto", "always"))
+    chosen = plan_batch(auto, ONE_GIANT)
+    assert chosen.plan.pool is not None
+    assert chosen.plan == plan_batch(always, ONE_GIANT).plan
+    assert chosen.plan.pool.num_halves == 1
+    assert "times as fast as dynamic" in chosen.reason
+    assert len(chosen.predicted_busy_s) == 4
+    assert 1.0 <= chosen.imbalance < 1.5
+    assert 0 < max(chosen.predicted_busy_s) < chosen.predicted_s
+    noisy = plan_batch(replace(auto, options=replace(OPTIONS, pool="auto", noise_margin=9.0)), ONE_GIANT)
+    assert noisy.plan.pool is None
+    assert "as fast as the pool" in noisy.reason
+    static = replace(auto, policy="static")
+    assert plan_batch(static, ONE_GIANT).plan.pool is None
+    with pytest.raises(UnsupportedFeatureError, match="interleaving"):
+        plan_batch(replace(problem_of(2, 2), options=replace(OPTIONS, pool="always")), EVEN)
+
+
+def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, plan = tmp_path / "lengths.txt", tmp_path / "plan.json"
+    lengths.write_text("\n".join(str(sample.seqlen) for sample in ONE_GIANT))
+    words = ["plan", "--lengths", str(lengths), "--tp", "8", "--recompute", "full", "--max-tokens-per-rank", "65536"]
+    piped = [*words, "--lanes", "4", "--pp", "4"]
+    assert main([*piped, "--policy", "with-pool", "--output", str(plan)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"pool \d+ tasks forward, 16 servers", said)
+    assert "times as fast as dynamic" in said
+    assert main(["check", str(plan), "--lengths", str(lengths)]) == 0
+    assert "on 16 servers" in capsys.readouterr().out
+    for more, reason in (
+        (["--bound"], "--bound is one of plans whose attention stays on its stage"),
+        (["--noise-margin", "-1"], "noise_margin is -1.0"),
+        (["--vpp", "2"], "interleaving (--vpp 2)"),
+    ):
+        assert main([*piped, "--policy", "pool", *more]) == 2
+        assert reason in capsys.readouterr().err

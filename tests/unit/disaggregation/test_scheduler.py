@@ -13,26 +13,27 @@ from hypothesis import strategies as st
 from dynamic_cp.arrays import Ints
 from dynamic_cp.disaggregation.homes import halved, homes_in_order, quota_homes
 from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
-from dynamic_cp.disaggregation.scheduler import TASKS_PER_DOCUMENT, schedule, work_of
-from dynamic_cp.disaggregation.tasks import (
+from dynamic_cp.disaggregation.scheduler import schedule, work_of
+from dynamic_cp.disaggregation.tasks import tasks_of
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.placement.legal import why_misplaced
+from dynamic_cp.placement.programme import programmes_of
+from dynamic_cp.placement.sent import TokenBytes
+from dynamic_cp.placement.traffic import bytes_of_tasks, fetches_of_tasks
+from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW, fetches_of
+from dynamic_cp.types import Sample
+from dynamic_cp.types.tasks import (
     HALF,
     HOLDER,
     SAMPLE,
     SERVER,
     START,
     STOP,
+    TASKS_PER_DOCUMENT,
     Tasks,
     parse_tasks,
     runs_of,
-    tasks_of,
 )
-from dynamic_cp.disaggregation.traffic import bytes_of_tasks, fetches_of_tasks
-from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.placement.legal import why_misplaced
-from dynamic_cp.placement.programme import programmes_of
-from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW, fetches_of
-from dynamic_cp.types import Sample
 from tests.unit.disaggregation.instances import NONE, homes_of, random_seqlens, rules, scheduled
 
 ONE_TOKEN = TokenBytes(query=1.0, kv=1.0, lse=0.0)

@@ -10,23 +10,46 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamic_cp.disaggregation import serialize
-from dynamic_cp.disaggregation.legal import check_task_plan
-from dynamic_cp.disaggregation.plan import HomedBatch, TaskPlan
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices
 from dynamic_cp.disaggregation.profile import AttentionProfile
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
-from dynamic_cp.disaggregation.tasks import HALF, HOLDER, SERVER, STOP, Tasks
 from dynamic_cp.disaggregation.timeline import TickTime, tick_timeline
-from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InfeasibleSampleError, UnsupportedFeatureError
+from dynamic_cp.errors import (
+    DisagreementError,
+    DynamicCPError,
+    IllegalPlanError,
+    InfeasibleSampleError,
+    UnsupportedFeatureError,
+)
+from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.pipeline.schedule import KINDS
-from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.pipeline.ticks import tick_order
+from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.plans import serialize
+from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
+from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.plans.pool import homes_of, why_too_much_fetched
+from dynamic_cp.plans.server_ticks import decode_ticks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CP_COMM_TYPES, PLACED, Lambda, PlanOptions, Recompute, Sample, Topology
+from dynamic_cp.types import (
+    CP_COMM_TYPES,
+    KINDS,
+    PLACED,
+    Bucket,
+    Lambda,
+    MicroBatch,
+    Placement,
+    Plan,
+    PlanOptions,
+    PoolTasks,
+    Recompute,
+    Sample,
+    Tasks,
+    Topology,
+    tick_order,
+)
+from dynamic_cp.types.tasks import HALF, HOLDER, SERVER, STOP
 
 K = 1024
 MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
@@ -52,13 +75,19 @@ def pooled() -> PlannedTasks:
     return plan_tasks(batch_of(), cost_model_of(2), num_microbatches=[6])
 
 
+def pool_of(plan: Plan) -> PoolTasks:
+    assert plan.pool is not None
+    return plan.pool
+
+
 def test_a_pool_of_stages_is_legal_and_even(pooled: PlannedTasks) -> None:
     plan = pooled.plan
-    check_task_plan(plan, batch_of())
-    assert (plan.num_microbatches, plan.num_servers, plan.num_halves) == (6, 8, 2)
-    assert len(plan.forward) == len(plan.backward) == 7
+    pool = pool_of(plan)
+    check_plan(plan, batch_of())
+    assert (plan.num_microbatches, plan.num_servers, pool.num_halves) == (6, 8, 2)
+    assert len(pool.forward) == len(pool.backward) == 7
     # In the first tick only stage 0 holds anything; servers of stage 1 compute for it.
-    first = plan.forward[0].rows
+    first = pool.forward[0].rows
     assert set(first[:, HOLDER]) == set(range(4))
     assert set(first[:, SERVER]) > set(range(4, 8))
     assert plan.num_tokens == sum(sample.seqlen for sample in batch_of())
@@ -77,9 +106,10 @@ def test_plans_are_the_same_as_json_and_as_text(pooled: PlannedTasks) -> None:
     plan = pooled.plan
     assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
     assert serialize.digest(plan) == serialize.digest(serialize.loads(serialize.dumps(plan)))
-    moved = plan.forward[0].rows.copy()
+    assert "pool" not in serialize.plan_to_dict(replace(plan, pool=None))
+    moved = pool_of(plan).forward[0].rows.copy()
     moved[0, SERVER] ^= 1
-    other = replace(plan, forward=(Tasks(moved), *plan.forward[1:]))
+    other = with_side(plan, forward=(Tasks(moved), *pool_of(plan).forward[1:]))
     assert serialize.digest(other) != serialize.digest(plan)
     assert other != plan
 
@@ -88,8 +118,8 @@ def test_plans_are_the_same_as_json_and_as_text(pooled: PlannedTasks) -> None:
     ("text", "words"),
     [
         ("{}", "lacks schema_version"),
-        ("plan v1", "starts with 'tasks v1"),
-        ("tasks v1 policy=pool\n1 | | ", "line 2"),
+        ("plan v1 policy=pool tile_tokens=128\nF1 | 0.0.1.0.0.0", "line 2 is 'F1 | 0.0.1.0.0.0': a tick looks like"),
+        ("plan v1 policy=pool tile_tokens=128\nF0 | 0.0.1.0.0\n", "topology lacks"),
     ],
 )
 def test_texts_that_are_no_plans_are_refused(text: str, words: str) -> None:
@@ -97,11 +127,16 @@ def test_texts_that_are_no_plans_are_refused(text: str, words: str) -> None:
         (serialize.loads if text.startswith("{") else serialize.parse_plan)(text)
 
 
-def with_rows(plan: TaskPlan, change: Any) -> TaskPlan:
-    rows = plan.forward[1].rows.copy()
+def with_side(plan: Plan, **sides: tuple[Tasks, ...]) -> Plan:
+    return replace(plan, pool=replace(pool_of(plan), **sides))
+
+
+def with_rows(plan: Plan, change: Any) -> Plan:
+    pool = pool_of(plan)
+    rows = pool.forward[1].rows.copy()
     found = change(rows)
     rows = rows if found is None else found
-    return replace(plan, forward=(plan.forward[0], Tasks(rows), *plan.forward[2:]))
+    return with_side(plan, forward=(pool.forward[0], Tasks(rows), *pool.forward[2:]))
 
 
 def set_at(column: int, value: int, row: int = 0) -> Any:
@@ -141,90 +176,130 @@ def off_the_grid(rows: Any) -> Any:
 )
 def test_wrong_tasks_are_refused(pooled: PlannedTasks, change: Any, words: str) -> None:
     with pytest.raises(IllegalPlanError, match=words) as caught:
-        check_task_plan(with_rows(pooled.plan, change), batch_of())
+        check_plan(with_rows(pooled.plan, change), batch_of())
     assert str(caught.value).startswith("tick F1")
 
 
 def test_wrong_plans_are_refused(pooled: PlannedTasks) -> None:
     plan = pooled.plan
-    batch = plan.micro_batches[0]
-    masked = replace(batch.samples[0], mask=Lambda(0, 64))
-    lanes = batch.homes.copy()
+    bucket = plan.micro_batches[0].buckets[0]
+    assert bucket.placement is not None
+    homes = bucket.placement.homes
+    masked = replace(bucket.samples[0], mask=Lambda(0, 64))
+    lanes, one_lane = homes.copy(), homes.copy()
     lanes[0, 3] = 4
-    one_lane = batch.homes.copy()
     one_lane[:, 3] = 0
+    tiles = np.array([[0, 0, 0, 0]], np.int32)
     more = Sample(sample_id=10**6, seqlen=5)
+    pool = pool_of(plan)
     wrong = {
         "0 micro-batches": replace(plan, micro_batches=()),
         "vp_size 2, ticks have vp_size 1": replace(plan, topology=replace(plan.topology, vp_size=2)),
-        "tasks for 6 forward and 7 backward ticks, 7 of each": replace(plan, forward=plan.forward[1:]),
-        "has the mask": with_batch(plan, HomedBatch((masked, *batch.samples[1:]), batch.homes)),
-        "homes are on lanes 0 to 4 of 4": with_batch(plan, HomedBatch(batch.samples, lanes)),
-        "lane 0 holds": with_batch(plan, HomedBatch(batch.samples, one_lane)),
-        "is in micro-batches 0 and 1": with_batch(plan, plan.micro_batches[1]),
+        "tasks for 6 forward and 7 backward ticks, 7 of each": with_side(plan, forward=pool.forward[1:]),
+        "has the mask": with_bucket(plan, replace(bucket, samples=(masked, *bucket.samples[1:]))),
+        "homes are on lanes 0 to 4 of 4": with_bucket(plan, with_homes(bucket, lanes)),
+        "padded tokens per rank, the limit is": with_bucket(plan, with_homes(bucket, one_lane)),
+        "1 tiles and 0 masks of layers": with_bucket(plan, replace(bucket, placement=Placement(homes, tiles))),
+        "is twice in the plan": replace(plan, micro_batches=(plan.micro_batches[1], *plan.micro_batches[1:])),
+        "4 buckets, in a plan with a pool 1 has all 4 lanes": on_lane_0(plan),
     }
     for words, one in wrong.items():
         with pytest.raises(IllegalPlanError, match=words):
-            check_task_plan(one)
-    with pytest.raises(IllegalPlanError, match="given was Sample"):
-        check_task_plan(plan, [*batch_of(), more])
-    small = replace(plan, max_tokens_per_rank=max(max(one.lane_tokens(4)) for one in plan.micro_batches) + 8)
-    check_task_plan(small)
+            check_plan(one)
+    with pytest.raises(IllegalPlanError, match="lacks 1 of"):
+        check_plan(plan, [*batch_of(), more])
+    check_plan(replace(plan, max_tokens_per_rank=int(lane_tokens_of(plan).max())))
+    # Without its pool it lacks tiles.
+    with pytest.raises(IllegalPlanError, match="in 0 tiles"):
+        check_plan(replace(plan, pool=None))
+    with pytest.raises(UnsupportedFeatureError, match="a pool of 8 servers, whose ticks are no 1F1B"):
+        simulate(plan, cost_model_of(2))
 
 
-def with_batch(plan: TaskPlan, batch: HomedBatch) -> TaskPlan:
-    return replace(plan, micro_batches=(batch, *plan.micro_batches[1:]))
+def with_homes(bucket: Bucket, homes: Any) -> Bucket:
+    return replace(bucket, placement=Placement(homes, np.zeros((0, 4), np.int32)))
+
+
+def with_bucket(plan: Plan, *buckets: Bucket) -> Plan:
+    return replace(plan, micro_batches=(MicroBatch(buckets=buckets), *plan.micro_batches[1:]))
+
+
+def on_lane_0(plan: Plan) -> Plan:
+    whole = Bucket(first_lane=0, samples=plan.micro_batches[0].buckets[0].samples)
+    empty = (Bucket(first_lane=lane) for lane in range(1, 4))
+    return with_bucket(replace(plan, max_tokens_per_rank=10**6), whole, *empty)
 
 
 def test_what_servers_fetch_is_limited() -> None:
     # One sample on lane 0 alone, its last queries on all others: each fetches all its keys.
-    topology = Topology(num_lanes=12)
-    sample = Sample(sample_id=0, seqlen=1200)
     rows = [[0, 100 * part, 100 * (part + 1), 0, part, 0] for part in range(12)]
-    tasks = Tasks(np.array(rows, np.int32))
-    homes = HomedBatch((sample,), np.array([[0, 0, 1200, 0]], np.int32))
-    plan = TaskPlan(
-        topology=topology,
-        max_tokens_per_rank=1200,
-        tile_tokens=100,
-        scope="stage",
-        micro_batches=(homes,),
-        forward=(tasks,),
-        backward=(tasks,),
-    )
-    check_task_plan(plan)
-    spread = np.array([[0, 100 * part, 100 * (part + 1), part] for part in range(12)], np.int32)
-    away = np.array([[0, 100 * part, 100 * (part + 1), part, (part + 5) % 12, 0] for part in range(12)], np.int32)
-    wrong = replace(
-        plan,
-        max_tokens_per_rank=120,
-        micro_batches=(HomedBatch((sample,), spread),),
-        forward=(Tasks(away),),
-        backward=(Tasks(away),),
-    )
-    with pytest.raises(IllegalPlanError, match="fetches 1100 tokens' keys, the limit is 8 times 120"):
-        check_task_plan(wrong)
-    with pytest.raises(IllegalPlanError, match="other tasks backward than forward"):
-        check_task_plan(replace(plan, backward=(Tasks(tasks.rows[::-1].copy()),)))
+    assert why_too_much_fetched(Tasks(np.array(rows, np.int32)), 12, 8, 1200, MOST_FETCHED) is None
+    away = [[0, 100 * part, 100 * (part + 1), part, (part + 5) % 12, 0] for part in range(12)]
+    reason = why_too_much_fetched(Tasks(np.array(away, np.int32)), 12, 8, 120, MOST_FETCHED)
+    assert reason is not None
+    assert "fetches 1100 tokens' keys, the limit is 8 times 120" in reason
 
 
 @pytest.mark.parametrize("sizes", [{}, {"vp_size": 2}])
 def test_tasks_of_one_stage_run_as_placed_attention_on_any_schedule(sizes: dict[str, int]) -> None:
     cost_model = cost_model_of(2, **sizes)
-    seconds, plan, tasks = plan_stage_tasks(batch_of(), cost_model, num_microbatches=[6])
+    seconds, plan = plan_stage_tasks(batch_of(), cost_model, num_microbatches=[6])
     check_plan(plan, batch_of())
-    check_task_plan(tasks, batch_of())
-    assert tasks.scope == "stage"
+    assert plan.pool is None
     assert plan.num_placed == plan.num_microbatches == 6
     assert seconds == makespan_ns(plan, cost_model) / 1e9
-    for row, homes in zip(plan.micro_batches, tasks.micro_batches, strict=True):
-        assert row.buckets[0].placement is not None
-        assert row.buckets[0].placement.home_tokens(4) == homes.lane_tokens(4)
 
 
-def test_a_pool_is_no_plan_for_one_stage(pooled: PlannedTasks) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=r"a pool of 2 stages .* nothing runs them yet"):
-        pooled.plan.placed()
+def test_every_server_gets_what_its_tasks_are_and_no_more(pooled: PlannedTasks) -> None:
+    """Programmes as they arrive: tasks are computed where the plan says, by programmes that know their tokens."""
+    plan = pooled.plan
+    facts = PlanFacts.of(pooled.planned_batch(cost_model_of(2)))
+    messages = encode_lanes(plan, facts)
+    lanes = [decode_lane(message) for message in messages]
+    assert lanes == [lane_plan(plan, lane, facts) for lane in range(4)]
+    assert facts.num_servers == 8
+    for tick, tasks in plan.ticks():
+        computed = []
+        for server in range(plan.num_servers):
+            stage, lane = divmod(server, 4)
+            ticks = decode_ticks(lanes[lane].ticks[stage])
+            programme, samples = (ticks.forward if tick.kind == "F" else ticks.backward)[tick.number]
+            ids = [sample.sample_id for sample in samples]
+            for half, tiles in enumerate(programme.tiles):
+                rows = {row for row, _ in tiles}
+                computed += [
+                    (ids[programme.held[row].sample], programme.held[row].start, programme.held[row].stop, server, half)
+                    for row in rows
+                ]
+        all_samples = plan.samples_of(tick)
+        wanted = [(all_samples[row[0]].sample_id, row[1], row[2], row[4], row[5]) for row in tasks.rows.tolist()]
+        assert sorted(computed) == sorted(wanted)
+    for index, micro_batch in enumerate(plan.micro_batches):
+        held = [
+            sum(home[2] - home[1] for home in lanes[lane].parts[index][0] if home[3] < 0)  # type: ignore[index]
+            for lane in range(4)
+        ]
+        homes = homes_of(micro_batch)
+        assert held == np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], 4).tolist()
+    # A message holds a lane's servers of both stages; JSON of the whole plan is as large as all of them.
+    assert max(map(len, messages)) < 40_000
+
+
+def test_a_part_that_is_none_is_refused() -> None:
+    with pytest.raises(DisagreementError, match="a server's part of the plan is 'abc'"):
+        decode_ticks("abc")
+
+
+def test_one_lane_has_a_pool_of_its_stages() -> None:
+    topology = Topology(num_lanes=1, tp_size=8, pp_size=2, sequence_parallel=True)
+    options = PlanOptions(max_tokens_per_rank=64 * K, recompute="full")
+    samples = batch_of()
+    plan = plan_tasks(samples, CostModel(MODEL, HARDWARE, topology, options), num_microbatches=[6]).plan
+    check_plan(plan, samples)
+    assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
+    assert plan.num_servers == 2
+    assert plan.num_placed == 0
+    assert any((tasks.rows[:, HOLDER] != tasks.rows[:, SERVER]).any() for _, tasks in plan.ticks())
 
 
 # ---- times
@@ -312,7 +387,7 @@ def test_profiles_are_the_kernels_of_plans() -> None:
 
 
 def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: PlannedTasks) -> None:
-    tasks, tokens = pooled.plan.forward[3], 16 * K
+    tasks, tokens = pool_of(pooled.plan).forward[3], 16 * K
     found = {}
     for recompute in ("none", "full"):
         for ping_pong in (False, True):
@@ -352,7 +427,8 @@ def test_the_pool_is_faster_than_its_homes_alone() -> None:
     ours_s, paper_s = (sum(one.exchange_s for one in planned.seconds) for planned in (as_even, paper))
     assert ours_s < paper_s
     assert ours.makespan_s < 1.05 * paper.makespan_s
-    assert (quota.plan.forward[3].rows[:, HOLDER] == quota.plan.forward[3].rows[:, SERVER]).all()
+    homes = pool_of(quota.plan).forward[3].rows
+    assert (homes[:, HOLDER] == homes[:, SERVER]).all()
     fixed = plan_tasks(samples, cost_model, TaskOptions(tolerances=(0.8,)))
     assert ours.makespan_s <= fixed.makespan_s
 

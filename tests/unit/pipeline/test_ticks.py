@@ -9,7 +9,8 @@ import pytest
 
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, stage_operations
-from dynamic_cp.pipeline.ticks import check_ticks, stage_ticks, tick_order
+from dynamic_cp.pipeline.ticks import check_ticks, stage_ticks
+from dynamic_cp.types import tick_order
 
 SHAPES = [(pp_size, rows) for pp_size in (1, 2, 3, 4, 8) for rows in (1, 2, pp_size, 3 * pp_size + 1)]
 

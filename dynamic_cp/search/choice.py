@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from dynamic_cp.disaggregation.homes import TILE_TOKENS
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_tasks
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlannedBatch, Problem, Sample
+
+_SMALL, _SMALL_TILE_TOKENS = 8, 16
+"""Below so many tiles per rank documents are cut finer: a lane's share is whole tiles of its head and of its tail."""
 
 
 class Choice(NamedTuple):
@@ -64,3 +70,36 @@ def choose(
     if ratio > 1.0:
         return Choice(pool.makespan_s, pool, f"{pool.reason}, {ratio:.3f} times as fast as dynamic")
     return Choice(dynamic_s, planned, f"dynamic, {1 / ratio:.3f} times as fast as the pool")
+
+
+def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
+    """Return the plan that a run of `problem` has: of `plan_problem`, or with a pool where `problem.options` allow one.
+
+    A pool is priced as it runs: the exchange of a layer beside nothing else, and with the margin for noise. Where the
+    hardware says how much memory there is, a pool has to fit into it.
+
+    Raises:
+        DynamicCPError: as `plan_problem`; with pool "always" as `plan_tasks`.
+    """
+    options = problem.options
+    if options.pool == "off" or problem.policy != "dynamic":
+        return plan_problem(problem, samples)
+    cost_model = CostModel(problem.model, problem.hardware, problem.topology, options_of_prices(options, problem.model))
+    memory = None
+    if problem.hardware.hbm_bytes:
+        memory = MemoryModel(
+            problem.model,
+            problem.hardware,
+            problem.topology,
+            options,
+            distributed_optimizer=problem.distributed_optimizer,
+        )
+    tile_tokens = TILE_TOKENS if options.max_tokens_per_rank >= _SMALL * TILE_TOKENS else _SMALL_TILE_TOKENS
+    tasks = TaskOptions(ping_pong=False, noise_margin=options.noise_margin, tile_tokens=tile_tokens)
+    if options.pool == "always":
+        return plan_tasks(samples, cost_model, tasks, memory=memory).planned_batch(cost_model)
+    choice = choose(samples, problem, cost_model, tasks, memory)
+    if isinstance(choice.planned, PlannedTasks):
+        return choice.planned.planned_batch(cost_model, choice.reason)
+    planned = choice.planned
+    return replace(planned, reason=f"{planned.reason}; {choice.reason}")

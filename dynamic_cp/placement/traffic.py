@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.disaggregation.tasks import HALF, HOLDER, SAMPLE, SERVER, Tasks
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, COLUMN, DELIVER, ROW, Fetches, Messages, fetches_used
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
+from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, Tasks
 
 
 def fetches_of_tasks(tasks: Tasks, node_servers: int) -> Fetches:

@@ -1,0 +1,174 @@
+"""The one judge of what makes a plan one with a pool: homes of every micro-batch, and tasks of every tick.
+
+`validate.check_plan` asks it. It needs compiled code, so it is imported by what is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynamic_cp.arrays import Ints
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.placement.legal import why_not_tiled
+from dynamic_cp.placement.traffic import fetched_tokens
+from dynamic_cp.types import PLACED, Bucket, MicroBatch, Plan, PoolTasks, Tasks
+from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, STOP, TASKS_PER_DOCUMENT, runs_of
+
+_AGAIN = "plan these samples again"
+
+MOST_FETCHED_IN_POOL = (4, 32)
+"""(Queries, keys) that a server may fetch in a tick, over the limit of tokens per rank: servers of a pool meet the
+longest documents of all stages. It bounds buffers; what they take, `MemoryModel.peak_in_ticks` counts."""
+
+
+def homes_of(micro_batch: MicroBatch) -> Ints:
+    """Return int64 [home, (sample, start, stop, lane)] of a micro-batch of a plan with a pool."""
+    (bucket,) = micro_batch.buckets
+    if bucket.placement is not None:
+        return bucket.placement.homes.astype(np.int64)
+    return np.array([(number, 0, one.seqlen, 0) for number, one in enumerate(bucket.samples)], np.int64).reshape(-1, 4)
+
+
+def homes_in_tick(plan: Plan, parts: Sequence[tuple[int, int]]) -> Ints:
+    """Return int64 [home, (sample of the tick, start, stop, server)] of the micro-batches `parts`, (stage, which)."""
+    found, first = [np.zeros((0, 4), np.int64)], 0
+    for stage, number in parts:
+        shift = np.array([first, 0, 0, stage * plan.topology.num_lanes])
+        found.append(homes_of(plan.micro_batches[number]) + shift)
+        first += len(plan.micro_batches[number].buckets[0].samples)
+    return np.concatenate(found)
+
+
+def check_pool(plan: Plan, pool: PoolTasks) -> None:
+    """Refuse a plan with a pool, whose other rules hold (`validate.check_plan`), unless its ticks can run.
+
+    The rules:
+        1. There is no interleaving: a chunk's ticks would have to wait for those of the other chunks of its stage.
+        2. Every micro-batch is one bucket over all lanes, whose placement has homes of all its samples and no tiles.
+        3. Samples have the causal mask.
+        4. There are as many entries of tasks as the schedule has ticks.
+        5. Tasks tile the samples of their tick, and every token is held where its home is: tasks move no tokens.
+        6. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
+           either half. The second half of a sample comes after the first.
+        7. What a server fetches stays below a limit.
+
+    Raises:
+        IllegalPlanError: the first broken rule, with its numbers; `micro_batch` or `tick` name it.
+    """
+    topology = plan.topology
+    if topology.vp_size > 1:
+        raise IllegalPlanError(
+            f"the plan has a pool of servers over stages with vp_size {topology.vp_size}, ticks have vp_size 1: leave "
+            "out interleaving (--num-layers-per-virtual-pipeline-stage), or plan without the pool",
+            vp_size=topology.vp_size,
+        )
+    for number, micro_batch in enumerate(plan.micro_batches):
+        reason = None
+        if len(micro_batch.buckets) > 1:
+            reason = f"{len(micro_batch.buckets)} buckets, in a plan with a pool 1 has all {topology.num_lanes} lanes"
+        reason = reason or why_not_homed(micro_batch.buckets[0], topology.num_lanes)
+        if reason is not None:
+            raise IllegalPlanError(f"micro-batch {number}: {reason}: {_AGAIN}", micro_batch=number)
+    wanted = plan.num_microbatches + topology.pp_size - 1
+    if not len(pool.forward) == len(pool.backward) == wanted:
+        raise IllegalPlanError(
+            f"the plan has tasks for {len(pool.forward)} forward and {len(pool.backward)} backward ticks, {wanted} of "
+            f"each are needed: {_AGAIN}"
+        )
+    for tick, tasks in plan.ticks():
+        parts = plan.micro_batches_of(tick)
+        rows = tasks.rows.astype(np.int64)
+        reason = why_not_tiled(rows[:, : HOLDER + 1], plan.samples_of(tick))
+        if reason is None:
+            reason = _why_tasks_wrong(plan, pool, rows, parts)
+        if reason is None:
+            reason = why_too_much_fetched(
+                tasks, plan.num_servers, lanes_in_one_node(topology), plan.max_tokens_per_rank, MOST_FETCHED_IN_POOL
+            )
+        if reason is not None:
+            raise IllegalPlanError(f"tick {tick}: {reason}: {_AGAIN}", tick=str(tick))
+
+
+def why_not_homed(bucket: Bucket, num_lanes: int) -> str | None:
+    """Return why a bucket is none of a plan with a pool; None where it is."""
+    masked = next((sample for sample in bucket.samples if sample.mask is not None), None)
+    if masked is not None:
+        return f"{masked.mask_in_words}, tasks have all keys up to their queries"
+    if num_lanes == 1:
+        return None
+    if bucket.cp_comm_type not in PLACED or bucket.placement is None or bucket.inner_cp_size > 1:
+        return f"its lanes have {bucket.attention}, in a plan with a pool they have homes ({PLACED[0]})"
+    if len(bucket.placement.tiles) or bucket.placement.layer_masks:
+        return (
+            f"its placement has {len(bucket.placement.tiles)} tiles and {len(bucket.placement.layer_masks)} masks of "
+            "layers, in a plan with a pool 0: tasks say who computes"
+        )
+    homes = bucket.placement.homes.astype(np.int64)
+    if len(homes) and not 0 <= homes[:, 3].min() <= homes[:, 3].max() < num_lanes:
+        return f"homes are on lanes {homes[:, 3].min()} to {homes[:, 3].max()} of {num_lanes}"
+    return why_not_tiled(homes, bucket.samples)
+
+
+def _why_tasks_wrong(plan: Plan, pool: PoolTasks, rows: Ints, parts: Sequence[tuple[int, int]]) -> str | None:
+    for column, kind in ((HOLDER, "held"), (SERVER, "computed")):
+        if not 0 <= rows[:, column].min() <= rows[:, column].max() < plan.num_servers:
+            return (
+                f"tokens are {kind} by servers {rows[:, column].min()} to {rows[:, column].max()} of {plan.num_servers}"
+            )
+    homes = homes_in_tick(plan, parts)
+    # The home of a row is the last one that begins no later.
+    key, at = homes[:, 0] * 2**32 + homes[:, 1], rows[:, SAMPLE] * 2**32 + rows[:, START]
+    home = homes[np.searchsorted(key, at, side="right") - 1]
+    elsewhere = (home[:, 3] != rows[:, HOLDER]) | (home[:, 2] < rows[:, STOP])
+    if elsewhere.any():
+        first = int(elsewhere.argmax())
+        sample, start, stop, holder = rows[first, : HOLDER + 1].tolist()
+        return (
+            f"tokens {start} to {stop} of sample {sample} are held by server {holder}, their home "
+            f"{home[first, 1:3].tolist()} is on {home[first, 3]}"
+        )
+    off = (rows[:, STOP] % pool.tile_tokens != 0) & (rows[:, STOP] != home[:, 2])
+    if off.any():
+        sample, _, stop, _ = rows[int(off.argmax()), : HOLDER + 1].tolist()
+        return f"a task of sample {sample} ends at token {stop}, which {pool.tile_tokens} does not divide"
+    ahead = (rows[1:, HALF] < rows[:-1, HALF]) & (rows[1:, SAMPLE] == rows[:-1, SAMPLE])
+    if ahead.any() or not 0 <= rows[:, HALF].min() <= rows[:, HALF].max() <= 1:
+        sample = rows[int(ahead.argmax()), SAMPLE] if ahead.any() else rows[int(rows[:, HALF].argmax()), SAMPLE]
+        return f"halves of sample {sample} are not 0 and then 1: the first half would need keys of the second"
+    runs = runs_of(rows)
+    of_server, counts = np.unique(runs[:, [0, 3, 4]], axis=0, return_counts=True)
+    if counts.max() > TASKS_PER_DOCUMENT:
+        sample, server, _ = of_server[int(counts.argmax())].tolist()
+        return f"server {server} computes {counts.max()} tasks of sample {sample}, {TASKS_PER_DOCUMENT} are possible"
+    return None
+
+
+def why_too_much_fetched(
+    tasks: Tasks, num_servers: int, node_servers: int, max_tokens_per_rank: int, most: tuple[int, int]
+) -> str | None:
+    """Return which server fetches too much, with the numbers; None: none does.
+
+    Args:
+        most: limits of (queries, keys), over that of tokens per rank.
+    """
+    fetched = fetched_tokens(tasks, num_servers, node_servers)
+    for kind, times, tokens in zip(("queries", "keys"), most, fetched, strict=True):
+        if tokens.max(initial=0) > times * max_tokens_per_rank:
+            return (
+                f"server {int(tokens.argmax())} fetches {tokens.max()} tokens' {kind}, the limit is {times} times "
+                f"{max_tokens_per_rank}"
+            )
+    return None
+
+
+def fetched_in_ticks(plan: Plan) -> Ints:
+    """Return int64 [stage, (queries, keys), lane]: most tokens of which a server of a pool fetches those in a tick."""
+    topology = plan.topology
+    most = np.zeros((2, plan.num_servers), np.int64)
+    for _, tasks in plan.ticks():
+        most = np.maximum(most, fetched_tokens(tasks, plan.num_servers, lanes_in_one_node(topology)))
+    of_stages: Ints = most.reshape(2, topology.pp_size, -1).transpose(1, 0, 2)
+    return of_stages

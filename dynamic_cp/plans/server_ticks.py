@@ -1,0 +1,77 @@
+"""What one server of a pool does in every tick of a plan, as text that travels to it.
+
+Numbers of a programme are small and repeat from tick to tick, so their JSON is compressed; `docs/disaggregated.md` has
+its bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import Any, NamedTuple
+
+from dynamic_cp.errors import DisagreementError
+from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.placement.programme import Programme, programmes_of
+from dynamic_cp.types import KINDS, Plan, Sample
+
+
+class ServerTick(NamedTuple):
+    """One tick of one server.
+
+    Attributes:
+        programme: what it computes, sends and receives.
+        samples: of which it holds or computes anything, as the programme numbers them.
+    """
+
+    programme: Programme
+    samples: tuple[Sample, ...]
+
+
+class ServerTicks(NamedTuple):
+    """[tick] what a server does, forward and backward."""
+
+    forward: tuple[ServerTick, ...]
+    backward: tuple[ServerTick, ...]
+
+
+def encode_ticks(plan: Plan) -> list[list[str]]:
+    """Return [lane][stage] texts of a plan with a pool, for `decode_ticks`."""
+    topology = plan.topology
+    found: list[dict[str, list[Any]]] = [{kind: [] for kind in KINDS} for _ in range(plan.num_servers)]
+    for tick, tasks in sorted(plan.ticks(), key=lambda one: one[0].number):
+        placement, samples = tasks.placement(), plan.samples_of(tick)
+        programmes = programmes_of(placement, plan.num_servers, 0, lanes_in_one_node(topology))
+        for server, programme in enumerate(programmes):
+            own = [[samples[number].sample_id, samples[number].seqlen] for number in placement.samples_of(server)]
+            found[server][tick.kind].append([programme.as_json(), own])
+    texts = [_text([one[kind] for kind in KINDS]) for one in found]
+    return [texts[lane :: topology.num_lanes] for lane in range(topology.num_lanes)]
+
+
+def _text(data: list[Any]) -> str:
+    return base64.b85encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode())).decode()
+
+
+def decode_ticks(text: str) -> ServerTicks:
+    """Return what `encode_ticks` wrote of a server.
+
+    Raises:
+        DisagreementError: it is none.
+    """
+    try:
+        forward, backward = json.loads(zlib.decompress(base64.b85decode(text)))
+        return ServerTicks(*(tuple(map(_tick, side)) for side in (forward, backward)))
+    except (ValueError, TypeError, LookupError, zlib.error) as error:
+        raise DisagreementError(
+            f"a server's part of the plan is {text[:40]!r}, which is none ({type(error).__name__}: {error}): all ranks "
+            "must run the same version; restart the job"
+        ) from error
+
+
+def _tick(data: Any) -> ServerTick:
+    programme, samples = data
+    return ServerTick(
+        Programme.read(programme), tuple(Sample(sample_id=number, seqlen=seqlen) for number, seqlen in samples)
+    )

@@ -1,0 +1,91 @@
+"""What this rank computes of attention in every tick, where servers of all pipeline stages do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.plans.server_ticks import decode_ticks
+from dynamic_cp.types import KINDS, Tick
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+
+
+class LaneTicks(NamedTuple):
+    """[tick] what a rank computes, forward and backward; a lane of a programme is a member of the pool's group.
+
+    Its own tokens are those of its micro-batch, in the same order; none where it has no micro-batch.
+    """
+
+    forward: tuple[PlacedLane, ...]
+    backward: tuple[PlacedLane, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pool:
+    """What this rank computes of attention in each tick.
+
+    Attributes:
+        group: the ranks of all stages and lanes with this one's tensor-parallel rank, stage after stage.
+        ticks: its part of them.
+        stats: counter of the step.
+    """
+
+    group: ProcessGroup
+    ticks: LaneTicks
+    stats: ExchangeStats
+
+    @classmethod
+    def of(cls, ticks: LaneTicks, groups: DynamicCPGroups, stats: ExchangeStats) -> Pool:
+        """Return the pool of a step.
+
+        Raises:
+            InvalidInputError: no group was built for it.
+        """
+        return cls(group=pool_group(groups), ticks=ticks, stats=stats)
+
+    def lane_of(self, tick: Tick) -> PlacedLane:
+        """Return this rank's part of a tick."""
+        return (self.ticks.forward if tick.kind == KINDS[0] else self.ticks.backward)[tick.number]
+
+
+def pool_group(groups: DynamicCPGroups) -> ProcessGroup:
+    """Return the group of servers of all stages.
+
+    Raises:
+        InvalidInputError: it was not built.
+    """
+    if groups.pool is None:
+        raise InvalidInputError(
+            f"the plan has servers of all stages, and 0 groups were built for them on lane {groups.lane}: plan without "
+            "a pool (PlanOptions.pool, --dynamic-cp-pool off)"
+        )
+    return groups.pool
+
+
+def lane_ticks(plan: LanePlan, stage: int, rank_tokens: list[int]) -> LaneTicks | None:
+    """Return what the rank of `stage` computes in each tick of a plan; None where the plan has no pool.
+
+    Args:
+        rank_tokens: of the lane in each micro-batch, with padding.
+
+    Raises:
+        DisagreementError: the plan's part is none.
+    """
+    if not plan.ticks:
+        return None
+    pp_size = len(plan.ticks)
+    sides = []
+    for kind, of_side in zip(KINDS, decode_ticks(plan.ticks[stage]), strict=True):
+        lanes = []
+        for number, one in enumerate(of_side):
+            row = Tick(kind, number).micro_batch(stage, pp_size, len(rank_tokens))
+            tokens = 0 if row is None else rank_tokens[row]
+            lanes.append(PlacedLane(programme=one.programme, samples=one.samples, num_tokens=tokens))
+        sides.append(tuple(lanes))
+    return LaneTicks(*sides)

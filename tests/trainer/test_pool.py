@@ -1,0 +1,120 @@
+"""Whole runs in which servers of all stages compute attention: planned, run, saved, written down, replayed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.plans.serialize import digest, plan_from_dict
+from dynamic_cp.plans.validate import check_plan
+from megatron.trainer.flags.arguments import parse_args
+from tests.trainer.commandline import command_line
+from tests.trainer.conftest import LAST, SAVED, TO_LAST
+from tests.trainer.test_training import LAYOUT_TOLERANCE
+from tests.trainer.training_ranks import losses, run_command, train
+
+WITHOUT = (
+    "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 96 --pipeline-model-parallel-size 2 "
+    "--use-distributed-optimizer --eval-iters 1 --eval-interval 2"
+)
+POOL = f"{WITHOUT} --dynamic-cp-pool always --dynamic-cp-verify full"
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    """(folder with a dump and a checkpoint of iteration SAVED, losses) of a run whose attention is that of a pool."""
+    folder = tmp_path_factory.mktemp("pool")
+    records = train(4, TO_LAST, POOL, f"--dynamic-cp-dump {folder} --save-interval {SAVED} --save {folder / 'saved'}")
+    assert all(record.exchanged_bytes > 0 for record in records.values())
+    assert all(record.num_servers == 4 for record in records.values())
+    return folder, losses(records)
+
+
+def test_a_run_with_a_pool_learns_and_its_plans_are_pools(dumped):
+    folder, found = dumped
+    assert len(found) == LAST
+    assert found[-1] < found[0]
+    lines = [json.loads(line) for line in (folder / "plans.jsonl").read_text().splitlines()]
+    assert {line["key"].split("/")[2] for line in lines} == {"train", "validation@2", "validation@4", "test@4"}
+    for line in lines:
+        plan = plan_from_dict(line["plan"])
+        check_plan(plan)
+        assert plan.pool is not None
+        assert plan.num_servers == line["facts"]["num_servers"] == 4
+        assert digest(plan) == line["facts"]["digest"]
+    iterations = [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
+    assert [one["num_servers"] for one in iterations] == [4] * LAST
+
+
+def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(dumped):
+    folder, expected = dumped
+    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text(f"{SAVED}\n")
+    resumed = train(4, TO_LAST, POOL, f"--num-workers 1 --load {folder / 'saved'}")
+    assert sorted(resumed) == list(range(SAVED + 1, LAST + 1))
+    assert losses(resumed) == expected[SAVED:]
+
+
+@pytest.mark.nightly
+def test_a_replayed_run_is_the_recorded_one_and_one_without_a_pool_learns_the_same(dumped):
+    folder, expected = dumped
+    assert losses(train(4, TO_LAST, POOL.replace("always", "auto"), f"--dynamic-cp-replay {folder}")) == expected
+    assert losses(train(4, TO_LAST, WITHOUT)) == pytest.approx(expected, rel=LAYOUT_TOLERANCE)
+    ended = run_command(4, f"{WITHOUT} --dynamic-cp-replay {folder}")
+    assert [end.code for end in ended] == [2] * 4
+    assert "has a plan with 4 servers of all stages" in ended[0].stderr
+    assert "replay with --dynamic-cp-pool auto" in ended[0].stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        (2, "--recompute-granularity selective"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "--num-layers 4 --pipeline-model-parallel-size 4"),
+        (2, "--hidden-dropout 0.1"),
+    ],
+)
+def test_other_layouts_learn_what_they_do_without_a_pool(num_ranks, words):
+    pooled = train(num_ranks, TO_LAST, POOL, "--max-seqlen-per-dp-cp-rank 192", words)
+    without = train(num_ranks, TO_LAST, WITHOUT, "--max-seqlen-per-dp-cp-rank 192", words)
+    assert all(record.num_servers > 0 for record in pooled.values())
+    if "dropout" in words:  # drawn in another order
+        assert losses(pooled)[-1] < losses(pooled)[0]
+    else:
+        assert losses(pooled) == pytest.approx(losses(without), rel=LAYOUT_TOLERANCE)
+
+
+PP2 = "--dynamic-cp --dynamic-cp-pool always --pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--dynamic-cp --dynamic-cp-pool auto", "--pipeline-model-parallel-size 1, at least 2 is possible"),
+        ("--dynamic-cp-pool auto --pipeline-model-parallel-size 2", "--dynamic-cp off, on is possible"),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", "2 virtual pipeline stages, 1 is possible"),
+        (f"{PP2} --decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers, off is possible"),
+        (f"{PP2} --num-experts 4", "--num-experts 4, 0 is possible: stages without a micro-batch"),
+        (f"{PP2} --mtp-num-layers 1", "--mtp-num-layers, 0 is possible"),
+        (f"{PP2} --window-size 15,0", "--window-size, off is possible"),
+        (f"{PP2} --softmax-type learnable", "--softmax-type learnable, vanilla is possible"),
+        (f"{PP2} --transformer-impl transformer_engine", "--transformer-impl transformer_engine, local is possible"),
+        (
+            f"{PP2} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "--recompute-method block --recompute-num-layers 1, uniform and 1 is possible",
+        ),
+        (f"{PP2} --dynamic-cp-refine 4", "--dynamic-cp-refine 4, 0 is possible"),
+        (f"{PP2} --dynamic-cp-noise-margin -0.1", "--dynamic-cp-noise-margin is -0.1, it must be at least 0"),
+    ],
+)
+def test_what_a_pool_does_not_run_with_is_refused_before_anything_starts(words, said):
+    with pytest.raises(ValueError, match=r"possible|at least 0") as caught:
+        parse_args(command_line("--mock-data", words), 4)
+    assert said in str(caught.value)
+    if "noise" not in words:
+        assert isinstance(caught.value, UnsupportedFeatureError)
+        assert str(caught.value).startswith("--dynamic-cp-pool")
