@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,12 +24,15 @@ from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.plans.padding import placed_share
+from dynamic_cp.plans.server_ticks import ServerTicks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.data import pool
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.pool import LaneTicks, Pool
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 from megatron.dynamic_cp.step.schedule import run_schedule
@@ -277,10 +281,10 @@ def test_what_would_not_run_layer_by_layer_is_refused(given: dict[str, Any], nam
 
 
 def test_a_pool_of_another_step_is_refused() -> None:
-    pool = Pool(group=None, ticks=LaneTicks((None,) * 5, (None,) * 4), stats=ExchangeStats())
-    check_number(pool, 5, forward_only=True)
+    other = Pool(group=None, ticks=LaneTicks((None,) * 5, (None,) * 4), stats=ExchangeStats())
+    check_number(other, 5, forward_only=True)
     with pytest.raises(DisagreementError, match="4 backward ticks, the pass has 5"):
-        check_number(pool, 5, forward_only=False)
+        check_number(other, 5, forward_only=False)
 
 
 def test_a_tick_with_other_tokens_than_the_micro_batch_is_refused_before_anything_is_sent() -> None:
@@ -288,3 +292,58 @@ def test_a_tick_with_other_tokens_than_the_micro_batch_is_refused_before_anythin
     params = SimpleNamespace(positions=range(8))
     with pytest.raises(DisagreementError, match="6 tokens of this rank, its micro-batch has 8"):
         move_to(PlacedLane(programme=nothing, samples=(), num_tokens=6), params)
+
+
+def lose_a_tile() -> None:
+    """Let the last stage forget one of its tiles of a forward tick."""
+    real = pool.decode_ticks
+
+    def decode(text: str) -> ServerTicks:
+        ticks = real(text)
+        (first, *others), *_ = ticks
+        tiles = tuple(division[:-1] for division in first.programme.tiles)
+        return ticks._replace(forward=(first._replace(programme=first.programme._replace(tiles=tiles)), *others))
+
+    if parallel_state.get_pipeline_model_parallel_rank() == 1:
+        pool.decode_ticks = decode
+
+
+def swap_ticks() -> None:
+    """Let every rank take the second forward tick for the first one."""
+    real = pool.decode_ticks
+
+    def decode(text: str) -> ServerTicks:
+        ticks = real(text)
+        first, second, *others = ticks.forward
+        return ticks._replace(forward=(second, first, *others))
+
+    pool.decode_ticks = decode
+
+
+def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
+    """Return what a rank found, or the error with which it ended; the fault is planted once groups are there."""
+
+    def run(*args: Any) -> None:
+        run_planned(PoolCase(case, None), *args)
+
+    real = DynamicCPGroups.build
+
+    def build(*args: Any, **options: Any) -> DynamicCPGroups:
+        groups = real(*args, **options)
+        sabotage()
+        return groups
+
+    DynamicCPGroups.build = build  # type: ignore[method-assign]
+    try:
+        return run_step(*case, None, run)
+    except DisagreementError as error:
+        return str(error)
+
+
+def test_a_lost_tile_shows_in_losses_and_a_wrong_order_of_ticks_before_anything_is_sent(reference_of: Any) -> None:
+    layout, samples = LAYOUTS["pp2_one_lane"], BATCHES["long_tail"]
+    case = Case(layout, samples, planned_step(samples, layout), reference_of(layout, "long_tail"))
+    lost = run_ranks(2, run_sabotaged, case, lose_a_tile, timeout_s=60)
+    assert max(one.loss_error for one in lost) > 1e-3
+    for said in run_ranks(2, run_sabotaged, case, swap_ticks, timeout_s=60):
+        assert re.search(r"tick F0 of lane 0 on stage \d holds \d+ tokens, its micro-batch (none|\d) has \d+", said)

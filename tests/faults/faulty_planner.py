@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamic_cp.search import planner_process
-from dynamic_cp.search.search import plan_problem
+from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.types import PlannedBatch, Problem, Sample
 
 BATCH = 12
@@ -62,12 +62,12 @@ def plan_or_go_wrong(problem: Problem, samples: Sequence[Sample]) -> PlannedBatc
     """Return the plan, unless a fault is planted."""
     if isinstance(problem, FaultyProblem):
         problem.go_wrong(samples)
-    return plan_problem(problem, samples)
+    return plan_batch(problem, samples)
 
 
 # Whoever unpickles a faulty problem, as the planner's process does, imports this.
-assert planner_process.plan_problem is plan_problem, "what is replaced is what plans"
-planner_process.plan_problem = plan_or_go_wrong
+assert planner_process.plan_batch is plan_batch, "what is replaced is what plans"
+planner_process.plan_batch = plan_or_go_wrong
 
 
 def iteration_of(samples: Sequence[Sample]) -> int:

@@ -29,7 +29,7 @@ from megatron.dynamic_cp.data import prefetch
 from megatron.dynamic_cp.plans import plan_source as planning
 from megatron.dynamic_cp.plans import planner
 from megatron.dynamic_cp.repairs import releases
-from megatron.dynamic_cp.step import schedule
+from megatron.dynamic_cp.step import schedule, ticks
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream
@@ -176,6 +176,26 @@ def test_the_death_of_a_rank_ends_the_others_at_once(tmp_path, losses, phase, vi
         assert got == {iteration: known[iteration] for iteration in got}, "goes on where it was saved"
         assert set(got) >= {5, 6}
         assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+def die_while_serving(at_call: int, rank: int) -> None:
+    if rank == 1:
+        ticks.serve = dying(at_call, ticks.serve)
+
+
+@pytest.mark.nightly
+def test_a_server_without_tokens_dies_in_a_tick_and_the_others_are_told(tmp_path):
+    """The last stage has no micro-batch in the first tick: it only computes for the first one."""
+    words = "--num-layers 2 --pipeline-model-parallel-size 2 --dynamic-cp-pool always --max-seqlen-per-dp-cp-rank 128"
+    with Job(tmp_path, command_line(WORDS, words), sabotage=partial(die_while_serving, 3)) as job:
+        died_s = wait_for_death(job, 1)
+        ended = job.wait(LIMIT_S)
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 2, ended[0]
+    assert ended[0].seconds - died_s < NOTICED_S
+    assert "Traceback" not in ended[0].output
+    (said,) = re.findall(r"^error.*", ended[0].output, re.MULTILINE)
+    assert re.search(r"iteration \d, forward and backward passes", said)
 
 
 def die_while_dispatching(at_call: int, rank: int) -> None:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.plans.server_ticks import decode_ticks
 from dynamic_cp.types import KINDS, Tick
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
@@ -75,7 +76,7 @@ def lane_ticks(plan: LanePlan, stage: int, rank_tokens: list[int]) -> LaneTicks 
         rank_tokens: of the lane in each micro-batch, with padding.
 
     Raises:
-        DisagreementError: the plan's part is none.
+        DisagreementError: the plan's part is none, or one of other micro-batches.
     """
     if not plan.ticks:
         return None
@@ -86,6 +87,16 @@ def lane_ticks(plan: LanePlan, stage: int, rank_tokens: list[int]) -> LaneTicks 
         for number, one in enumerate(of_side):
             row = Tick(kind, number).micro_batch(stage, pp_size, len(rank_tokens))
             tokens = 0 if row is None else rank_tokens[row]
+            own = one.programme.num_tokens
+            padded = own if row is None else placed_share(own, 1, plan.facts.rank_token_multiple)
+            if padded != tokens:
+                raise DisagreementError(
+                    f"tick {kind}{number} of lane {plan.lane} on stage {stage} holds {padded} tokens, its micro-batch "
+                    f"{'none' if row is None else row} has {tokens}: the plan has the ticks of other micro-batches; "
+                    "plan this step again",
+                    planned=padded,
+                    tokens=tokens,
+                )
             lanes.append(PlacedLane(programme=one.programme, samples=one.samples, num_tokens=tokens))
         sides.append(tuple(lanes))
     return LaneTicks(*sides)

@@ -1,0 +1,192 @@
+"""A pool of both pipeline stages against dynamic CP, on CPU ranks in two nodes with a slow NIC per rank between them.
+
+    python benchmarks/pool.py                          # needs root for network namespaces; a minute
+    python benchmarks/pool.py --lanes 2 --rate 1gbit   # as many ranks as cores, or times are those of the cores
+
+One document is 64 times as long as each of the others. Both plans run in turn in one job, on the same samples; their
+losses must agree. A node has the lanes of one stage, so that everything between stages crosses. Without namespaces (no
+root) links are not throttled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from emulated_nodes import EmulationError, run, sent_by_nic
+
+TIMES_AS_LONG = 64
+KINDS = ("off", "always")
+"""Values of `--dynamic-cp-pool`: dynamic CP on 1F1B, and ticks."""
+NAMES = {"off": "dynamic CP, 1F1B", "always": "pool, ticks"}
+MODEL = (
+    "--hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --lr 1e-4 --train-iters 1 "
+    "--mock-data --dynamic-cp --dynamic-cp-pool always --distributed-backend gloo --num-workers 0 --eval-iters 0 "
+    "--make-vocab-size-divisible-by 8"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One plan on one rank, of one repetition each."""
+
+    num_microbatches: int
+    predicted_s: float
+    seconds: tuple[float, ...]
+    sent_bytes: int
+    nic_bytes: int | None
+    loss: float
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=2, help="stages")
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--short", type=int, default=128, help="tokens of a short document")
+    parser.add_argument("--num-short", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2, help="of each stage")
+    parser.add_argument("--rate", default="1gbit", help="of each rank's NIC, in tc's words")
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    by_rank, is_emulated = _run(args)
+    link = f"NIC of {args.rate} per rank" if is_emulated else "not throttled"
+    print(
+        f"PP {args.pp}, {args.lanes} lanes, {args.layers} layers a stage, a document of {TIMES_AS_LONG * args.short} "
+        f"tokens and {args.num_short} of {args.short}; {args.pp} nodes of {args.lanes} ranks, {link}; "
+        f"{args.repeat} repetitions, {os.cpu_count()} cores\n"
+    )
+    print(
+        "| plan | micro-batches | predicted, s | of dynamic | median, s | of dynamic | fastest, s | of dynamic | "
+        "attention sent, MB | NICs, MB |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    first: tuple[float, float, float] | None = None
+    for index, kind in enumerate(KINDS):
+        found = [outcomes[index] for outcomes in by_rank]
+        slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
+        figures = found[0].predicted_s, statistics.median(slowest), min(slowest)
+        first = first or figures
+        nics = f"{sum(one.nic_bytes or 0 for one in found) / 1e6:.1f}" if is_emulated else "-"
+        cells = " | ".join(f"{value:.3f} | {value / base:.2f}" for value, base in zip(figures, first, strict=True))
+        print(
+            f"| {NAMES[kind]} | {found[0].num_microbatches} | {cells} | "
+            f"{sum(one.sent_bytes for one in found) / 1e6:.1f} | {nics} |"
+        )
+
+
+def _run(args: argparse.Namespace) -> tuple[list[list[Outcome]], bool]:
+    import megatron.trainer.setup.run  # noqa: F401  once, before the ranks are forked
+
+    torch.set_num_threads(1)
+    num_ranks = args.pp * args.lanes
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run(measure, num_ranks, args.lanes, args.rate, folder, args, True, timeout_s=540), True
+        except EmulationError as error:
+            print(f"nodes are not emulated: {error}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("fork")
+        with context.Pool(num_ranks) as pool:
+            waiting = [pool.apply_async(measure, (rank, folder, args, False)) for rank in range(num_ranks)]
+            return [one.get(timeout=540) for one in waiting], False
+
+
+def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool) -> list[Outcome]:
+    """Return the outcome of both plans on this rank."""
+    from dataclasses import replace
+
+    from dynamic_cp.search.choice import plan_batch
+    from dynamic_cp.types import Problem, Sample
+    from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
+    from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+    from megatron.dynamic_cp.plans.plan_source import FixedPlan
+    from megatron.trainer.flags.arguments import parse_args
+    from megatron.trainer.setup.run import set_up
+
+    num_ranks, longest = args.pp * args.lanes, TIMES_AS_LONG * args.short
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(args.lanes)}
+    words = (
+        f"{MODEL} --seq-length {longest} --num-layers {args.layers * args.pp} --pipeline-model-parallel-size {args.pp} "
+        f"--max-seqlen-per-dp-cp-rank {longest} --global-batch-size {args.num_short + 1}"
+    )
+    job = set_up(parse_args(words.split(), num_ranks))
+    lengths = [longest, *[args.short] * args.num_short]
+    samples = tuple(Sample(sample_id=number, seqlen=seqlen) for number, seqlen in enumerate(lengths))
+
+    def read(number: int) -> SampleTokens:
+        drawn = np.random.default_rng(number).integers(1, 100, lengths[number] + 1)
+        return SampleTokens(tokens=drawn[:-1], labels=drawn[1:], loss_mask=np.ones(lengths[number], np.float32))
+
+    runtime = job.runtime
+    wrappers: dict[str, Any] = {}
+    planned = {}
+    for kind in KINDS:
+        problem = Problem(
+            topology=runtime.topology,
+            model=runtime.model_shape,
+            hardware=runtime.hardware,
+            options=replace(runtime.options, pool=kind),
+        )
+        planned[kind] = plan_batch(problem, samples)
+        wrappers[kind] = DataIteratorWrapper(
+            plan_source=FixedPlan(planned[kind], runtime.groups.lane),
+            read_sample=read,
+            groups=runtime.groups,
+            chunks=job.needs,
+            device=runtime.device,
+        )
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    sent, nics, losses = {}, {}, {}
+    for repetition in range(args.repeat + 1):  # the first one warms up
+        for kind in KINDS:
+            found = _step(job, wrappers[kind], repetition, samples, is_emulated)
+            losses[kind], elapsed_s, sent[kind], nics[kind] = found
+            if repetition:
+                seconds[kind].append(elapsed_s)
+    if abs(losses["always"] / losses["off"] - 1) > 1e-4:
+        raise AssertionError(f"losses are {losses}, the same is expected")
+    job.close()
+    return [
+        Outcome(
+            num_microbatches=planned[kind].plan.num_microbatches,
+            predicted_s=planned[kind].predicted_s,
+            seconds=tuple(seconds[kind]),
+            sent_bytes=sent[kind],
+            nic_bytes=nics[kind] if is_emulated else None,
+            loss=losses[kind],
+        )
+        for kind in KINDS
+    ]
+
+
+def _step(job: Any, wrapper: Any, step: int, samples: Any, is_emulated: bool) -> tuple[float, float, int, int]:
+    """Return loss, seconds, bytes counted for attention, and bytes that left the NIC, of one step without optimizer."""
+    from megatron.dynamic_cp.step.schedule import sum_over_job
+
+    for chunk in job.model:
+        chunk.zero_grad_buffer()
+    data = wrapper.wrap(step, samples)
+    dist.barrier()
+    nic_before, started_s = sent_by_nic() if is_emulated else 0, time.perf_counter()
+    logged = job.run_schedule(data, wrapper, forward_only=False)
+    dist.barrier()
+    elapsed_s, nic = time.perf_counter() - started_s, sent_by_nic() - nic_before if is_emulated else 0
+    sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=job.runtime.device)
+    return sums.loss, elapsed_s, wrapper.exchange_stats.bytes_sent, nic
+
+
+if __name__ == "__main__":
+    main()
