@@ -16,12 +16,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from megatron.dynamic_cp.repairs import triton_imports
 
 triton_imports.install()  # before any test imports megatron-core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("any time", deadline=None)
+hypothesis.settings.load_profile("any time")
 
 COSTS = Path(__file__).parent / "costs.json"
 SLOW_S = 0.1

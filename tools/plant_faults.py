@@ -118,13 +118,13 @@ FAULTS = {
         PLACED,
     ),
     "imported keys are values": Fault(
-        '                "self_attn.k_proj.weight": "keys hidden",\n                "self_attn.v_proj.weight"',
-        '                "self_attn.v_proj.weight": "keys hidden",\n                "self_attn.k_proj.weight"',
+        '            "self_attn.k_proj.weight": "keys hidden",\n            "self_attn.v_proj.weight"',
+        '            "self_attn.v_proj.weight": "keys hidden",\n            "self_attn.k_proj.weight"',
         LOGITS,
     ),
     "the gate is the up projection": Fault(
-        '{"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}',
-        '{"mlp.up_proj.weight": "ffn hidden", "mlp.gate_proj.weight": "ffn hidden"}',
+        '"mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"',
+        '"mlp.linear_fc1.weight", "mlp.up_proj.weight", "mlp.gate_proj.weight"',
         LOGITS,
     ),
     "all queries lie before all keys": Fault(

@@ -25,7 +25,7 @@ MODEL = ModelShape(
 LIMIT = 128
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_plan_becomes_legal_groups(data: st.DataObject) -> None:
     lanes = data.draw(st.sampled_from([1, 2, 4, 8]))

@@ -82,7 +82,7 @@ def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:
     return draw_case(np.random.default_rng(seed), most_lanes, most_samples)
 
 
-SOME = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("seeds", [range(300, 380), pytest.param(range(380, 460), marks=pytest.mark.nightly)])

@@ -201,7 +201,7 @@ SEQLENS = st.lists(st.integers(1, 256), min_size=1, max_size=6)
 EXCHANGES = st.sampled_from([("p2p",), ("all_gather", "p2p"), ("p2p", "a2a"), CP_COMM_TYPES])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SEQLENS, EXCHANGES, st.sampled_from(["none", "selective", "full"]), st.floats(0, 1), st.integers(1, 8))
 def test_a_bucket_costs_no_less_than_the_sum_of_its_samples(seqlens, exchanges, recompute, share, ranks_per_node):
     """The additive prices of a batch hold for every bucket that its samples can form."""
@@ -234,7 +234,7 @@ def test_a_bucket_costs_no_less_than_the_sum_of_its_samples(seqlens, exchanges, 
     assert checked
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SEQLENS, EXCHANGES, st.sampled_from(["none", "selective", "full"]), st.sampled_from([1, 2, 4]))
 def test_no_bucket_is_outside_the_range_of_backward_over_forward(seqlens, exchanges, recompute, cp_size):
     model = tiny_cost_model(Topology(num_lanes=4), cp_comm_types=exchanges, recompute=recompute)

@@ -256,7 +256,7 @@ def test_errors_are_the_median_and_95th_percentile_of_relative_errors() -> None:
     assert error.predicted_over_measured == pytest.approx(12.4 / 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     constant=st.floats(1e-6, 1e-2),
     slope=st.floats(1e-9, 1e-5),

@@ -44,7 +44,7 @@ def work_by_server(tasks: Tasks, num_servers: int) -> Ints:
     return np.bincount(tasks.rows[:, SERVER], work_of(rows[:, START], rows[:, STOP], 0.0), num_servers)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.integers(0, 10**9))
 def test_any_documents_on_any_servers_are_computed_once_where_there_is_room(seed: int) -> None:
     rng = random.Random(seed)

@@ -210,7 +210,7 @@ JSON_LINES = st.lists(
 
 @pytest.mark.by_day(".npy", ".csv")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=200) | TEXTS | JSON_LINES)
 def test_garbage_is_a_data_error(kind, content):
     read_or_data_error(kind, content)
@@ -228,7 +228,7 @@ VALID = valid_contents()
 
 
 @pytest.mark.parametrize("kind", VALID)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_damaged_files_are_a_data_error_or_lengths(kind, data):
     content = bytearray(VALID[kind])
@@ -240,7 +240,7 @@ def test_damaged_files_are_a_data_error_or_lengths(kind, data):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     counts=st.tuples(st.integers(0, 4) | st.integers(0, 2**64 - 1), st.integers(0, 4) | st.integers(0, 2**64 - 1)),
     body=st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**31 - 1, -(2**31)]), max_size=20),

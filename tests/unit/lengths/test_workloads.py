@@ -201,7 +201,7 @@ def test_bad_names_and_files(tmp_path):
         draw_lengths(tmp_path, 4, 0, 128)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(spec=st.text(alphabet="meansigdx=,.0123456789-+einf \n", max_size=40), seed=st.integers(0, 2**70))
 def test_any_lognormal_text_draws_or_explains(spec, seed):
     try:
@@ -212,7 +212,7 @@ def test_any_lognormal_text_draws_or_explains(spec, seed):
     assert lengths.max() <= 4096
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(workload_names()),
     num_samples=st.integers(1, 300),

@@ -46,7 +46,7 @@ def mixed(seed: int, rule: str, num_tokens: int = 24000) -> list[Sample]:
     return samples_of(seqlens, rule)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**9))
 def test_every_way_to_place_any_masks_on_any_lanes_is_legal(seed: int) -> None:
     rng = random.Random(seed)
