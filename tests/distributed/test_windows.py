@@ -49,12 +49,21 @@ LAYOUTS = {
     "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
     "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=WITH_SINK),
 }
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EACH_NIGHT = {
+    "six_lanes_a2a": Layout(6, exchange="a2a", config=WITH_SINK, distributed_optimizer=True),
+    "dp4_all_gather_full_recompute": Layout(4, exchange="all_gather", config={**WITH_SINK, **RECOMPUTED}),
+    "tp2_sp_a2a": Layout(2, tp=2, sp=True, exchange="a2a", config=ALL, distributed_optimizer=True),
+    "pp2_vpp2_all_gather": Layout(
+        2, pp=2, vpp=2, exchange="all_gather", config=EVERY_SECOND, distributed_optimizer=True
+    ),
+    "pp2_vpp2_a2a_full_recompute": Layout(2, pp=2, vpp=2, exchange="a2a", config={**ALL, **RECOMPUTED}),
+}
 # Micro-batches placed at random, and others; and the planner's own, with the limit of tokens per rank.
 PLACED_LAYOUTS = {
     "dp4_placed": Layout(4, exchange="all_gather", config=EVERY_SECOND, ranks_per_node=2),
     "pp2_placed": Layout(2, pp=2, exchange="a2a", variant="all_with_yarn", config=WITH_SINK),
 }
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PLANNED_BLOCKS = {
     "dp4_planned": (Layout(4, config=WITH_SINK, ranks_per_node=2), 300),
     "tp2_planned": (Layout(2, tp=2, sp=True, config={**ALL, **RECOMPUTED}), 600),
@@ -112,13 +121,16 @@ def test_a_window_that_cannot_be_is_told_at_once(values: dict[str, Any], says: s
         check_supported(config)
 
 
-def test_training_with_windows_equals_a_single_process(reference_of: Any) -> None:
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(LAYOUTS, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
+)
+def test_training_with_windows_equals_a_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {}
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.items():
         plan = mixed_plan(samples, layout)
         assert {exchange for exchange, _ in exchanges_of(plan)} == {layout.exchange}
-        assert max(plan.cp_histogram) == layout.lanes
+        assert max(plan.cp_histogram) == layout.topology.max_cp_size
         cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
     assert_all_equal_to_reference(cases, bytes_too=True)
 

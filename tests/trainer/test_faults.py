@@ -95,10 +95,21 @@ def test_wrong_input_ends_the_job_with_one_message(words, part):
     assert " failed:" not in output.partition(said[0])[0]
 
 
-def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("", id="dense"),
+        pytest.param(
+            "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.1 --expert-model-parallel-size 2",
+            id="experts",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(model, tmp_path, capfd, monkeypatch):
     """Rank 0, without which nobody hears the others; of rank 1: tests/faults/test_save_kills.py."""
     monkeypatch.setattr(mock, "NUM_DOCUMENTS", ALL_DOCUMENTS)  # as the job under torchrun, which is no fork
-    words = f"{DYNAMIC} --save {tmp_path} --load {tmp_path} --save-interval 2"
+    words = f"{DYNAMIC} {model} --save {tmp_path} --load {tmp_path} --save-interval 2"
     job = _start(words, "--train-iters 500")
     before = _read_until(job, r"saved .*iter_0000004")
     killed = time.monotonic()
