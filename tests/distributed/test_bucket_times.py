@@ -263,6 +263,7 @@ def gather_unequal(layout: Layout, plan: Plan) -> tuple[str, int, int]:
     return str(caught.value), len(kept[0]), len(times.gather(max_observations=3))
 
 
+@pytest.mark.nightly
 def test_only_the_latest_steps_are_kept_and_ranks_must_agree() -> None:
     layout = Layout(2)
     plan = mixed_plan(SAMPLES, layout)

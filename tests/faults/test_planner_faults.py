@@ -96,6 +96,7 @@ def test_a_planner_that_raises_in_the_warm_up_does_not_end_the_run(tmp_path, und
     assert all("step 0 runs the static plan" in end.output for end in ended)
 
 
+@pytest.mark.nightly
 def test_a_planner_that_hangs_is_replaced_after_the_timeout(tmp_path, undisturbed):
     sabotage = partial(faulty, fault="hang", iterations=(3,), folder=str(tmp_path))
     ended = run_job(tmp_path, PLAN_LIMIT, sabotage=sabotage)

@@ -195,6 +195,7 @@ def _command_with_a_failing_writer(how: str, words: list[str]) -> Ended:
         return _command_on_one_rank(words)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("how", "part"), [("full", "No space left"), ("killed", "killed, or out of memory?")])
 def test_a_writer_that_fails_on_one_rank_ends_all_with_one_message(tmp_path, how, part):
     words = command_line(WORDS, f"--train-iters 6 --save-interval 2 --async-save --save {tmp_path}")

@@ -55,6 +55,7 @@ def first_run(home, tmp_path_factory):
         return train(2, WORDS, AUTO, f"--save {folder} --save-interval 2"), folder
 
 
+@pytest.mark.nightly
 def test_a_calibrated_run_is_the_one_with_the_file_that_it_keeps(first_run, home):
     """Bit for bit, with dropout, sharded optimizer and overlapped gathers: measuring leaves nothing behind."""
     records, _ = first_run

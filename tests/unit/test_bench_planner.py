@@ -75,6 +75,7 @@ def test_settings_fit_into_the_memory_of_the_device():
     assert len(names) == len(set(names)) >= 30
 
 
+@pytest.mark.nightly
 def test_the_tables_are_those_of_todays_planner():
     """Plans depend on nothing but their inputs: a planner that plans otherwise than the tables say shows in seconds.
 

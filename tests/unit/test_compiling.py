@@ -56,6 +56,7 @@ def said(folder: Path, cache: Path | str, *more: str) -> str:
     return done.stderr
 
 
+@pytest.mark.nightly
 def test_the_first_compilation_is_announced(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()

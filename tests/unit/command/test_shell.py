@@ -116,6 +116,7 @@ def in_terminal(words, **environment):
     return written.decode()
 
 
+@pytest.mark.nightly
 def test_a_terminal_gets_colours_unless_it_wants_none():
     colour = r"\x1b\[(?:\d+;)*3[0-7]m"
     coloured, plain = in_terminal(COMMANDS["simulate"]), in_terminal(COMMANDS["simulate"], NO_COLOR="1")
@@ -299,6 +300,7 @@ def test_output_that_cannot_be_written_is_one_line(words, monkeypatch, capsys):
         assert (done.returncode, done.stderr.decode()) == (1, said)
 
 
+@pytest.mark.nightly
 def test_closed_streams_are_no_traceback(tmp_path):
     def with_closed(streams, *words):
         return subprocess.run(

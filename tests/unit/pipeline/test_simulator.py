@@ -109,6 +109,7 @@ def test_equals_an_independent_event_driven_simulation():
     assert len(seen) == 10
 
 
+@pytest.mark.nightly
 def test_lanes_of_a_group_may_take_unequal_times():
     rng = random.Random(1)
     seen = Counter()

@@ -282,6 +282,7 @@ def test_the_same_comparison_gives_the_same_page():
     assert render_report(comparison(), command="c", inputs={}) == plain_page()
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_as_predicted_says_so_and_one_that_is_not_too():
     close = tuple(replace(one, measured_s=one.predicted_s * 1.02) for one in RECORDS)
     text = " ".join(Page(render_run_report(close)).texts)
@@ -314,6 +315,7 @@ def test_a_run_without_records_is_refused():
         render_run_report([])
 
 
+@pytest.mark.nightly
 def test_pages_are_written_whole_or_not_at_all(tmp_path):
     write_report(tmp_path / "report.html", comparison(), command="c", inputs={})
     assert (tmp_path / "report.html").read_text() == plain_page()
