@@ -41,6 +41,8 @@ kernels: $(READY)
 		--lanes 8 --tp 2 --pp 2 --vpp 2 --search thorough --cp-comm-type auto > /dev/null
 	$(BIN)/dynamic-cp plan --lengths github --global-batch-size 32 --max-seqlen 8192 --lanes 8 --tp 2 --pp 2 --vpp 2 \
 		--mask lambda:64,512 --bound > /dev/null
+	$(BIN)/dynamic-cp plan --lengths github --global-batch-size 32 --max-seqlen 8192 --lanes 4 --tp 2 --pp 2 \
+		--policy pool > /dev/null
 	$(BIN)/python -m benchmarks.placement --compile
 
 # What a change is tried with, in a minute: lint beside the quick tests. CONTRIBUTING.md says which those are.

@@ -6,6 +6,10 @@
 One document is 64 times as long as each of the others. Both plans run in turn in one job, on the same samples; their
 losses must agree. A node has the lanes of one stage, so that everything between stages crosses. Without namespaces (no
 root) links are not throttled.
+
+Wall times mean something only where each rank has a core of its own and nobody else uses it. Hence the second measure,
+*laid out*: the CPU time of every operation of every rank (of the fastest repetition), along the longest path through
+the schedule; a tick takes as long as its busiest rank. It has no links in it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +30,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from emulated_nodes import EmulationError, run, sent_by_nic
+
+from dynamic_cp.pipeline.graph import needed_operation
+from dynamic_cp.pipeline.schedule import Operation, stage_operations
 
 TIMES_AS_LONG = 64
 KINDS = ("off", "always")
@@ -45,6 +53,7 @@ class Outcome:
     num_microbatches: int
     predicted_s: float
     seconds: tuple[float, ...]
+    operations_s: tuple[float, ...]
     sent_bytes: int
     nic_bytes: int | None
     loss: float
@@ -69,14 +78,15 @@ def main() -> None:
         f"{args.repeat} repetitions, {os.cpu_count()} cores\n"
     )
     print(
-        "| plan | micro-batches | predicted, s | of dynamic | median, s | of dynamic | fastest, s | of dynamic | "
-        "attention sent, MB | NICs, MB |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| plan | micro-batches | predicted, s | of dynamic | laid out, s | of dynamic | wall, median, s | "
+        "of dynamic | wall, fastest, s | of dynamic | attention sent, MB | NICs, MB |\n" + "|---" * 12 + "|"
     )
-    first: tuple[float, float, float] | None = None
+    first: tuple[float, ...] | None = None
     for index, kind in enumerate(KINDS):
         found = [outcomes[index] for outcomes in by_rank]
         slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
-        figures = found[0].predicted_s, statistics.median(slowest), min(slowest)
+        laid_out_s = _laid_out_s(kind, found, args.pp, args.lanes)
+        figures = found[0].predicted_s, laid_out_s, statistics.median(slowest), min(slowest)
         first = first or figures
         nics = f"{sum(one.nic_bytes or 0 for one in found) / 1e6:.1f}" if is_emulated else "-"
         cells = " | ".join(f"{value:.3f} | {value / base:.2f}" for value, base in zip(figures, first, strict=True))
@@ -84,6 +94,44 @@ def main() -> None:
             f"| {NAMES[kind]} | {found[0].num_microbatches} | {cells} | "
             f"{sum(one.sent_bytes for one in found) / 1e6:.1f} | {nics} |"
         )
+
+
+def _laid_out_s(kind: str, found: Sequence[Outcome], pp_size: int, num_lanes: int) -> float:
+    """Return the longest path through the schedule, of CPU seconds; lanes wait for each other in every operation."""
+    each = np.array([one.operations_s for one in found]).reshape(pp_size, num_lanes, -1).max(axis=1)
+    if kind == "always":
+        return float(each.max(axis=0).sum())
+    rows = found[0].num_microbatches
+    ends: dict[tuple[int, Operation], float] = {}
+    operations = [stage_operations(stage, pp_size, rows) for stage in range(pp_size)]
+    places, free_s = [0] * pp_size, [0.0] * pp_size
+    while len(ends) < 2 * rows * pp_size:
+        for stage, own in enumerate(operations):
+            if places[stage] == len(own):
+                continue
+            operation = own[places[stage]]
+            need = needed_operation(stage, operation, pp_size, 1)
+            if need is not None and (need.stage, need.operation) not in ends:
+                continue
+            ready_s = 0.0 if need is None else ends[need.stage, need.operation]
+            free_s[stage] = max(free_s[stage], ready_s) + each[stage, places[stage]]
+            ends[stage, operation] = free_s[stage]
+            places[stage] += 1
+    return max(free_s)
+
+
+def _timed(owner: Any, name: str, times: list[float]) -> None:
+    """Have a function say what CPU time it takes."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        started_s = time.process_time()
+        try:
+            return real(*args, **options)
+        finally:
+            times.append(time.process_time() - started_s)
+
+    setattr(owner, name, call)
 
 
 def _run(args: argparse.Namespace) -> tuple[list[list[Outcome]], bool]:
@@ -107,11 +155,14 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
     """Return the outcome of both plans on this rank."""
     from dataclasses import replace
 
+    from megatron.core.pipeline_parallel import schedules
+
     from dynamic_cp.search.choice import plan_batch
     from dynamic_cp.types import Problem, Sample
     from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
     from megatron.dynamic_cp.data.sample_tokens import SampleTokens
     from megatron.dynamic_cp.plans.plan_source import FixedPlan
+    from megatron.dynamic_cp.step import ticks
     from megatron.trainer.flags.arguments import parse_args
     from megatron.trainer.setup.run import set_up
 
@@ -148,14 +199,25 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
             chunks=job.needs,
             device=runtime.device,
         )
+    times: list[float] = []
+    for owner, name in (
+        (schedules, "forward_step"),
+        (schedules, "backward_step"),
+        (ticks._Server, "serve"),
+        (ticks._Microbatches, "backward"),
+    ):
+        _timed(owner, name, times)
+    operations: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in KINDS}
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     sent, nics, losses = {}, {}, {}
     for repetition in range(args.repeat + 1):  # the first one warms up
         for kind in KINDS:
+            times.clear()
             found = _step(job, wrappers[kind], repetition, samples, is_emulated)
             losses[kind], elapsed_s, sent[kind], nics[kind] = found
             if repetition:
                 seconds[kind].append(elapsed_s)
+                operations[kind].append(tuple(times))
     if abs(losses["always"] / losses["off"] - 1) > 1e-4:
         raise AssertionError(f"losses are {losses}, the same is expected")
     job.close()
@@ -164,6 +226,7 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
             num_microbatches=planned[kind].plan.num_microbatches,
             predicted_s=planned[kind].predicted_s,
             seconds=tuple(seconds[kind]),
+            operations_s=tuple(np.array(operations[kind]).min(axis=0).tolist()),
             sent_bytes=sent[kind],
             nic_bytes=nics[kind] if is_emulated else None,
             loss=losses[kind],
