@@ -15,6 +15,7 @@ from megatron.core.utils import log_single_rank
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device
+from megatron.dynamic_cp.flags.activation import why_local
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.step.routing import Routing, sum_over_routers
@@ -69,6 +70,8 @@ class Session:
             recomputes_norms=planned.settings.recomputes_norms,
             fp32_residual=planned.settings.fp32_residual,
             softmax_type=theirs.softmax_type,
+            latent_attention=bool(getattr(theirs, "multi_latent_attention", False)),
+            why_local=why_local(theirs),
             device=self.device,
         )
         runtime = PlannedRuntime.agree(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed import distributed_c10d
 
@@ -37,6 +38,7 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
+from megatron.dynamic_cp.model.activation import quick_gelu
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.multi_token import mtp_block_spec
@@ -301,6 +303,8 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
     """Return (config, model chunks of this rank); `overrides` are the config's."""
     given = {"num_layers": layout.num_layers, **layout.config, **overrides}
     sink_tokens = given.pop("window_sink_tokens", 0)
+    if variant.config.get("activation_func") is fused_bias_geglu.quick_gelu:
+        given["activation_func"] = quick_gelu
     config = reference.transformer_config(
         variant,
         tensor_model_parallel_size=layout.tp,

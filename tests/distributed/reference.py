@@ -14,16 +14,18 @@ from unittest import mock
 
 import torch
 from megatron.core.fusions import fused_softmax
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, utils
 
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.repairs import expert_routing, latent_attention
+from megatron.dynamic_cp.repairs import expert_routing, latent_attention, releases
 from tests.distributed.harness import initialize_model_parallel
 
 VOCAB_SIZE = 256
@@ -217,7 +219,26 @@ DEEPSEEK = ModelVariant(
 # Modules of experts, and one that is dense as the last layer is.
 MOE_MTP = ModelVariant("moe_mtp", tied=True, config={**MOE.config, "mtp_num_layers": 2})
 MOE_SIGMOID_MTP = ModelVariant("moe_sigmoid_mtp", config={**MOE_SIGMOID.config, "mtp_num_layers": 1})
-COMBINED = (DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
+# As gpt-oss: experts with biases, learned sinks, YaRN, clamped gates; windows are the layout's.
+GPT_OSS = ModelVariant(
+    "gpt_oss",
+    position_embedding="yarn",
+    config={
+        **_EXPERTS,
+        "normalization": "RMSNorm",
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 1.0,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "moe_router_topk": 4,
+    },
+    yarn={**YARN.yarn, "yarn_correction_range_round_to_int": False},
+)
+MTP_OFFSET = ModelVariant("mtp_offset", config={**MTP.config, "softmax_type": "learnable"})
+COMBINED = (GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
 VARIANTS = {v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED)}
@@ -330,6 +351,14 @@ class TwoWidths(torch.nn.Module):
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).flatten(2)
 
 
+class Cloned(RowParallelLinear):
+    """megatron-core's matrix, whose output a bias may be added to in place: torch refuses that of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return output.clone(), bias
+
+
 def stock_layer(config: TransformerConfig) -> Any:
     """Return the spec of megatron-core's own layer."""
     spec = get_gpt_layer_local_spec(
@@ -366,8 +395,15 @@ def reference_step(
     if config.num_moe_experts is not None:
         expert_routing.install()
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-        for layer in spec.layer_specs if config.multi_latent_attention else ():
-            layer.submodules.self_attention.submodules.core_attention = TwoWidths
+        for layer in spec.layer_specs:
+            if config.multi_latent_attention:
+                layer.submodules.self_attention.submodules.core_attention = TwoWidths
+            if config.add_bias_linear:
+                mlp = layer.submodules.mlp
+                submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
+                experts = submodules.experts
+                of_one = experts.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else experts.submodules
+                of_one.linear_fc2 = Cloned
     model = gpt_model(config, variant, spec, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,8 @@
 """Features of models together train as in a stock megatron-core model in one process, and mistakes show.
 
 As DeepSeek-V3: latent attention, a dense layer before those with experts, and a module of multi-token prediction with
-experts behind them.
+experts behind them. As gpt-oss: experts with biases and clamped gates, learned sinks, YaRN, and windows in every second
+layer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynamic_cp.types import CAUSAL
+from megatron.dynamic_cp.attention import torch_thd
+from megatron.dynamic_cp.model import experts
 from megatron.dynamic_cp.model.router import DynamicCPRouter
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
@@ -47,9 +51,42 @@ EACH_NIGHT = {
     "pp2": Layout(2, pp=2, variant="deepseek"),
     "pp2_vpp2_ep2": Layout(2, pp=2, vpp=2, ep=2, variant="deepseek", distributed_optimizer=True),
     "tp2_sp_pp2_ep2": Layout(2, tp=2, sp=True, pp=2, ep=2, variant="deepseek", config=FULL_RECOMPUTE),
+    "modules_with_learned_sinks": Layout(2, variant="mtp_offset", exchange="all_gather"),
     "two_modules_without_latents": Layout(2, ep=2, variant="moe_mtp", exchange="all_gather"),
     "a_dense_module": Layout(2, ep=2, variant="moe_sigmoid_mtp"),
 }
+
+
+# As gpt-oss: with windows in every second layer.
+EVERY_SECOND = {"window_size": (40, 0), "window_attn_skip_freq": 2}
+GPT_OSS_EVERY_DAY = {
+    "gpt_oss_dp4_ep2": Layout(4, ep=2, variant="gpt_oss", exchange="a2a", config=EVERY_SECOND),
+    "gpt_oss_tp2_sp_pp2_ep2": Layout(
+        1, tp=2, sp=True, pp=2, ep=2, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND
+    ),
+}
+GPT_OSS_EACH_NIGHT = {
+    "gpt_oss_one_rank": Layout(1, variant="gpt_oss", config=EVERY_SECOND),
+    "gpt_oss_dp4": Layout(4, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND | FULL_RECOMPUTE),
+    "gpt_oss_dp4_ep4": Layout(
+        4, ep=4, variant="gpt_oss", exchange="a2a", distributed_optimizer=True, config=EVERY_SECOND
+    ),
+    "gpt_oss_dp4_without_windows": Layout(4, ep=2, variant="gpt_oss", exchange="mixed"),
+    "gpt_oss_six_lanes_ep2": Layout(6, ep=2, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND),
+    "gpt_oss_recomputed": Layout(
+        4, ep=2, variant="gpt_oss", exchange="a2a", config=EVERY_SECOND | recomputing("moe", "core_attn", "layernorm")
+    ),
+    "gpt_oss_tp2_sp": Layout(
+        2, tp=2, sp=True, variant="gpt_oss", exchange="a2a", distributed_optimizer=True, config=EVERY_SECOND
+    ),
+    "gpt_oss_tp2_sp_ep4": Layout(2, tp=2, sp=True, ep=4, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND),
+    "gpt_oss_pp2": Layout(2, pp=2, variant="gpt_oss", exchange="a2a", config=EVERY_SECOND),
+    "gpt_oss_pp2_vpp2_ep2": Layout(
+        2, pp=2, vpp=2, ep=2, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND | FULL_RECOMPUTE
+    ),
+}
+EVERY_DAY |= GPT_OSS_EVERY_DAY
+EACH_NIGHT |= GPT_OSS_EACH_NIGHT
 
 
 @pytest.mark.parametrize(
@@ -67,7 +104,9 @@ def test_features_together_equal_single_process(layouts: dict[str, Layout], refe
             assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in expected["expert_biases"]
             assert "decoder.layers.0.mlp.linear_fc1.weight" in expected["gradients"], "the first layer is dense"
         cases[name] = Case(layout, samples, plan, expected)
-    assert_all_equal_to_reference(cases, bytes_too=layouts is EVERY_DAY)
+    exchanging = {name: cases.pop(name) for name, layout in layouts.items() if layout.lanes > 1}
+    assert_all_equal_to_reference(exchanging, bytes_too=layouts is EVERY_DAY)
+    assert_all_equal_to_reference(cases)
 
 
 def is_of_module(router: DynamicCPRouter) -> bool:
@@ -105,30 +144,74 @@ def leave_biases_of_modules(monkeypatch: Any) -> None:
     monkeypatch.setattr(DynamicCPRouter, "routing", uncounted)
 
 
-FAULTS: dict[str, Callable[[Any], None]] = {
-    "losses of modules over the static group": sum_losses_of_modules_over_the_static_group,
-    "no losses of modules": lose_the_losses_of_modules,
-    "biases of modules that never move": leave_biases_of_modules,
+def sum_biases_over_tensor_parallel_ranks(monkeypatch: Any) -> None:
+    """As megatron-core does."""
+    built = experts.LayerWithExperts.__init__
+
+    def marked(self: Any, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        for expert in self.mlp.experts.local_experts:
+            expert.linear_fc2.bias.sequence_parallel = True
+
+    monkeypatch.setattr(experts.LayerWithExperts, "__init__", marked)
+
+
+def add_biases_in_full(monkeypatch: Any) -> None:
+    """Whatever an expert counts for a token, its bias counts once."""
+    found = experts.NumberedExperts.forward
+
+    def unweighted(self: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
+        output, _ = found(self, tokens, tokens_per_expert, probs)
+        biases = torch.stack([expert.linear_fc2.bias for expert in self.local_experts])
+        return output + biases.repeat_interleave(tokens_per_expert, dim=0) * (1 - probs[:, None]), None
+
+    monkeypatch.setattr(experts.NumberedExperts, "forward", unweighted)
+
+
+def forget_offsets_of_windows(monkeypatch: Any) -> None:
+    attend = torch_thd.attention_thd
+
+    def without(q: Any, k: Any, v: Any, params: Any, *args: Any, softmax_offset_H: Any) -> Any:
+        offset = softmax_offset_H if params.mask == CAUSAL else None
+        return attend(q, k, v, params, *args, softmax_offset_H=offset)
+
+    monkeypatch.setattr(torch_thd, "attention_thd", without)
+
+
+DEEPSEEK, GPT_OSS = (
+    Layout(2, ep=2, variant="deepseek"),
+    Layout(1, tp=2, sp=True, variant="gpt_oss", config=EVERY_SECOND),
+)
+# Layout, what is planted, and a part of the name of what it makes wrong first of all.
+FAULTS: dict[str, tuple[Layout, Callable[[Any], None], str]] = {
+    "losses of modules over the static group": (DEEPSEEK, sum_losses_of_modules_over_the_static_group, "mtp."),
+    "no losses of modules": (DEEPSEEK, lose_the_losses_of_modules, "mtp."),
+    "biases of modules that never move": (DEEPSEEK, leave_biases_of_modules, "mtp."),
+    "biases of experts once for each rank": (GPT_OSS, sum_biases_over_tensor_parallel_ranks, "linear_fc2.bias"),
+    "biases of experts that are not weighted": (GPT_OSS, add_biases_in_full, "linear_fc2.bias"),
+    "no learned sink in layers with a window": (GPT_OSS, forget_offsets_of_windows, "layers.0.self_attention.core"),
 }
 
 
 def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
     found = {}
-    for name, plant in in_jobs_of_their_own(FAULTS):
+    for name, case in in_jobs_of_their_own(cases):
         with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
-            found[name] = run_step(*cases[name], None)
+            FAULTS[name][1](patched)
+            found[name] = run_step(*case, None)
     return found
 
 
 def test_mistakes_in_combinations_show(reference_of: Any) -> None:
-    samples, layout = BATCHES["long_tail"], Layout(2, ep=2, variant="deepseek")
-    case = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-    ranks = run_ranks(2, run_faulty, dict.fromkeys(FAULTS, case), timeout_s=120)
-    for name in FAULTS:
-        errors = {
-            parameter: max(rank[name].gradient_errors.get(parameter, 0.0) for rank in ranks)
-            for parameter in ranks[0][name].gradient_errors
-        }
-        assert max(errors, key=errors.__getitem__).startswith("mtp."), (name, errors)
-        assert max(errors.values()) > 20 * TOLERANCE, name
+    samples = BATCHES["long_tail"]
+    cases = {
+        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+        for name, (layout, _, _) in FAULTS.items()
+    }
+    ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
+    for name, (_, _, part) in FAULTS.items():
+        of_ranks = [rank[name].gradient_errors for rank in ranks]
+        errors = {parameter: max(errors.get(parameter, 0.0) for errors in of_ranks) for parameter in of_ranks[0]}
+        worst = max(errors, key=errors.__getitem__)
+        assert part in worst, (name, worst, errors[worst])
+        assert errors[worst] > 20 * TOLERANCE, name

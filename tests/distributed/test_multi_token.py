@@ -147,7 +147,6 @@ def test_a_sample_with_a_mask_has_no_later_tokens() -> None:
     ("overrides", "said"),
     [
         ({"window_size": (7, 0)}, "--mtp-num-layers 2 with --window-size is not supported"),
-        ({"softmax_type": "learnable"}, "--mtp-num-layers 2 with --softmax-type is not supported"),
         ({"no_rope_freq": 2}, "--mtp-num-layers 2 with --no-rope-freq is not supported"),
         ({"fp32_residual_connection": True}, "--mtp-num-layers 2 with --fp32-residual-connection is not supported"),
         (

@@ -166,6 +166,7 @@ def choose_on_this_rank(
             fp32_residual=False,
             softmax_type="vanilla",
             latent_attention=False,
+            why_local=None,
             device=torch.device("cpu"),
         )
     except DynamicCPError as error:

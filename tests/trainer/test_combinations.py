@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.types import PlanOptions
+from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import model
+from megatron.trainer.setup import fusions, model
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.trainer.commandline import command_line
 from tests.trainer.conftest import SAVED, TO_LAST
-from tests.trainer.test_experts import EP, SIGMOID, TP
+from tests.trainer.test_experts import EP, EXPERTS, SIGMOID, TP
 from tests.trainer.test_latent_attention import LATENT, YARN
 from tests.trainer.training_ranks import losses, train
 
@@ -92,3 +95,65 @@ def test_a_run_goes_on_on_four_ranks(layout: str, uninterrupted: Any, saved_by: 
     words = f"{RUN} {PP2} --use-distributed-optimizer"
     resumed = train(4, RUN, layout, TO_LAST, f"--load {saved_by(words, 2)} --dynamic-cp-verify full")
     assert losses(resumed) == pytest.approx(uninterrupted(words, 2)[SAVED:], rel=1e-5)
+
+
+OSS = (
+    f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 128 {EXPERTS} --moe-router-topk 4 --quick-geglu "
+    "--activation-func-clamp-value 7 --glu-linear-offset 1 --softmax-type learnable --window-size 31,0 "
+    "--window-attn-skip-freq 2 --position-embedding-type yarn --rotary-scaling-factor 4 "
+    "--no-yarn-correction-range-round-to-int"
+)
+NOT_OSS = ("--swiglu", "--disable-bias-linear")
+
+
+def oss(flags: str = "") -> Any:
+    return parse_args([word for word in command_line(f"{OSS} {flags}") if word not in NOT_OSS], 4)
+
+
+def test_flags_of_gpt_oss_reach_megatron_core() -> None:
+    settings = oss()
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    assert config.activation_func is quick_gelu
+    assert (config.gated_linear_unit, config.activation_func_clamp_value, config.glu_linear_offset) == (True, 7.0, 1.0)
+    assert (config.add_bias_linear, config.softmax_type, config.window_size) == (True, "learnable", (31, 0))
+    shape = derive.model_shape(settings.model, VOCAB_SIZE)
+    assert (shape.gated_linear_unit, shape.num_windowed_layers) == (True, 2)
+    identity = derive.model_identity(settings.model, VOCAB_SIZE)
+    assert (identity["glu_linear_offset"], identity["activation_func_clamp_value"]) == (1.0, 7.0)
+    assert "quick_geglu" not in derive.model_identity(parsed("", 4).model, VOCAB_SIZE)
+    assert fusions._decide(settings.model, torch.device("cpu")).activation is False
+    for asked in ("--bias-swiglu-fusion", "--bias-gelu-fusion"):
+        with pytest.raises(InvalidInputError, match=f"{asked} is not for this model, which has --quick-geglu"):
+            oss(asked)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--swiglu --quick-geglu", "--swiglu and --quick-geglu both say what the MLP computes: give one of them"),
+        ("--glu-linear-offset 1", r"--glu-linear-offset 1.0 is for --quick-geglu: add it, or leave --glu-linear-off"),
+        ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0 is for --quick-geglu: add it"),
+        ("--quick-geglu --activation-func-clamp-value 0", "--activation-func-clamp-value is 0.0, it must be greater"),
+        (
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 32",
+            "--num-experts with biases and --moe-shared-expert-intermediate-size is not supported: megatron-core's",
+        ),
+        (f"{EXPERTS} --moe-grouped-gemm", "--num-experts with biases and --moe-grouped-gemm is not supported: they"),
+        (
+            f"{EXPERTS} --swiglu --bias-swiglu-fusion",
+            "--num-experts with biases and --bias-swiglu-fusion is not supported: megatron-core's fused kernel of exp",
+        ),
+    ],
+)
+def test_activations_and_biases_that_cannot_be_are_told_at_once(flags: str, says: str) -> None:
+    plain = [word for word in command_line("--dynamic-cp") if word not in NOT_OSS]
+    with pytest.raises(DynamicCPError, match=says):
+        parse_args([*plain, *flags.split()], 4)
+
+
+def test_gpt_oss_goes_on_with_experts_shared_otherwise(tmp_path: Path) -> None:
+    """Its experts' biases among what is saved; on two lanes, then on two stages."""
+    first = train(2, OSS, f"{EP} 2 {TO_LAST} --save {tmp_path} --save-interval {SAVED}", without=NOT_OSS)
+    (tmp_path / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
+    resumed = train(2, OSS, f"{PP2} {TO_LAST} --load {tmp_path}", without=NOT_OSS)
+    assert losses(resumed) == pytest.approx(losses(first)[SAVED:], rel=1e-5)

@@ -74,7 +74,6 @@ def parsed(flags: str, world_size: int = 4) -> Any:
         ("--num-experts 4 --moe-shared-expert-overlap", "--moe-shared-expert-overlap .* router and experts run one"),
         ("--num-experts 4 --moe-permute-fusion", "--moe-permute-fusion .* padding is never sent to experts"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate is for a shared expert: give --moe-sha"),
-        ("--num-experts 4 --biases", "--num-experts with biases is not supported: .* add --disable-bias-linear"),
         (f"--num-experts 4 {TP} 2", f"{TP} 2 with experts needs --sequence-parallel, without which every rank would"),
         (
             f"--num-experts 4 {TP} 2 --sequence-parallel --expert-tensor-parallel-size 2",
@@ -92,8 +91,6 @@ def parsed(flags: str, world_size: int = 4) -> Any:
 )
 def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
     words = command_line(f"--dynamic-cp {flags}")
-    if "--biases" in words:
-        words = [word for word in words if word not in ("--biases", "--disable-bias-linear")]
     with pytest.raises(DynamicCPError, match=says):
         parse_args(words, 4)
 

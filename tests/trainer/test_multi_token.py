@@ -33,7 +33,7 @@ def parsed(flags: str) -> Any:
             "--mtp-num-layers 1 --position-embedding-type learned_absolute --pipeline-model-parallel-size 2",
             "learned_absolute --pipeline-model-parallel-size 2 is not supported: the last stage would learn positions",
         ),
-        ("--mtp-num-layers 1 --window-size 7,0", "--mtp-num-layers 1 with --window-size is not supported: layers behi"),
+        ("--mtp-num-layers 1 --window-size 7,0", "--mtp-num-layers 1 with --window-size is not supported: which mo"),
     ],
 )
 def test_flags_that_cannot_be_are_told_at_once(flags: str, says: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -26,10 +27,17 @@ def _train_one_rank(words: list[str]) -> dict[int, StepRecord]:
     return records
 
 
-def train(world_size: int, *extra: str, timeout_s: float = 100.0) -> dict[int, StepRecord]:
-    """Return iteration -> record of a SMALL run on forked ranks; all ranks must agree on every loss."""
+def train(
+    world_size: int, *extra: str, without: Collection[str] = (), timeout_s: float = 100.0
+) -> dict[int, StepRecord]:
+    """Return iteration -> record of a SMALL run on forked ranks; all ranks must agree on every loss.
+
+    Args:
+        without: words of its command line to leave out.
+    """
     warm_up()
-    by_rank = run_ranks(world_size, _train_one_rank, command_line(SMALL, *extra), timeout_s=timeout_s)
+    words = [word for word in command_line(SMALL, *extra) if word not in without]
+    by_rank = run_ranks(world_size, _train_one_rank, words, timeout_s=timeout_s)
     for records in by_rank:
         assert {i: r.loss for i, r in records.items()} == {i: r.loss for i, r in by_rank[0].items()}
     return by_rank[0]

@@ -16,6 +16,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
 from tests.distributed import parity, reference
 from tests.distributed.test_bf16 import LAYOUTS as BF16_LAYOUTS
+from tests.distributed.test_combinations import EACH_NIGHT as TOGETHER
 from tests.distributed.test_parity import LAYOUTS
 from tests.trainer.commandline import command_line
 
@@ -51,7 +52,10 @@ def test_what_the_trainer_builds_is_supported(words):
     check_supported(config)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS.values(), *BF16_LAYOUTS.values()], ids=[*LAYOUTS, *BF16_LAYOUTS])
+COMPARED = LAYOUTS | BF16_LAYOUTS | TOGETHER
+
+
+@pytest.mark.parametrize("layout", COMPARED.values(), ids=COMPARED)
 def test_what_the_parity_suite_compares_is_supported(monkeypatch, layout):
     class Built(Exception):
         pass

@@ -24,6 +24,7 @@ from dynamic_cp.types import (
     SEARCH_EFFORTS,
     RecomputeModule,
 )
+from megatron.dynamic_cp.flags.activation import OF_QUICK_GEGLU, check_activation, has_biases, is_quick_geglu
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
@@ -434,7 +435,7 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
                 flag="--recompute-modules",
                 name=name,
             )
-    if "mlp" in names and getattr(config, "recompute_granularity", None) == "selective" and _has_biases(config):
+    if "mlp" in names and getattr(config, "recompute_granularity", None) == "selective" and has_biases(config):
         raise UnsupportedFeatureError(
             "--recompute-modules mlp is not supported with biases: megatron-core recomputes the MLP's bias as well, "
             "which so becomes its own input: backward never ends; add --disable-bias-linear, or leave mlp out",
@@ -442,10 +443,6 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
             name="mlp",
         )
     return tuple(names)
-
-
-def _has_biases(config: Any) -> bool:
-    return bool(config.add_bias_linear if hasattr(config, "add_bias_linear") else not config.disable_bias_linear)
 
 
 def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> None:
@@ -461,8 +458,8 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
             the flag or the field with its value and its default.
-        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, latents or modules of
-            multi-token prediction that do not fit.
+        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, activations, latents or
+            modules of multi-token prediction that do not fit.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
@@ -470,6 +467,7 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     windows_of(config)
     check_norms(config)
     check_experts(config)
+    check_activation(config)
     check_latent_attention(config)
     check_multi_token(config)
     recompute_modules(config)
@@ -479,6 +477,8 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     allowed = ALLOWED | also_allowed | _DTYPE_FIELDS
     if num_experts(config) is not None:
         allowed |= _ALLOWED_OF_EXPERTS
+    if is_quick_geglu(config):
+        allowed |= OF_QUICK_GEGLU
     wanted = {f.name: getattr(plain, f.name) for f in fields(config) if f.name not in allowed}
     # The planner simulates this order of model chunks, and a loss is a sum over tokens, divided once per step.
     wanted["microbatch_group_size_per_vp_stage"] = config.pipeline_model_parallel_size

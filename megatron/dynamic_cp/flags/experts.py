@@ -245,10 +245,3 @@ def _check_parts(flags: Any) -> None:
             "--moe-shared-expert-gate is for a shared expert: give --moe-shared-expert-intermediate-size, or leave it "
             "out"
         )
-    has_biases = flags.add_bias_linear if hasattr(flags, "add_bias_linear") else not flags.disable_bias_linear
-    if has_biases:
-        raise UnsupportedFeatureError(
-            "--num-experts with biases is not supported: megatron-core adds those of an expert in place, which torch "
-            "refuses; add --disable-bias-linear",
-            flag="--num-experts",
-        )

@@ -41,11 +41,10 @@ def check_multi_token(config: Any) -> None:
     # A configuration does not say how positions are embedded; flags do.
     learns_positions = getattr(config, "position_embedding_type", None) == "learned_absolute"
     for is_on, what, why in (
-        (getattr(config, "window_size", None) is not None, "--window-size", "layers behind the last have no window"),
         (
-            getattr(config, "softmax_type", "vanilla") != "vanilla",
-            "--softmax-type",
-            "scores beside those of keys were not checked in modules",
+            getattr(config, "window_size", None) is not None,
+            "--window-size",
+            "which modules have one is not the same in all releases of megatron-core",
         ),
         (bool(getattr(config, "no_rope_freq", None)), "--no-rope-freq", "it says nothing of layers behind the last"),
         (

@@ -20,6 +20,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from dynamic_cp.errors import CheckpointError
+from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.positions import ROTARY
 from megatron.trainer.checkpoints import checkpoint_files, manifest, optimizer_state, safe_loading
 from megatron.trainer.flags.derive import FEATURES, features_of
@@ -144,7 +145,8 @@ def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[
     """Return `model` with what Megatron-LM's arguments say in its place; what they do not say, shapes will tell."""
     said = dict(vars(args))
     said["vocab_size"] = said.get("padded_vocab_size")
-    said["gated_linear_unit"] = said.get("swiglu")
+    if "swiglu" in said:
+        said["gated_linear_unit"] = is_gated(args)
     if "add_bias_linear" in said:
         said["disable_bias_linear"] = not said["add_bias_linear"]
     if not said.get("group_query_attention", True):

@@ -149,6 +149,20 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     _switch(group, "--swiglu", help="gated MLP with SiLU")
+    _switch(group, "--quick-geglu", help="gated MLP with x * sigmoid(1.702 x), as gpt-oss (local layers only)")
+    group.add_argument(
+        "--activation-func-clamp-value",
+        type=float,
+        metavar="X",
+        help="with --quick-geglu: what is gated stays between -X and X, and its gate below X; default: no limits",
+    )
+    group.add_argument(
+        "--glu-linear-offset",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="with --quick-geglu: added to what is gated; 1 in gpt-oss; default: 0",
+    )
     _switch(group, "--disable-bias-linear", help="no biases in the linear layers")
     _switch(group, "--add-qkv-bias", help="biases in the QKV projection only")
     _switch(group, "--untie-embeddings-and-output-weights", help="separate output layer")

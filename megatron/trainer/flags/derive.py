@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import Experts, ModelShape
-from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags import activation, experts
 from megatron.dynamic_cp.flags.latent_attention import LATENT, latent_attention_of, shape_of
 from megatron.dynamic_cp.flags.multi_token import MODULES, modules_of
 from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
@@ -15,7 +15,7 @@ from megatron.dynamic_cp.flags.positions import CHOICES, choices
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
 
-FEATURES = CHOICES | experts.CHOICES | MODULES | LATENT
+FEATURES = CHOICES | experts.CHOICES | MODULES | LATENT | activation.CHOICES
 """All names that `features_of` may return."""
 TOKEN_IDS = "num_token_ids"
 """Argument under which checkpoints keep how many rows of the embedding table are no padding."""
@@ -47,7 +47,7 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         vocab_size=vocab_rows,
-        gated_linear_unit=model.swiglu,
+        gated_linear_unit=activation.is_gated(model),
         attention_output_gate=bool(getattr(model, "attention_output_gate", False)),
         window_tokens=windows.tokens,
         window_attn_skip_freq=windows.skip_freq,
@@ -91,10 +91,11 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
     )
     identity = {name: getattr(model, name) for name in names.split()}
     # What came later is there only where it is on, so that checkpoints from before still fit.
-    identity |= {"vocab_size": vocab_rows, "gated_linear_unit": model.swiglu}
+    identity |= {"vocab_size": vocab_rows, "gated_linear_unit": activation.is_gated(model)}
     return identity | features_of(model)
 
 
 def features_of(flags: Any) -> dict[str, Any]:
     """Return what of a model is not as it always was: name -> JSON value, nothing for what is off; see FEATURES."""
-    return choices(flags) | experts.choices(flags) | modules_of(flags) | latent_attention_of(flags)
+    of_attention = choices(flags) | latent_attention_of(flags)
+    return of_attention | experts.choices(flags) | modules_of(flags) | activation.choices(flags)

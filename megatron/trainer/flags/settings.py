@@ -73,6 +73,9 @@ class ModelSettings:
     normalization: str
     norm_epsilon: float
     swiglu: bool
+    quick_geglu: bool
+    activation_func_clamp_value: float | None
+    glu_linear_offset: float
     disable_bias_linear: bool
     add_qkv_bias: bool
     num_experts: int | None

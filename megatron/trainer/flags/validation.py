@@ -14,6 +14,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
@@ -183,6 +184,7 @@ def _complete_model(args: argparse.Namespace) -> None:
     check_norms(args)
     check_positions(args)
     check_latent_attention(args)
+    check_activation(args)
     _refuse_without_effect(args)
     width = int(args.kv_channels * args.rotary_percent)
     rotates_heads = args.position_embedding_type in ROTARY and not args.multi_latent_attention
@@ -510,6 +512,9 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 
 def _complete_fusions(args: argparse.Namespace) -> None:
     """Refuse fusions of what the model does not have; what depends on the device is decided there."""
+    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu else ():
+        if getattr(args, flag[2:].replace("-", "_")):
+            raise InvalidInputError(f"{flag} is not for this model, which has --quick-geglu: leave it out")
     for flag, other, is_there in (
         ("--bias-swiglu-fusion", "--bias-gelu-fusion", args.swiglu),
         ("--bias-gelu-fusion", "--bias-swiglu-fusion", not args.swiglu),

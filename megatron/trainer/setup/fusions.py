@@ -14,6 +14,7 @@ from torch.utils._triton import has_triton
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.agreement.verify import agree
+from megatron.dynamic_cp.flags.activation import has_biases
 from megatron.trainer.flags.settings import ModelSettings
 from megatron.trainer.setup import compile_once
 
@@ -95,7 +96,11 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     reason_to_leave = _ON_CPU if device.type == "cpu" else ""
     own_sum = "--fp32-residual-connection adds in float32" if model.fp32_residual_connection else ""
     no_bias = "--disable-bias-linear leaves no bias" if model.disable_bias_linear and not model.swiglu else ""
-    if model.swiglu:
+    if model.num_experts is not None and has_biases(model):
+        no_bias = "megatron-core's of experts has no bias"
+    if model.quick_geglu:
+        no_bias, activation = "its activation is this project's own", ("--quick-geglu", "--bias-swiglu-fusion", None)
+    elif model.swiglu:
         activation = ("SwiGLU", "--bias-swiglu-fusion", model.bias_swiglu_fusion)
     else:
         activation = ("GELU (in its form with tanh)", "--bias-gelu-fusion", model.bias_gelu_fusion)

@@ -49,6 +49,7 @@ def choose(
     fp32_residual: bool,
     softmax_type: str,
     latent_attention: bool,
+    why_local: str | None,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -75,6 +76,7 @@ def choose(
             fp32_residual=fp32_residual,
             softmax_type=softmax_type,
             latent_attention=latent_attention,
+            why_local=why_local,
             version=version,
             why_missing=why_missing,
         )

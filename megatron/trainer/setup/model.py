@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import set_sinks
+from megatron.dynamic_cp.model.activation import quick_gelu
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.multi_token import mtp_block_spec
@@ -106,8 +108,10 @@ def transformer_config(
         window_attn_skip_freq=list(skip) if isinstance(skip, tuple) else skip,
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.swiglu,
-        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        gated_linear_unit=is_gated(model),
+        activation_func=_activation(model),
+        activation_func_clamp_value=model.activation_func_clamp_value,
+        glu_linear_offset=model.glu_linear_offset,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
@@ -160,6 +164,12 @@ def transformer_config(
         setattr(config, name, value)  # megatron-core has no fields for them
     check_supported(config, also_allowed=CONFIG_FIELDS)
     return config
+
+
+def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:
+    if model.quick_geglu:
+        return quick_gelu
+    return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
 
 
 def _of_experts(model: ModelSettings, ep_size: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.activation import why_local
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
@@ -206,6 +207,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         fp32_residual=settings.planning.fp32_residual,
         softmax_type=settings.model.softmax_type,
         latent_attention=settings.model.multi_latent_attention,
+        why_local=why_local(settings.model),
         device=device,
     )
     logger.info("%s", choice.describe())

@@ -150,6 +150,7 @@ def choose_layers(
     fp32_residual: bool = False,
     softmax_type: str = SOFTMAX_TYPES[0],
     latent_attention: bool = False,
+    why_local: str | None = None,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -168,6 +169,7 @@ def choose_layers(
         fp32_residual: --fp32-residual-connection.
         softmax_type: --softmax-type.
         latent_attention: --multi-latent-attention.
+        why_local: what of its MLPs is checked with local layers only; None: nothing.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
@@ -200,6 +202,8 @@ def choose_layers(
         obstacle = "a residual in float32 (--fp32-residual-connection) is checked with local layers only"
     elif softmax_type != SOFTMAX_TYPES[0]:
         obstacle = f"a score beside those of keys (--softmax-type {softmax_type}) is checked with local layers only"
+    elif why_local is not None:
+        obstacle = why_local
     else:
         obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
     if obstacle is not None and requested is None:

@@ -1,0 +1,130 @@
+"""What an MLP computes between its matrices, as Megatron-LM's flags say it, and what biases of experts go with.
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. `--quick-geglu` with a clamp and
+an offset is the gated MLP of gpt-oss: min(a, c) * sigmoid(1.702 min(a, c)) * (clamp(b, -c, c) + offset).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+
+FLAG = "--quick-geglu"
+CLAMP, OFFSET = "--activation-func-clamp-value", "--glu-linear-offset"
+OF_QUICK_GEGLU = frozenset({"activation_func_clamp_value", "glu_linear_offset"})
+"""Flags and fields of a configuration that mean something with it alone."""
+CHOICES = OF_QUICK_GEGLU | {"quick_geglu"}
+"""All names that `choices` may return."""
+
+
+def is_quick_geglu(config: Any) -> bool:
+    """Return whether flags or a configuration ask for it."""
+    function = getattr(config, "activation_func", None)
+    return bool(getattr(config, "quick_geglu", False)) or getattr(function, "__name__", None) == "quick_gelu"
+
+
+def is_gated(flags: Any) -> bool:
+    """Return whether the MLPs of a model are gated, by its flags."""
+    return bool(getattr(flags, "swiglu", False)) or is_quick_geglu(flags)
+
+
+def has_biases(config: Any) -> bool:
+    """Return whether flags or a configuration ask for biases in all linear layers."""
+    return bool(config.add_bias_linear if hasattr(config, "add_bias_linear") else not config.disable_bias_linear)
+
+
+def check_activation(config: Any) -> None:
+    """Check the activation, alone and with biases of experts.
+
+    Args:
+        config: flags of this trainer or of a checkout, or a configuration.
+
+    Raises:
+        InvalidInputError: two activations, or numbers for one that is not there.
+        UnsupportedFeatureError: what biases of experts were not checked with.
+    """
+    clamp, offset = (getattr(config, name, None) for name in ("activation_func_clamp_value", "glu_linear_offset"))
+    if is_quick_geglu(config):
+        if getattr(config, "swiglu", False):
+            raise InvalidInputError(f"--swiglu and {FLAG} both say what the MLP computes: give one of them")
+        if getattr(config, "gated_linear_unit", True) is False:
+            raise UnsupportedFeatureError(
+                f"TransformerConfig.activation_func quick_gelu is for gated MLPs ({FLAG}): set gated_linear_unit",
+                flag=FLAG,
+            )
+        if getattr(config, "bias_activation_fusion", False):
+            raise UnsupportedFeatureError(
+                f"{FLAG} with a fused activation was not checked: give --no-bias-gelu-fusion", flag=FLAG
+            )
+        if clamp is not None and not clamp > 0:
+            raise InvalidInputError(f"{CLAMP} is {clamp}, it must be greater than 0: raise it or leave it out")
+    elif hasattr(config, "quick_geglu"):  # flags; of a configuration such fields are refused by their names
+        for flag, value in ((CLAMP, clamp), (OFFSET, offset or None)):
+            if value is not None:
+                raise InvalidInputError(f"{flag} {value} is for {FLAG}: add it, or leave {flag} out", flag=flag)
+    if (getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)) and has_biases(config):
+        _check_biased_experts(config)
+
+
+def _check_biased_experts(config: Any) -> None:
+    for is_on, what, why, remedy in (
+        (
+            getattr(config, "moe_shared_expert_intermediate_size", None) is not None,
+            "--moe-shared-expert-intermediate-size",
+            "megatron-core's shared experts have none",
+            "leave it out",
+        ),
+        (
+            getattr(config, "moe_grouped_gemm", False),
+            "--moe-grouped-gemm",
+            "they were checked with experts one after the other",
+            "leave it out",
+        ),
+        (
+            getattr(config, "swiglu", True) and _fuses(config),
+            "--bias-swiglu-fusion",
+            "megatron-core's fused kernel of experts has none",
+            "give --no-bias-swiglu-fusion",
+        ),
+    ):
+        if is_on:
+            raise UnsupportedFeatureError(
+                f"--num-experts with biases and {what} is not supported: {why}; add --disable-bias-linear, or {remedy}",
+                flag="--num-experts",
+                other=what,
+            )
+
+
+def _fuses(config: Any) -> bool:
+    return bool(getattr(config, "bias_activation_fusion", False) or getattr(config, "bias_swiglu_fusion", False))
+
+
+def why_local(config: Any) -> str | None:
+    """Return what of the MLPs is checked with local layers only, None where it is nothing.
+
+    Args:
+        config: flags.
+    """
+    if is_quick_geglu(config):
+        return f"gated MLPs of {FLAG} are checked with local layers only"
+    if getattr(config, "num_experts", None) and has_biases(config):
+        return "experts with biases (without --disable-bias-linear) are checked with local layers only"
+    return None
+
+
+def choices(flags: Any) -> dict[str, Any]:
+    """Return what weights mean: name -> JSON value, nothing where the activation is as it always was.
+
+    Args:
+        flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
+    """
+    if not is_quick_geglu(flags):
+        return {}
+    clamp = getattr(flags, "activation_func_clamp_value", None)
+    offset = float(getattr(flags, "glu_linear_offset", 0.0) or 0.0)
+    return {
+        "quick_geglu": True,
+        **({} if clamp is None else {"activation_func_clamp_value": float(clamp)}),
+        **({"glu_linear_offset": offset} if offset else {}),
+    }

@@ -1,0 +1,16 @@
+"""Activations of MLPs that megatron-core has compiled only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x times the sigmoid of 1.702 x, which is close to GELU; in gated MLPs as of gpt-oss.
+
+    DEVIATION: megatron-core's is compiled. Reason: as of `norm.TorchL2Norm`. Recovery: none.
+
+    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2.
+    """
+    return x * torch.sigmoid(1.702 * x)
