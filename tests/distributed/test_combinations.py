@@ -101,7 +101,7 @@ def test_features_together_equal_single_process(layouts: dict[str, Layout], refe
         assert max(plan.cp_histogram) == min(layout.lanes, 4)
         expected = reference_of(layout, "long_tail")
         if layout.variant == "deepseek":
-            assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in expected["expert_biases"]
+            assert any(name.startswith("mtp.layers.0") for name in expected["expert_biases"]), "its module has experts"
             assert "decoder.layers.0.mlp.linear_fc1.weight" in expected["gradients"], "the first layer is dense"
         cases[name] = Case(layout, samples, plan, expected)
     exchanging = {name: cases.pop(name) for name, layout in layouts.items() if layout.lanes > 1}

@@ -55,6 +55,7 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
     ),
     releases.READ_ALONE: lambda: "no_dist=True" in inspect.getsource(TorchDistLoadShardedStrategy.load),
     releases.PRODUCT_IS_NONE: lambda: "te_general_gemm,\n    ) = (None" in inspect.getsource(moe_utils),
+    releases.TOKENS_ROUTED_ALIKE: lambda: "argsort-based permute" in inspect.getsource(moe_utils),
     releases.EXPERTS_BY_FUNCTION: lambda: isinstance(get_moe_module_spec(use_te=False, num_experts=2), partial),
 }
 """What shows each in the sources of megatron-core."""
