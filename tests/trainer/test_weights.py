@@ -84,6 +84,15 @@ LATENTS = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+GROUPS = {
+    "q_lora_rank": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 MODELS |= {
     "qwen3, YaRN": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "truncate": False, "beta_fast": 16.0}}),
@@ -104,6 +113,12 @@ MODELS |= {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
         },
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**LATENTS, **EXPERTS, "q_lora_rank": None, "n_routed_experts": 4, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**LATENTS, **EXPERTS, **GROUPS, "first_k_dense_replace": 1}),
+    "deepseek_v3, further tokens": ("deepseek_v3", {**LATENTS, **EXPERTS, **GROUPS, "first_k_dense_replace": 0}),
 }
 """Layers with experts and those without them have unlike tensors; of one kind they are stacked."""
 # Sums in another order; measured 3e-7.
@@ -130,7 +145,12 @@ def folder_of(tmp_path_factory):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
+                for key, buffer in model.named_buffers():
+                    if key.endswith("e_score_correction_bias"):
+                        buffer.add_(torch.randn_like(buffer) * 0.05)
             model.save_pretrained(known[name])
+            if name.endswith("further tokens"):
+                add_module(known[name])
         return known[name]
 
     return get
@@ -148,6 +168,20 @@ def imported(folder_of, tmp_path_factory):
         return known[name]
 
     return get
+
+
+def add_module(folder: Path) -> None:
+    """Add what predicts a further token, which transformers read and do not write: a layer and what is before it."""
+    tensors = tensors_of(folder)
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+    more = {name.replace("layers.1.", "layers.2."): torch.randn_like(tensor) * 0.1 for name, tensor in last.items()}
+    width = SMALL["hidden_size"]
+    shapes = {"enorm": (width,), "hnorm": (width,), "eh_proj": (width, 2 * width), "shared_head.norm": (width,)}
+    more |= {f"model.layers.2.{name}.weight": torch.randn(*shape) * 0.2 for name, shape in shapes.items()}
+    more["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    rewrite(folder, lambda _, tensor: tensor, more)
+    say(folder, num_nextn_predict_layers=1)
 
 
 def flags_of(folder: Path) -> str:
@@ -194,6 +228,10 @@ def test_the_models_differ_in_what_they_say():
     assert types == set(FAMILIES)
 
 
+@pytest.mark.by_day(
+    *("llama, all heads, biases, tied", "mistral", "qwen2", "qwen3, windows", "mixtral", "qwen2_moe"),
+    *("qwen3_moe, one layer dense", "deepseek_v2", "deepseek_v3, further tokens"),
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_comes_back_is_the_same_to_the_bit(name, folder_of, imported, tmp_path):
     folder, back = folder_of(name), tmp_path / "back"
@@ -249,6 +287,10 @@ def _logits_on_one_rank(words: list[str]) -> list[tuple[list[int], torch.Tensor]
     return found
 
 
+@pytest.mark.by_day(
+    *("llama 3.1", "llama, all heads, biases, tied", "qwen3, windows", "qwen2_moe", "qwen3_moe, one layer dense"),
+    *("deepseek_v2", "deepseek_v3, dense, YaRN", "deepseek_v3"),
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, folder_of, imported):
     checkpoint = imported(name)
@@ -302,6 +344,35 @@ def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, 
     trained = loaded(tmp_path / "back")
     assert after == pytest.approx(loss_of(trained, words, 2, padding_rows), abs=tolerance)
     assert abs(loss_of(loaded(folder_of(name)), words, 2, padding_rows) - after) > 5 * tolerance, "it has learned"
+
+
+@torch.no_grad()
+def loss_of_further_tokens(model: Any, words: str) -> float:
+    """Return the mean loss of the tokens two places on, of the first global batch, as transformers computes it."""
+    module = transformers.modeling_layers.MtpModel.from_pretrained(model)
+    loss_sum, num_tokens = 0.0, 0
+    for tokens, labels in samples_of(words):
+        hidden = model.model(tokens[None]).last_hidden_state
+        places = torch.arange(len(tokens))[None]
+        later = module.forward_layer(0, hidden, places, None, input_ids=labels[None])
+        losses_of_tokens = torch.nn.functional.cross_entropy(model.lm_head(later)[0, :-1], labels[1:], reduction="sum")
+        loss_sum += float(losses_of_tokens)
+        num_tokens += len(labels) - 1
+    return loss_sum / num_tokens
+
+
+def test_a_module_that_predicts_further_tokens_is_that_of_transformers(folder_of, imported):
+    name = "deepseek_v3, further tokens"
+    checkpoint = imported(name)
+    layout = "--max-seqlen-per-dp-cp-rank 64 --num-query-groups 4"
+    words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} {layout} --load {checkpoint}"
+    (record,) = train(2, words, "--train-iters 1").values()
+    model = loaded(folder_of(name))
+    assert record.loss == pytest.approx(loss_of(model, f"{words} --train-iters 1", 0), abs=TOLERANCE)
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]  # by which transformers find the module
+    wanted = loss_of_further_tokens(model, f"{words} --train-iters 1")
+    assert abs(wanted - record.loss) > 100 * TOLERANCE
+    assert record.future_losses == pytest.approx((wanted,), abs=TOLERANCE)
 
 
 def test_a_run_of_another_model_is_refused(imported):
