@@ -26,6 +26,7 @@ from megatron.dynamic_cp.flags.arguments import (
     tokens_or_auto,
 )
 from megatron.dynamic_cp.flags.experts import check_experts
+from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
 from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
@@ -55,10 +56,6 @@ REFUSED: tuple[Unsupported, ...] = (
         off=(0,),
         reason="columns of later tokens are made where samples are read, which a checkout's script does itself "
         "(pretrain_gpt.py of this project has the flag)",
-    ),
-    Unsupported(
-        flag="--multi-latent-attention",
-        reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
     ),
     Unsupported(
         flag="--dynamic-cp-pool",
@@ -285,7 +282,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
 
     Raises:
         UnsupportedFeatureError: naming the flag.
-        InvalidInputError: flags of positions or experts that disagree.
+        InvalidInputError: flags of positions, experts or latent attention that disagree.
     """
     follows_from_others = {"--eval-global-batch-size"}
     for feature in REFUSED:
@@ -295,6 +292,8 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     check_norms(args)
     check_positions(args)
     check_experts(args)
+    if is_on(args):
+        check_latent_attention(_with_heads(args))
 
 
 def destination(flag: str) -> str:
@@ -366,7 +365,7 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     Raises:
         DynamicCPError: a CP size, limit or sample length that does not fit the lanes.
     """
-    ours = _with_kv_heads(args)
+    ours = _with_heads(args)
     ours.context_parallel_size = asked.context_parallel_size
     ours.cp_comm_type = exchange_of(asked)
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
@@ -383,14 +382,26 @@ def model_shape(args: argparse.Namespace, pipeline_layers: PipelineLayers = ()) 
         args: as Megatron-LM validated them.
         pipeline_layers: `PlanningSettings.pipeline_layers`.
     """
-    return derive.model_shape(_with_kv_heads(args), args.padded_vocab_size, pipeline_layers)
+    return derive.model_shape(_with_heads(args), args.padded_vocab_size, pipeline_layers)
 
 
-def _with_kv_heads(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy whose `num_query_groups` is the number of KV heads also without --group-query-attention."""
+def head_dim(args: argparse.Namespace) -> int:
+    """Return the width of a head of queries and keys."""
+    width: int = _with_heads(args).kv_channels
+    return width
+
+
+def _with_heads(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy that says the heads of any attention as our own trainer does.
+
+    `num_query_groups` is the number of KV heads also without --group-query-attention. `kv_channels` is the width of a
+    head also with latent attention, where Megatron-LM leaves it as it is without, and nothing reads it.
+    """
     copied = copy.copy(args)
     if not args.group_query_attention:
         copied.num_query_groups = args.num_attention_heads
+    if is_on(args):
+        copied.kv_channels = qk_width(args)
     return copied
 
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
@@ -63,6 +64,8 @@ class DynamicCPGPTModel(GPTModel):
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
         set_sinks(config, self.window_sink_tokens)
+        if is_on(config):
+            config.kv_channels = qk_width(config)  # which Megatron-LM leaves as it is without latent attention
         if config.fp32_residual_connection:
             config.pipeline_dtype = torch.float32  # which 0.16.1 leaves at the dtype of parameters
         check_supported(config, also_allowed=NO_EFFECT | NUM_WEIGHT_SHARDS)

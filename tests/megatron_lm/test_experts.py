@@ -63,7 +63,7 @@ def logged_losses(num_micro_batches: int) -> dict[str, float]:
     """Return what Megatron-LM would log on a rank of two lanes: it divides by the micro-batches of its own count."""
     initialize_model_parallel()
     config = SimpleNamespace(moe_router_load_balancing_type="seq_aux_loss", num_layers=3)
-    router = SimpleNamespace(layer_number=2, config=config, weight=torch.zeros(1))
+    router = SimpleNamespace(layer_number=2, number_in_model=2, config=config, weight=torch.zeros(1))
     routing = Routing(
         layers={2: LayerRouting(aux_loss=1.25, z_loss=4.5, imbalance=2.0)}, has_aux_loss=True, has_z_loss=True
     )

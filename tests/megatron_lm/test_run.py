@@ -137,13 +137,18 @@ def test_features_equal_the_checkout_without_dynamic_cp(flags: str, monkeypatch:
         "",
         "--pipeline-model-parallel-size 2",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--multi-latent-attention --kv-lora-rank 32 --q-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 16 --qk-layernorm --disable-bias-linear",
+        "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 0.01 "
+        "--expert-model-parallel-size 2",
     ],
-    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2"],
+    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "experts_ep2"],
 )
 def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None:
     """The same data, order, plans and weights: the same losses, with several CP sizes in one run."""
     more = ("--varlen-mock-dataset-config-json", LENGTHS)
-    flags = f"--dynamic-cp --max-seqlen-per-dp-cp-rank {96 if not layout else 160} --num-layers 4 {layout}"
+    limit = 160 if "pipeline" in layout else 96
+    flags = f"--dynamic-cp --max-seqlen-per-dp-cp-rank {limit} --num-layers 4 {layout}"
     theirs = megatron_lm(f"{flags} --use-varlen-dataset", more=more)
     ours = run(["pretrain_gpt.py"], f"{SHARED} --normalization LayerNorm {flags}", more=more)
     assert len(set().union(*cp_sizes(theirs))) >= 2, "the plans do not mix CP sizes"

@@ -36,6 +36,12 @@ def is_on(config: Any) -> bool:
     return bool(getattr(config, "multi_latent_attention", False))
 
 
+def qk_width(config: Any) -> int:
+    """Return the width of a head of queries and keys: what has no position, and what is rotated."""
+    width: int = config.qk_head_dim + config.qk_pos_emb_head_dim
+    return width
+
+
 def complete_latent_attention(flags: Any) -> None:
     """Fill in what flags of latent attention leave open, `kv_channels` among it; does nothing without it.
 
@@ -62,7 +68,7 @@ def complete_latent_attention(flags: Any) -> None:
             "above 1, or rope",
             factor=stretch,
         )
-    together = flags.qk_head_dim + flags.qk_pos_emb_head_dim
+    together = qk_width(flags)
     if flags.kv_channels not in (None, together):
         raise InvalidInputError(
             f"--kv-channels is {flags.kv_channels}, --qk-head-dim {flags.qk_head_dim} and --qk-pos-emb-head-dim "
@@ -84,7 +90,7 @@ def check_latent_attention(config: Any) -> None:
     """
     if not is_on(config):
         return
-    together = config.qk_head_dim + config.qk_pos_emb_head_dim
+    together = qk_width(config)
     if config.qk_pos_emb_head_dim % 2:
         raise InvalidInputError(
             f"--qk-pos-emb-head-dim is {config.qk_pos_emb_head_dim}, RoPE rotates pairs: give an even number",
