@@ -70,8 +70,8 @@ def activation_bytes(
     """
     layer = layer or model.layer
     element, tp_size = options.element_bytes.activation, topology.tp_size
-    hidden = model.hidden_size * element / topology.rank_token_multiple  # TP splits it only with sequence parallelism
-    residual = model.hidden_size * options.element_bytes.residual / topology.rank_token_multiple
+    hidden = model.hidden_size * element / topology.sequence_shares  # TP splits it only with sequence parallelism
+    residual = model.hidden_size * options.element_bytes.residual / topology.sequence_shares
     query = layer.query_size * element / tp_size
     # With fewer KV heads than TP ranks every rank keeps a whole head.
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
@@ -79,7 +79,7 @@ def activation_bytes(
     routed = model.imbalance(topology.ep_size) * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
-    more = layer.more_kept_channels * element / topology.rank_token_multiple
+    more = layer.more_kept_channels * element / topology.sequence_shares
     whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp + more
     of_mlp = "moe" if layer.num_experts else "mlp"
     dropped = {"core_attn": log_sum_exp, "mlp": 0.0, "moe": 0.0, "layernorm": 2 * hidden} | {of_mlp: mlp}

@@ -38,7 +38,7 @@ _UNUSED = {"all_lanes_coupled": False}
 """A field of topologies that nothing ever used: plans still carry it, so that their digests stay what they were."""
 
 
-_OF_EXPERTS = {"ep_size": 1}
+_NEWER = {"ep_size": 1, "token_alignment": 1}
 """Fields of topologies with their defaults, at which plans do not name them: digests stay what they were before."""
 
 
@@ -105,7 +105,7 @@ def _pool_from_dict(data: object) -> PoolTasks:
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
     """Return `topology` as what JSON can hold."""
     values = asdict(topology)
-    for name, default in _OF_EXPERTS.items():
+    for name, default in _NEWER.items():
         if values[name] == default:
             del values[name]
     return {**values, **_UNUSED}
@@ -117,7 +117,7 @@ def topology_from_dict(data: object) -> Topology:
     kinds = {
         field.name: bool if field.name == "sequence_parallel" else int
         for field in fields(Topology)
-        if field.name not in _OF_EXPERTS or field.name in given
+        if field.name not in _NEWER or field.name in given
     }
     topology = Fields(given, "topology", (*kinds, *_UNUSED))
     for name in _UNUSED:

@@ -260,7 +260,7 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
     edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
-    hop_bytes = problem.model.hidden_size * options.element_bytes.residual / topology.rank_token_multiple
+    hop_bytes = problem.model.hidden_size * options.element_bytes.residual / topology.sequence_shares
     table = PriceTable(
         terms=np.array(terms),
         floors=np.array([floor.terms for floor in floors]),

@@ -31,6 +31,8 @@ class Topology:
         sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
         ep_size: neighbouring ranks of a stage that share the routed experts of a layer, as Megatron's
             --expert-model-parallel-size; a power of two. Each expert is whole on its rank (expert TP is 1).
+        token_alignment: tokens of a rank, with sequence parallelism of each share of them, are padded to a multiple of
+            this (products in FP8 need 16 or 32).
     """
 
     num_lanes: int
@@ -40,6 +42,7 @@ class Topology:
     ranks_per_node: int = 8
     sequence_parallel: bool = False
     ep_size: int = 1
+    token_alignment: int = 1
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -49,6 +52,7 @@ class Topology:
             pp_size=self.pp_size,
             vp_size=self.vp_size,
             ranks_per_node=self.ranks_per_node,
+            token_alignment=self.token_alignment,
         )
         if self.num_lanes > MAX_LANES:
             raise InvalidInputError(
@@ -114,9 +118,14 @@ class Topology:
         return max(1, self.ranks_per_node // self.tp_size)
 
     @property
-    def rank_token_multiple(self) -> int:
-        """Tokens of a rank in one micro-batch are a multiple of this (tp_size with sequence parallelism, else 1)."""
+    def sequence_shares(self) -> int:
+        """Shares that sequence parallelism cuts the tokens of a rank into (tp_size, without it 1)."""
         return self.tp_size if self.sequence_parallel else 1
+
+    @property
+    def rank_token_multiple(self) -> int:
+        """Tokens of a rank in one micro-batch are a multiple of this, so that each share is aligned."""
+        return self.sequence_shares * self.token_alignment
 
     @property
     def num_microbatches_multiple(self) -> int:

@@ -62,6 +62,11 @@ REFUSED: tuple[Unsupported, ...] = (
         off=("off",),
         reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
     ),
+    Unsupported(
+        flag="--fp8-format",
+        field="fp8",
+        reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
+    ),
     Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
     Unsupported(flag="--perform-rl-step", reason=_LOOP),
     Unsupported(flag="--inprocess-restart", reason=_LOOP),

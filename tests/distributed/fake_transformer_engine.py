@@ -12,16 +12,18 @@ the device for) is an AssertionError here. Source: TransformerEngine 2.11, 2.18 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional
 
@@ -66,6 +68,103 @@ class _Base(torch.nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         assert state is None or isinstance(state, Tensor)
+
+
+class Quantization:
+    """What `fp8_autocast` says of products now, and what it was asked for; of the whole process.
+
+    Attributes:
+        recipe: None: products are as their inputs.
+        entered: (name of the recipe, format, ranks of the group that shares largest values) of each call.
+        products: (name of the recipe, rows of the input) of each product in FP8.
+    """
+
+    recipe: ClassVar[Any] = None
+    entered: ClassVar[list[tuple[str, str, tuple[int, ...]]]] = []
+    products: ClassVar[list[tuple[str, int]]] = []
+
+    @classmethod
+    def check(cls, x: Tensor) -> None:
+        """Assert what a product in FP8 needs of its input [rows, 1, channels], of its own ranks' share, too."""
+        if cls.recipe is None:
+            return
+        rows, channels = x.numel() // x.shape[-1], x.shape[-1]
+        name = type(cls.recipe).__name__
+        aligned = 32 if name == "MXFP8BlockScaling" else 16
+        assert rows % aligned == 0, f"TE: {rows} rows in FP8 ({name}), a multiple of {aligned} is needed"
+        assert channels % 16 == 0, f"TE: {channels} channels in FP8, a multiple of 16 is needed"
+        cls.products.append((name, rows))
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool = False, fp8_recipe: Any = None, fp8_group: Any = None, **unused: Any) -> Iterator[None]:
+    """TransformerEngine's: products inside are in FP8; delayed scaling shares largest values at the end of each."""
+    assert enabled
+    before, Quantization.recipe = Quantization.recipe, fp8_recipe
+    ranks = tuple(dist.get_process_group_ranks(fp8_group))
+    Quantization.entered.append((type(fp8_recipe).__name__, fp8_recipe.fp8_format, ranks))
+    try:
+        yield
+    finally:
+        Quantization.recipe = before
+        if isinstance(fp8_recipe, DelayedScaling):
+            dist.all_reduce(torch.zeros(1), op=dist.ReduceOp.MAX, group=fp8_group)  # of the largest values
+
+
+class DelayedScaling:
+    """As TransformerEngine's."""
+
+    def __init__(
+        self,
+        margin: int = 0,
+        fp8_format: str = "HYBRID",
+        amax_history_len: int = 1024,
+        amax_compute_algo: str = "max",
+        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
+        fp8_dpa: bool = False,
+        fp8_mha: bool = False,
+        **unused: Any,
+    ) -> None:
+        self.fp8_format = fp8_format
+        assert not fp8_dpa
+        assert not fp8_mha
+
+
+class Float8CurrentScaling:
+    """As TransformerEngine's."""
+
+    def __init__(self, fp8_format: str = "HYBRID", fp8_dpa: bool = False) -> None:
+        self.fp8_format = fp8_format
+        assert not fp8_dpa
+
+
+class Float8BlockScaling(Float8CurrentScaling):
+    """As TransformerEngine's."""
+
+
+class MXFP8BlockScaling(Float8CurrentScaling):
+    """As TransformerEngine's."""
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool,
+    get_rng_state_tracker: Any,
+    tp_group: Any,
+    **kwargs: Any,
+) -> Any:
+    """TransformerEngine's, without its random states."""
+    recipe = Quantization.recipe
+
+    def again(*args: Any) -> Any:
+        before, Quantization.recipe = Quantization.recipe, recipe
+        try:
+            return function(*args)
+        finally:
+            Quantization.recipe = before
+
+    return torch.utils.checkpoint.checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class DotProductAttention(_Base):
@@ -269,6 +368,7 @@ class Linear(_Base):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core.tensor_parallel import mappings
 
+        Quantization.check(x)
         bias = self.bias if self.use_bias else None
         if self.parallel_mode == "column":
             if self.sequence_parallel:
@@ -366,12 +466,19 @@ def _module(name: str, **contents: Any) -> types.ModuleType:
 def install(version: str = VERSION) -> None:
     """Let this process find the fake as TransformerEngine `version`, and megatron-core's extension use it."""
     assert "megatron.dynamic_cp.attention.te.attention" not in sys.modules, "already bound to another one"
-    recipe = _module("transformer_engine.common.recipe", DelayedScaling=type("DelayedScaling", (), {}))
+    recipe = _module(
+        "transformer_engine.common.recipe",
+        Format=types.SimpleNamespace(E4M3="E4M3", HYBRID="HYBRID"),
+        DelayedScaling=DelayedScaling,
+        Float8CurrentScaling=Float8CurrentScaling,
+        Float8BlockScaling=Float8BlockScaling,
+        MXFP8BlockScaling=MXFP8BlockScaling,
+    )
     common = _module("transformer_engine.common", recipe=recipe)
     of_fp8 = ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init")
     fp8 = _module("transformer_engine.pytorch.fp8", **{name: MagicMock() for name in of_fp8})
     tracker = type("CudaRNGStatesTracker", (), {})
-    distributed = _module("transformer_engine.pytorch.distributed", CudaRNGStatesTracker=tracker)
+    distributed = _module("transformer_engine.pytorch.distributed", CudaRNGStatesTracker=tracker, checkpoint=checkpoint)
     router = _module("transformer_engine.pytorch.router")
     for name in ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"):
         setattr(router, name, None)
@@ -386,6 +493,7 @@ def install(version: str = VERSION) -> None:
         distributed=distributed,
         router=router,
         fp8=fp8,
+        fp8_autocast=fp8_autocast,
         ops=MagicMock(),
         cpu_offload=None,
     )
@@ -399,3 +507,11 @@ def install(version: str = VERSION) -> None:
         "megatron.core.models.gpt.gpt_layer_specs",
     ):
         importlib.reload(importlib.import_module(name))
+    tensors = {"QuantizedTensor": type("QuantizedTensor", (), {})}
+    pytorch.tensor = _module("transformer_engine.pytorch.tensor", **tensors)  # type: ignore[attr-defined]
+    fp8_utils = importlib.reload(importlib.import_module("megatron.core.fp8_utils"))
+    fp8_utils.transformer_engine = sys.modules["transformer_engine"]
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    anew = {"get_fp8_context": fp8_utils.get_fp8_context, "te_checkpoint": extension.te_checkpoint}
+    for module in [one for name, one in sys.modules.items() if name.startswith("megatron.core.")]:
+        vars(module).update({name: value for name, value in anew.items() if name in vars(module)})

@@ -35,6 +35,7 @@ from dynamic_cp.types import (
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
@@ -105,6 +106,7 @@ class Layout:
             vp_size=self.vpp,
             sequence_parallel=self.sp,
             ranks_per_node=self.ranks_per_node,
+            token_alignment=token_alignment(SimpleNamespace(**self.config)),
         )
 
     @property

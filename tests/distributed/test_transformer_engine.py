@@ -140,6 +140,84 @@ def test_step_equals_single_process(name: str, reference_of) -> None:
     assert all(state == UNSET for _, _, left in results for state in left), "a group was left set"
 
 
+def in_fp8(recipe: str, form: str = "hybrid") -> dict[str, Any]:
+    return {"fp8": form, "fp8_recipe": recipe}
+
+
+# Layout, exchanges of the plan, class of the recipe.
+IN_FP8 = {
+    "four_lanes_mxfp8": (engine(4, "mixed", config=in_fp8("mxfp8")), ALL, "MXFP8BlockScaling"),
+    "tp2_sp_tensorwise_full_recompute": (
+        engine(2, "p2p", tp=2, sp=True, config=in_fp8("tensorwise", "e4m3") | FULL_RECOMPUTE),
+        {"p2p"},
+        "Float8CurrentScaling",
+    ),
+}
+IN_FP8_EACH_NIGHT = {
+    "pp2_vpp2_distributed_optimizer_blockwise": (
+        engine(2, "p2p", pp=2, vpp=2, distributed_optimizer=True, config=in_fp8("blockwise")),
+        {"p2p"},
+        "Float8BlockScaling",
+    ),
+    "tp2_sp_delayed": (
+        engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads", config=in_fp8("delayed") | SELECTIVE_RECOMPUTE),
+        {"a2a"},
+        "TEDelayedScaling",
+    ),
+    "four_lanes_delayed": (engine(4, "p2p", config=in_fp8("delayed")), {"p2p"}, "TEDelayedScaling"),
+}
+
+Quantized = tuple[Comparison, list[tuple[str, str, tuple[int, ...]]], list[tuple[str, int]]]
+
+
+def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Quantized:
+    """Return (comparison, contexts that were entered, products in FP8) of this rank."""
+    fake.install("2.20.2")
+    comparison = run_step(layout, samples, plan, expected, None)
+    return comparison, fake.Quantization.entered, fake.Quantization.products
+
+
+@pytest.mark.parametrize(
+    "name", [*IN_FP8, *(pytest.param(name, marks=pytest.mark.nightly) for name in IN_FP8_EACH_NIGHT)]
+)
+def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
+    """Of what TransformerEngine asks for; the fake computes them exactly, so that nothing else may have changed."""
+    layout, exchanges, recipe = (IN_FP8 | IN_FP8_EACH_NIGHT)[name]
+    samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
+    plan = plan_for(layout, samples, exchanges, None)
+    empty = [bucket for bucket in plan.buckets if not bucket.samples]
+    assert empty, "no place of padding alone"
+    world = layout.topology.world_size
+    results = run_ranks(world, run_in_fp8, layout, samples, plan, expected)
+    comparisons = [comparison for comparison, _, _ in results]
+    assert_equal_to_reference(comparisons, layout, expected)
+    assert_bytes_as_planned(comparisons, layout, plan)
+    forwards = 2 if "recompute_granularity" in layout.config and recipe != "TEDelayedScaling" else 1
+    chunks = layout.num_layers // layout.pp if recipe != "TEDelayedScaling" else layout.vpp
+    for rank, (_, entered, products) in enumerate(results):
+        assert {name for name, _ in products} == {recipe}
+        # Two products of attention and two of the MLP in each layer.
+        layers = layout.num_layers // layout.pp
+        assert len(products) == 4 * layers * plan.num_microbatches * (2 if "full" in layout.config.values() else 1)
+        assert min(rows for _, rows in products) == layout.topology.token_alignment, "an empty place was computed"
+        assert {(one, form) for one, form, _ in entered} == {(recipe, layout.config["fp8"].upper())}
+        assert len(entered) == chunks * forwards * plan.num_microbatches
+        # Largest values are shared over the tensor-parallel ranks and lanes of a stage: static CP is 1.
+        of_stage = world // layout.pp
+        first = rank // of_stage * of_stage
+        assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
+
+
+def test_tokens_that_are_not_padded_for_fp8_are_noticed(reference_of) -> None:
+    """As in a plan for a topology that does not know of it."""
+    layout, exchanges, _ = IN_FP8["tp2_sp_tensorwise_full_recompute"]
+    samples = BATCHES["long_tail"]
+    plan = plan_for(layout, samples, exchanges, None)
+    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=1))
+    with pytest.raises(RankError, match="a multiple of 16 is needed"):
+        run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
+
+
 # What may go wrong between a micro-batch and TransformerEngine; each must be noticed by the fake, or by the comparison.
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.te.support import OLDEST, installed_version, release_of, shown
+from megatron.dynamic_cp.flags.fp8 import why_no_device
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
@@ -215,3 +216,25 @@ def test_loss_falls_with_transformer_engine(tmp_path: Path) -> None:
     expected = losses(local.stdout)
     assert found[0] == pytest.approx(expected[0], rel=1e-2)
     assert found[:3] == pytest.approx(expected[:3], rel=5e-2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "delayed"])
+def test_the_trainer_computes_in_fp8(recipe: str, tmp_path: Path) -> None:
+    """A short run with products in FP8 learns as one in bfloat16; skipped where the device has not the recipe."""
+    reason = why_no_device(recipe, torch.cuda.get_device_capability())
+    if reason is not None:
+        pytest.skip(reason)
+    words = [sys.executable, "pretrain_gpt.py", *MODEL.split(), "--data-cache-path", str(tmp_path)]
+    own = words.index("--transformer-impl")
+    words = [*words[:own], *words[own + 2 :]]
+    in_fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
+    plain, quantized = (trains([*words, *more], {}, 300) for more in ([], in_fp8))
+    assert quantized.returncode == plain.returncode == 0, quantized.stdout
+    assert "layers: transformer_engine" in quantized.stdout, quantized.stdout
+    expected, found = losses(plain.stdout), losses(quantized.stdout)
+    assert len(found) == 12, quantized.stdout
+    # E4M3 has 4 bits of mantissa: products are off by percents, losses by less.
+    assert found[0] == pytest.approx(expected[0], rel=2e-2)
+    assert found[0] != expected[0], "nothing was in FP8"
+    assert found[-1] < found[0] - 1, found
+    assert found[-1] == pytest.approx(expected[-1], rel=1e-1)

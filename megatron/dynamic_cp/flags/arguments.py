@@ -26,6 +26,7 @@ from dynamic_cp.types import (
 )
 from megatron.dynamic_cp.flags.activation import OF_QUICK_GEGLU, check_activation, has_biases, is_quick_geglu
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
+from megatron.dynamic_cp.flags.fp8 import check_fp8
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
@@ -242,9 +243,8 @@ _PRECISION = "train in fp32 or --bf16"
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(flag="--fp16", field="fp16", reason=_PRECISION),
-    Unsupported(flag="--fp8-format", field="fp8", reason=_PRECISION),
-    Unsupported(flag="--fp8-param-gather", field="fp8_param", reason=_PRECISION),
-    Unsupported(flag="--fp4-format", field="fp4", reason=_PRECISION),
+    Unsupported(flag="--fp8-param-gather", field="fp8_param", reason="weights are kept in bfloat16"),
+    Unsupported(flag="--fp4-format", field="fp4", reason="matrix products are in bfloat16, or by --fp8-format in FP8"),
     Unsupported(flag="--moe-expert-capacity-factor", field="moe_expert_capacity_factor", off=(-1,), reason=_DROPPED),
     Unsupported(flag="--moe-pad-expert-input-to-capacity", field="moe_pad_expert_input_to_capacity", reason=_DROPPED),
     Unsupported(flag="--moe-token-dropping", field="moe_token_dropping", reason=_DROPPED),
@@ -381,6 +381,8 @@ ALLOWED = frozenset(
         "batch_p2p_comm",
         "batch_p2p_sync",
         "bf16",
+        "fp8",
+        "fp8_recipe",
         "recompute_granularity",
         "recompute_method",
         "recompute_modules",
@@ -470,6 +472,7 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     check_activation(config)
     check_latent_attention(config)
     check_multi_token(config)
+    check_fp8(config)
     recompute_modules(config)
     plain = type(config)(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads

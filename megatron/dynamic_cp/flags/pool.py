@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import PoolUse
-from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags import experts, fp8
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given
 from megatron.dynamic_cp.flags.windows import windows_of
 
@@ -50,6 +50,7 @@ def check_pool(args: Any) -> PoolUse:
         (bool(getattr(args, "multi_latent_attention", False)), "--multi-latent-attention", "off", _UNTRIED),
         (windows_of(args).are_there, "--window-size", "off", _UNTRIED),
         (softmax != "vanilla", f"--softmax-type {softmax}", "vanilla", _UNTRIED),
+        (fp8.is_on(args), fp8.FLAG, "off", "it is for layers of TransformerEngine, whose attention is not placed"),
         (impl == "transformer_engine", f"--transformer-impl {impl}", "local", "its attention is not placed"),
         (
             args.recompute_granularity == "full" and recomputed not in ((None, None), ("uniform", 1)),

@@ -15,6 +15,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import layers_with_experts
 from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
@@ -46,6 +47,12 @@ def layer_spec(
     config: TransformerConfig, transformer_impl: TransformerImpl, num_experts: int | None = None
 ) -> tuple[ModuleSpec, type]:
     """Return one layer, dense or with experts, and the norm behind the last one."""
+    if fp8.is_on(config) and transformer_impl == "local":
+        raise UnsupportedFeatureError(
+            f"{fp8.FLAG} {config.fp8} with local layers is not supported: only TransformerEngine's compute in FP8; "
+            "leave it out",
+            flag=fp8.FLAG,
+        )
     make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
     return make(config, num_experts)
 

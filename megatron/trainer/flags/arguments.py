@@ -19,6 +19,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, layer_freq
+from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
 from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
@@ -181,6 +182,18 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         group,
         "--fp32-residual-connection",
         help="with --bf16: what attention and MLP add up stays in float32 from layer to layer (local layers only)",
+    )
+    group.add_argument(
+        "--fp8-format",
+        dest="fp8",
+        choices=FORMATS,
+        help="with --bf16 and TransformerEngine's layers: their matrix products are in FP8; hybrid: gradients in e5m2; "
+        "a rank's tokens are padded to multiples of 16, of 32 for mxfp8, times TP with sequence parallelism",
+    )
+    group.add_argument(
+        "--fp8-recipe",
+        choices=tuple(ALIGNMENTS),
+        help="how products in FP8 are scaled; delayed (the default, as in Megatron-LM) follows what was packed before",
     )
     _switch(group, "--use-cpu-initialization", help="initialise weights on the CPU (always so on CPU ranks)")
     group.add_argument(

@@ -102,6 +102,8 @@ class ModelSettings:
     init_method_std: float
     hidden_dropout: float
     bf16: bool
+    fp8: str | None
+    fp8_recipe: str | None
     fp32_residual_connection: bool
     use_cpu_initialization: bool
     attention_backend: str

@@ -13,10 +13,11 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Topology, is_power_of_two
-from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
@@ -179,6 +180,8 @@ def _complete_model(args: argparse.Namespace) -> None:
         )
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
+    complete_fp8(args)
+    check_fp8(args)
     if args.fp32_residual_connection and not args.bf16:
         raise InvalidInputError("--fp32-residual-connection says what stays in float32: add --bf16, or leave it out")
     check_norms(args)
@@ -329,6 +332,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         ranks_per_node=environment_number("LOCAL_WORLD_SIZE", args.world_size),
         sequence_parallel=args.sequence_parallel,
         ep_size=getattr(args, "expert_model_parallel_size", None) or 1,
+        token_alignment=token_alignment(args),
     )
     _check_cp_sizes(args, topology)
     windows = windows_of(args)
@@ -360,7 +364,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         replay=args.dynamic_cp_replay,
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows.are_there,
-        has_latents=args.multi_latent_attention,
+        has_latents=latent_attention.is_on(args),
         # The lanes of a placed bucket know some of its samples each: nobody could count a sample's tokens.
         auto_places=auto_places and experts.num_experts(args) is None,
         pipeline_layers=pipeline_layers(args),

@@ -50,6 +50,7 @@ def choose(
     softmax_type: str,
     latent_attention: bool,
     why_local: str | None,
+    fp8_recipe: str | None = None,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -77,6 +78,7 @@ def choose(
             softmax_type=softmax_type,
             latent_attention=latent_attention,
             why_local=why_local,
+            fp8_recipe=fp8_recipe,
             version=version,
             why_missing=why_missing,
         )

@@ -28,6 +28,7 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
+from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
@@ -128,6 +129,8 @@ def transformer_config(
         attention_dropout=0.0,
         attention_backend=AttnBackend[model.attention_backend],
         bf16=model.bf16,
+        fp8=model.fp8,  # type: ignore[arg-type]  # one of two, as checked
+        fp8_recipe=model.fp8_recipe or DEFAULT_RECIPE,  # type: ignore[arg-type]  # one of four, as checked
         fp32_residual_connection=model.fp32_residual_connection,
         params_dtype=dtype,
         pipeline_dtype=torch.float32 if model.fp32_residual_connection else dtype,

@@ -208,6 +208,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         softmax_type=settings.model.softmax_type,
         latent_attention=settings.model.multi_latent_attention,
         why_local=why_local(settings.model),
+        fp8_recipe=settings.model.fp8_recipe,
         device=device,
     )
     logger.info("%s", choice.describe())

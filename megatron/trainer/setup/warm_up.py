@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import MemoryLimitError
+from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.experts import as_if_nothing_was_routed
@@ -113,7 +114,7 @@ def run_chunks(
     Gradients are zero afterwards, random states as before.
     """
     tp_size = config.tensor_model_parallel_size
-    num_tokens -= num_tokens % tp_size  # as plans do with sequence parallelism
+    num_tokens -= num_tokens % (tp_size * token_alignment(config))  # as plans do with sequence parallelism
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = (torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states())
     zeros = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)

@@ -12,7 +12,7 @@ from tests.unit.support import samples_of
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("rank_token_multiple", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rank_token_multiple", [1, 2, 3, 4, 8, 16, 64])
 def test_a_rank_holds_its_share_of_the_padded_lengths(cp_size: int, rank_token_multiple: int) -> None:
     rng = random.Random(f"{cp_size} {rank_token_multiple}")
     for number in (0, 1, 1, 2, 5, 9):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, PLACED, CpCommType
 from megatron.dynamic_cp.attention.te.kernels import Capability, why_no_kernel
+from megatron.dynamic_cp.flags.fp8 import why_no_device
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def choose_layers(
     softmax_type: str = SOFTMAX_TYPES[0],
     latent_attention: bool = False,
     why_local: str | None = None,
+    fp8_recipe: str | None = None,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -170,11 +172,12 @@ def choose_layers(
         softmax_type: --softmax-type.
         latent_attention: --multi-latent-attention.
         why_local: what of its MLPs is checked with local layers only; None: nothing.
+        fp8_recipe: --fp8-recipe, which local layers do not have; None: nothing is in FP8.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
         UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
-            for; its layers recompute no norms.
+            for; its layers recompute no norms; FP8 where they cannot be used, or on a device without it.
     """
     if requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
@@ -206,6 +209,12 @@ def choose_layers(
         obstacle = why_local
     else:
         obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
+    if obstacle is not None and requested is None and fp8_recipe is not None:
+        raise UnsupportedFeatureError(
+            f"--fp8-format is for TransformerEngine's layers, and {obstacle}; change that "
+            "(docs/how-to/transformer-engine.md), or leave it out",
+            installed=version,
+        )
     if obstacle is not None and requested is None:
         return LayerChoice(impl="local", reason=obstacle)
     if obstacle is not None:
@@ -216,6 +225,9 @@ def choose_layers(
             needed=shown(OLDEST),
         )
     assert version is not None
+    assert capability is not None
+    if fp8_recipe is not None and (why := why_no_device(fp8_recipe, capability)) is not None:
+        raise UnsupportedFeatureError(why, flag="--fp8-recipe")
     if recomputes_norms:
         raise UnsupportedFeatureError(
             "--recompute-modules layernorm: norms are parts of the matrices of TransformerEngine's layers, "

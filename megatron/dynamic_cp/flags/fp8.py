@@ -1,0 +1,135 @@
+"""Matrix products in FP8 as Megatron-LM's flags say them: what plans must know of them, and what they do not go with.
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. TransformerEngine's layers
+compute in FP8, and need the rows of a product in multiples that depend on the recipe: the tokens of a rank are padded
+to that many, times TP with sequence parallelism (`Topology.token_alignment`). Attention, norms, embedding and LM head
+stay in bfloat16.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import MappingProxyType
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+
+logger = logging.getLogger(__name__)
+
+FLAG, RECIPE_FLAG = "--fp8-format", "--fp8-recipe"
+FORMATS = ("e4m3", "hybrid")
+ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
+"""Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
+CAPABILITIES = MappingProxyType({"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)})
+"""Recipe -> oldest compute capability. Source: TransformerEngine 2.11, `pytorch/fp8.py`, its `check_*_support`."""
+DEFAULT_RECIPE = "delayed"
+"""As in Megatron-LM."""
+RECOMPUTED = ("core_attn",)
+"""What selective recomputation may repeat: nothing that is computed in FP8."""
+
+
+def is_on(config: Any) -> bool:
+    """Return whether flags or a configuration ask for it."""
+    return getattr(config, "fp8", None) is not None
+
+
+def recipe_of(config: Any) -> str | None:
+    """Return how products are scaled; None: they are not in FP8."""
+    if not is_on(config):
+        return None
+    recipe = getattr(config, "fp8_recipe", None) or DEFAULT_RECIPE
+    return str(getattr(recipe, "value", recipe))
+
+
+def token_alignment(config: Any) -> int:
+    """Return what the tokens of a rank are a multiple of, before sequence parallelism splits them; 1 without FP8."""
+    recipe = recipe_of(config)
+    return 1 if recipe is None else ALIGNMENTS[recipe]
+
+
+def complete_fp8(flags: Any) -> None:
+    """Fill in the recipe, and warn of one that follows the packing; does nothing without FP8.
+
+    Raises:
+        InvalidInputError: a recipe for nothing, or FP8 without bfloat16.
+    """
+    if not is_on(flags):
+        if flags.fp8_recipe is not None:
+            raise InvalidInputError(
+                f"{RECIPE_FLAG} {flags.fp8_recipe} says how products in FP8 are scaled: add {FLAG} "
+                f"{' or '.join(FORMATS)}, or leave it out"
+            )
+        return
+    flags.fp8_recipe = flags.fp8_recipe or DEFAULT_RECIPE
+    if not flags.bf16:
+        raise InvalidInputError(f"{FLAG} {flags.fp8} keeps everything but matrix products in bfloat16: add --bf16")
+    if flags.transformer_impl == "local":
+        raise UnsupportedFeatureError(
+            f"{FLAG} {flags.fp8} with --transformer-impl local is not supported: only TransformerEngine's layers "
+            "compute in FP8; leave one of them out",
+            flag=FLAG,
+        )
+    if flags.fp8_recipe == "delayed":
+        logger.warning(
+            "%s delayed: scales follow the largest values of the packs before, so they depend on how samples were "
+            "packed, all lanes wait for each other in every forward pass, and a resumed run begins with none; "
+            "tensorwise, blockwise and mxfp8 scale by what is multiplied",
+            RECIPE_FLAG,
+        )
+
+
+def check_fp8(config: Any) -> None:
+    """Refuse recipes that are not known, and what was not checked together with FP8.
+
+    Args:
+        config: completed flags or a configuration.
+
+    Raises:
+        UnsupportedFeatureError: the message names the flag.
+    """
+    recipe = recipe_of(config)
+    if recipe is None:
+        return
+    if recipe not in ALIGNMENTS:
+        raise UnsupportedFeatureError(
+            f"{RECIPE_FLAG} {recipe} is not supported: nobody knows how many tokens it needs; use one of "
+            f"{', '.join(ALIGNMENTS)}",
+            flag=RECIPE_FLAG,
+        )
+    given = getattr(config, "recompute_modules", None) or RECOMPUTED
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    more = [name for name in given if name not in RECOMPUTED] if is_selective else []
+    for is_given, what, why in (
+        (
+            getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None),
+            "--num-experts",
+            "what an expert gets is no multiple of anything",
+        ),
+        (getattr(config, "mtp_num_layers", None), "--mtp-num-layers", "their projections were not checked in it"),
+        (
+            more,
+            f"--recompute-modules {' '.join(more)}",
+            "parts of a layer were not checked in it",
+        ),
+    ):
+        if is_given:
+            raise UnsupportedFeatureError(
+                f"{FLAG} with {what} is not supported: {why}; leave one of them out", flag=FLAG, other=what
+            )
+
+
+def why_no_device(recipe: str, capability: tuple[int, int]) -> str | None:
+    """Return why a device cannot compute by a recipe, with the remedy; None where it can.
+
+    Args:
+        capability: compute capability, (major, minor).
+    """
+    needed = CAPABILITIES[recipe]
+    if capability >= needed:
+        return None
+    others = [name for name, least in CAPABILITIES.items() if capability >= least]
+    instead = f"use {RECIPE_FLAG} {' or '.join(others)}" if others else f"leave {FLAG} out"
+    return (
+        f"{RECIPE_FLAG} {recipe} needs compute capability {needed[0]}.{needed[1]}, this device has "
+        f"{capability[0]}.{capability[1]}: {instead}"
+    )

@@ -1,0 +1,148 @@
+"""Products in FP8 on the command line: checked at once, known to the planner, and never computed by local layers."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
+from megatron.dynamic_cp.attention.te.support import choose_layers
+from megatron.dynamic_cp.flags import fp8
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import model
+from tests.trainer.commandline import SMALL, command_line
+
+HYBRID = f"--bf16 {SMALL} --fp8-format hybrid"
+TP = "--tensor-model-parallel-size 2"
+H100 = {"capability": (9, 0), "flash_attn": False, "backend": "auto", "bf16": True, "head_dim": 128}
+
+
+def parsed(flags: str) -> Any:
+    return parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--fp8-recipe mxfp8",
+            "--fp8-recipe mxfp8 says how products in FP8 are scaled: add --fp8-format",
+        ),
+        ("--fp8-format e4m3", "--fp8-format e4m3 keeps everything but matrix products in bfloat16: add --bf16"),
+        (f"{HYBRID} --transformer-impl local", "--transformer-impl local is not supported: only TransformerEngine's"),
+        (f"{HYBRID} --num-experts 4", "--fp8-format with --num-experts is not supported: what an expert gets"),
+        (f"{HYBRID} --mtp-num-layers 1", "--fp8-format with --mtp-num-layers is not supported"),
+        (
+            f"{HYBRID} --recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear",
+            "--fp8-format with --recompute-modules mlp is not supported",
+        ),
+        (f"{HYBRID} --fp8-param-gather", "--fp8-param-gather .* is not supported: weights are kept in bfloat16"),
+        ("--fp4-format e2m1", "--fp4-format .* is not supported: matrix products are in bfloat16, or by --fp8-format"),
+        (
+            f"{HYBRID} --dynamic-cp-pool auto --pipeline-model-parallel-size 2",
+            "--dynamic-cp-pool auto does not run with --fp8-format, off is possible",
+        ),
+        (
+            f"{HYBRID} --fp8-recipe mxfp8 --max-seqlen-per-dp-cp-rank 24",
+            r"of 4 lanes holds 0 \(24 per rank\): raise max_tokens_per_rank",
+        ),
+    ],
+)
+def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
+    with pytest.raises(DynamicCPError, match=says):
+        parsed(flags)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "multiple"),
+    [
+        ("tensorwise", "", 16),
+        ("mxfp8", "", 32),
+        ("blockwise", f"{TP} --sequence-parallel", 32),
+    ],
+)
+def test_the_planner_and_megatron_core_know_the_recipe(recipe: str, more: str, multiple: int) -> None:
+    settings = parsed(f"{HYBRID} --fp8-recipe {recipe} {more}")
+    assert settings.planning.topology.rank_token_multiple == multiple
+    config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+    assert (config.fp8, config.fp8_recipe) == ("hybrid", recipe)
+    assert fp8.token_alignment(config) == settings.planning.topology.token_alignment == get_fp8_align_size(recipe)
+    plain = parsed(f"--bf16 {SMALL} {more}").planning.topology
+    assert plain.token_alignment == 1
+
+
+def test_recipes_are_those_of_megatron_core() -> None:
+    from megatron.core.enums import Fp8Recipe
+
+    assert {one.value for one in Fp8Recipe} - {"custom"} == set(fp8.ALIGNMENTS) == set(fp8.CAPABILITIES)
+    for one in Fp8Recipe:
+        if one.value != "custom":
+            assert fp8.token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe=one)) == get_fp8_align_size(one)
+    assert fp8.token_alignment(SimpleNamespace(fp8=None, fp8_recipe="mxfp8")) == 1
+
+
+def test_what_follows_the_packing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert parsed(HYBRID).model.fp8_recipe == "delayed"
+        assert "all lanes wait for each other in every forward pass" in caplog.text
+        caplog.clear()
+        parsed(f"{HYBRID} --fp8-recipe tensorwise")
+        assert not caplog.text
+
+
+def config_of(**changed: Any) -> TransformerConfig:
+    given = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "fp8": "e4m3", "fp8_recipe": "tensorwise"}
+    return TransformerConfig(**{**given, "calculate_per_token_loss": True, "attention_dropout": 0.0, **changed})
+
+
+def test_configurations_are_checked_too() -> None:
+    check_supported(config_of(hidden_dropout=0.0))
+    for changed, says in (
+        ({"fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}, "--fp8-recipe custom is not supported"),
+        ({"fp8_param": True}, "--fp8-param-gather"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention is True, only False"),
+        ({"first_last_layers_bf16": True}, "first_last_layers_bf16 is True, only False"),
+        ({"fp8_wgrad": False}, "fp8_wgrad is False, only True"),
+    ):
+        with pytest.raises(UnsupportedFeatureError, match=says):
+            check_supported(config_of(**changed))
+    with pytest.raises(UnsupportedFeatureError, match="--fp8-format e4m3 with local layers is not supported"):
+        gpt_block_spec(config_of(), transformer_impl="local")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"version": None, "why_missing": "no such module"},
+            "--fp8-format is for TransformerEngine's layers, and",
+        ),
+        ({"capability": None}, "and TransformerEngine needs CUDA devices, this run trains on the CPU"),
+        ({"latent_attention": True}, "and latent attention .* is checked with local layers only"),
+        (
+            {"fp8_recipe": "mxfp8"},
+            r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec",
+        ),
+        (
+            {"capability": (8, 0), "flash_attn": True},
+            r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8",
+        ),
+    ],
+)
+def test_fp8_never_falls_back_to_local_layers(changed: dict[str, Any], says: str) -> None:
+    given = {**H100, "version": "2.11.0", "fp8_recipe": "tensorwise", **changed}
+    with pytest.raises(UnsupportedFeatureError, match=says):
+        choose_layers(None, "auto", **given)
+
+
+def test_a_device_with_fp8_gets_the_layers() -> None:
+    for recipe in ("tensorwise", "blockwise", "delayed"):
+        assert choose_layers(None, "auto", version="2.11.0", fp8_recipe=recipe, **H100).impl == "transformer_engine"

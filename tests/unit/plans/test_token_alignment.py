@@ -1,0 +1,84 @@
+"""Topologies whose ranks hold multiples of 16 or 32 tokens, as FP8 needs: padding, price, memory, plans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.bounds.lower import lower_bound
+from dynamic_cp.errors import IllegalPlanError, InvalidInputError
+from dynamic_cp.memory.activations import activation_bytes
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.serialize import digest, dumps, loads, topology_from_dict, topology_to_dict
+from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.types import Bucket, PlanOptions, Topology
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+
+SEQLENS = [1, 1, 5, 17, 33, 64, 65, 129, 300, 511, 700]
+
+
+@pytest.mark.parametrize(("tp_size", "alignment"), [(1, 16), (2, 16), (2, 32)])
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("policy", ["dynamic", "static"])
+def test_plans_hold_whole_multiples(tp_size, alignment, pp_size, policy):
+    topology = Topology(
+        num_lanes=4, tp_size=tp_size, pp_size=pp_size, sequence_parallel=tp_size > 1, token_alignment=alignment
+    )
+    assert topology.rank_token_multiple == tp_size * alignment
+    samples = samples_of(SEQLENS)
+    options = PlanOptions(max_tokens_per_rank=256, static_cp_size=4, cp_comm_types=("p2p", "a2a"))
+    plan = plan_global_batch(
+        samples, topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options, policy=policy
+    ).plan
+    check_plan(plan, samples)
+    held = [tokens for bucket in plan.buckets for tokens in lane_tokens(bucket, topology.rank_token_multiple)]
+    assert all(tokens % (tp_size * alignment) == 0 for tokens in held)
+    assert 0 < min(held) <= max(held) <= 256
+    model = CostModel(TINY_MODEL, CURVED_HARDWARE, topology, options)
+    assert lower_bound(samples, model).seconds <= makespan_ns(plan, model) / 1e9 * (1 + 1e-9)
+    with pytest.raises(IllegalPlanError, match="the limit is"):
+        check_plan(replace(plan, max_tokens_per_rank=max(held) - 1), samples)
+
+
+def test_a_place_without_samples_is_priced_with_what_it_computes():
+    options, topologies = (
+        PlanOptions(max_tokens_per_rank=64),
+        (Topology(num_lanes=2, token_alignment=k) for k in (1, 32)),
+    )
+    plain, aligned = (CostModel(TINY_MODEL, CURVED_HARDWARE, one, options) for one in topologies)
+    empty, full = Bucket(first_lane=0), Bucket(first_lane=0, samples=samples_of([32]))
+    assert aligned.bucket_cost(empty) == plain.bucket_cost(full) == aligned.bucket_cost(full)
+    assert plain.bucket_cost(empty).forward_s < plain.bucket_cost(full).forward_s
+
+
+def test_only_sequence_parallelism_shares_activations_out():
+    options = PlanOptions(max_tokens_per_rank=64)
+    split = Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True)
+    aligned = replace(split, token_alignment=16)
+    assert activation_bytes(TINY_MODEL, aligned, options) == activation_bytes(TINY_MODEL, split, options)
+    hops = [CostModel(TINY_MODEL, CURVED_HARDWARE, one, options).table.hop_s_per_token for one in (split, aligned)]
+    assert hops[0] == hops[1] > 0
+    found = MemoryModel(TINY_MODEL, load_hardware("h100"), aligned, options).max_tokens_per_rank()
+    assert found % 32 == 0
+
+
+def test_plans_name_it_where_it_is_there():
+    plain, aligned = Topology(num_lanes=2), Topology(num_lanes=2, token_alignment=16)
+    assert "token_alignment" not in topology_to_dict(plain)
+    assert topology_from_dict(topology_to_dict(aligned)) == aligned
+    options = PlanOptions(max_tokens_per_rank=64)
+    plan = plan_global_batch(
+        samples_of([20, 30]), topology=aligned, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options
+    ).plan
+    assert loads(dumps(plan)) == plan
+    assert json.loads(dumps(plan))["topology"]["token_alignment"] == 16
+    assert digest(plan) != digest(replace(plan, topology=plain))
+    with pytest.raises(InvalidInputError, match="token_alignment"):
+        Topology(num_lanes=2, token_alignment=0)
