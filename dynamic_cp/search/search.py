@@ -40,7 +40,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.search.placed import guess_of, may_place, options_of_packing, placed_plans, without_placed
-from dynamic_cp.setting import why_not_run
+from dynamic_cp.setting import POOL_POLICIES, why_not_run
 from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
@@ -97,6 +97,11 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     topology, policy = problem.topology, problem.policy
     if (reason := why_not_run(policy)) is not None:
         raise UnsupportedFeatureError(reason)
+    if policy in POOL_POLICIES:
+        raise UnsupportedFeatureError(
+            f"policy {policy} is dynamic with PlanOptions.pool {POOL_POLICIES[policy]!r} (--dynamic-cp-pool), which "
+            "`search.choice.plan_batch` plans: give that, or one of " + ", ".join(POLICIES)
+        )
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     batch = _batch_of(tuple(samples), problem.model)

@@ -51,6 +51,7 @@ def check_pool(args: Any) -> PoolUse:
         (windows_of(args).are_there, "--window-size", "off", _UNTRIED),
         (softmax != "vanilla", f"--softmax-type {softmax}", "vanilla", _UNTRIED),
         (fp8.is_on(args), fp8.FLAG, "off", "it is for layers of TransformerEngine, whose attention is not placed"),
+        (fp8.is_on(args), "--fp8-format", "off", "TransformerEngine's layers alone have it"),
         (impl == "transformer_engine", f"--transformer-impl {impl}", "local", "its attention is not placed"),
         (
             args.recompute_granularity == "full" and recomputed not in ((None, None), ("uniform", 1)),

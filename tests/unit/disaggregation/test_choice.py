@@ -101,6 +101,8 @@ def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -
     assert "as fast as the pool" in noisy.reason
     static = replace(auto, policy="static")
     assert plan_batch(static, ONE_GIANT).plan.pool is None
+    with pytest.raises(UnsupportedFeatureError, match="policy with-pool is dynamic with PlanOptions"):
+        plan_problem(replace(problem, policy="with-pool"), EVEN)
     with pytest.raises(UnsupportedFeatureError, match="interleaving"):
         plan_batch(replace(problem_of(2, 2), options=replace(OPTIONS, pool="always")), EVEN)
 
