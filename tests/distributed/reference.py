@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig, utils
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_token_prediction, utils
 
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.repairs import expert_routing, latent_attention, releases
@@ -238,7 +238,11 @@ GPT_OSS = ModelVariant(
     yarn={**YARN.yarn, "yarn_correction_range_round_to_int": False},
 )
 MTP_OFFSET = ModelVariant("mtp_offset", config={**MTP.config, "softmax_type": "learnable"})
-COMBINED = (GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
+# No loss counts the tokens of a sample: where attention is placed, no lane could.
+MOE_UNCOUNTED = ModelVariant(
+    "moe_uncounted", config={**MOE_SIGMOID.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.05}
+)
+COMBINED = (MOE_UNCOUNTED, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
 VARIANTS = {v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED)}
@@ -351,6 +355,19 @@ class TwoWidths(torch.nn.Module):
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).flatten(2)
 
 
+def weigh_later_tokens_as_others() -> None:
+    """Have the losses of modules count per token, as megatron-core had it before 0.17.
+
+    Since then the losses of a pack are weighted by its tokens over those that have a later one: of a sample alone all
+    over all but the last ones, of a pack with other samples another number.
+    """
+    roll = multi_token_prediction.roll_tensor
+    multi_token_prediction.roll_tensor = lambda tensor, *args, **kwargs: (
+        roll(tensor, *args, **kwargs)[0],
+        torch.tensor(tensor.numel()),
+    )
+
+
 class Cloned(RowParallelLinear):
     """megatron-core's matrix, whose output a bias may be added to in place: torch refuses that of its own."""
 
@@ -404,6 +421,8 @@ def reference_step(
                 experts = submodules.experts
                 of_one = experts.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else experts.submodules
                 of_one.linear_fc2 = Cloned
+    if config.mtp_num_layers:
+        weigh_later_tokens_as_others()
     model = gpt_model(config, variant, spec, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False))
     with torch.no_grad():
         for parameter in model.parameters():

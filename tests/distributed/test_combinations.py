@@ -28,6 +28,7 @@ from tests.distributed.parity import (
     assert_all_equal_to_reference,
     in_jobs_of_their_own,
     mixed_plan,
+    placed_plan,
     run_step,
 )
 from tests.distributed.test_features import recomputing
@@ -107,6 +108,32 @@ def test_features_together_equal_single_process(layouts: dict[str, Layout], refe
     exchanging = {name: cases.pop(name) for name, layout in layouts.items() if layout.lanes > 1}
     assert_all_equal_to_reference(exchanging, bytes_too=layouts is EVERY_DAY)
     assert_all_equal_to_reference(cases)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param({"three_lanes": Layout(3, variant="moe_uncounted")}, id="day"),
+        pytest.param(
+            {
+                "four_lanes_by_twos": Layout(4, variant="moe_uncounted", ranks_per_node=2, config=FULL_RECOMPUTE),
+                "tp2_sp_ep2": Layout(2, tp=2, sp=True, ep=2, variant="moe_uncounted", distributed_optimizer=True),
+                "pp2": Layout(2, pp=2, variant="moe_uncounted"),
+            },
+            id="night",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_experts_and_placed_attention_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
+    """Biases of experts move by what real tokens chose, of whichever sample, wherever their attention is computed."""
+    samples = BATCHES["long_tail"]
+    cases = {
+        name: Case(layout, samples, placed_plan(samples, layout), reference_of(layout, "long_tail"))
+        for name, layout in layouts.items()
+    }
+    assert all(sum(bucket.placement is not None for bucket in case.plan.buckets) == 2 for case in cases.values())
+    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 def is_of_module(router: DynamicCPRouter) -> bool:

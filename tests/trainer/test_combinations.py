@@ -157,3 +157,14 @@ def test_gpt_oss_goes_on_with_experts_shared_otherwise(tmp_path: Path) -> None:
     (tmp_path / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
     resumed = train(2, OSS, f"{PP2} {TO_LAST} --load {tmp_path}", without=NOT_OSS)
     assert losses(resumed) == pytest.approx(losses(first)[SAVED:], rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_placed_attention_learns_the_same_with_experts() -> None:
+    """As the ring does; no loss counts the tokens of a sample."""
+    words = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SIGMOID} --moe-aux-loss-coeff 0"
+    ring, placed = (
+        losses(train(2, words, f"--moe-layer-freq 1 --train-iters 3 --cp-comm-type {exchange}"))
+        for exchange in ("p2p", "blocks")
+    )
+    assert placed == pytest.approx(ring, rel=1e-5)

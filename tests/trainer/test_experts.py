@@ -80,8 +80,8 @@ def parsed(flags: str, world_size: int = 4) -> Any:
             "--expert-tensor-parallel-size 2 is not supported: experts are shared out whole; give 1",
         ),
         (
-            "--num-experts 4 --cp-comm-type blocks",
-            "--cp-comm-type blocks is not supported with --num-experts: the lanes",
+            "--num-experts 4 --moe-aux-loss-coeff 0.1 --cp-comm-type blocks",
+            "--cp-comm-type blocks with --moe-aux-loss-coeff .* is not supported: the lanes of a placed bucket know",
         ),
         (
             "--num-experts 4 --recompute-activations --recompute-modules shared_experts",
@@ -187,7 +187,10 @@ def test_what_only_other_layers_have_is_refused_before_the_model_is_built() -> N
     )
 
 
-def test_prompts_with_several_responses_are_refused() -> None:
-    run._check_experts(parsed(""))
-    with pytest.raises(UnsupportedFeatureError, match="--num-experts 8: prompts with several responses have masks of"):
+def test_prompts_with_several_responses_are_refused_where_samples_are_counted_or_experts_shared() -> None:
+    for flags in ("", "--num-experts 8", f"--num-experts 8 {TP} 2 --sequence-parallel {EP} 2"):
+        run._check_experts(parsed(flags))
+    with pytest.raises(UnsupportedFeatureError, match=r"--moe-aux-loss-coeff .*: prompts with several responses have"):
         run._check_experts(parsed(EXPERTS))
+    with pytest.raises(UnsupportedFeatureError, match=f"{EP} 2: prompts with several .* and 2 of them share experts"):
+        run._check_experts(parsed(f"--num-experts 8 {EP} 2"))

@@ -104,7 +104,7 @@ class DataIteratorWrapper:
         num_workers: processes that read and pack ahead; 0 packs inside `wrap`.
         verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan on
             every rank and reads every sample again to follow its tokens; "off" does neither.
-        may_place: plans may have placed attention; not with experts, whose routers count the tokens of samples.
+        may_place: plans may have placed attention; not with routers that count the tokens of samples.
 
     Attributes:
         plan: the latest plan, as this lane sees it.

@@ -46,6 +46,10 @@ CHOICES = frozenset(
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 """Values of --moe-router-load-balancing-type. Routers have losses of sequences only, so the first two are the same."""
 DISPATCHER = "alltoall"
+WHY_NOT_PLACED = (
+    "the lanes of a placed bucket know some of its samples each and have no group of their own, so nobody counts the "
+    "tokens of a sequence, as that loss does"
+)
 _PATTERN = "give a number, or 1 (experts) and 0 (none) for each layer, such as [0]+[1]*3"
 _UNBALANCED = {
     "global_aux_loss": "it would depend on which micro-batches came before",
@@ -91,6 +95,11 @@ def aux_loss_coeff(flags: Any) -> float:
     return sum(coeff for name, coeff in zip(types, coeffs, strict=True) if name != "none")
 
 
+def may_place(flags: Any) -> bool:
+    """Return whether attention may be placed: not where a loss counts the tokens of a sequence."""
+    return num_experts(flags) is None or aux_loss_coeff(flags) == 0
+
+
 def check_experts(flags: Any) -> None:
     """Check what is said of experts, each part against the others; `Topology` knows which lanes can share them.
 
@@ -120,10 +129,11 @@ def check_experts(flags: Any) -> None:
     _check_losses(flags)
     _check_sizes(flags, number, ep_size)
     _check_parts(flags)
-    if getattr(flags, "cp_comm_type", None) in PLACED:
+    if getattr(flags, "cp_comm_type", None) in PLACED and not may_place(flags):
         raise UnsupportedFeatureError(
-            f"--cp-comm-type {flags.cp_comm_type} is not supported with --num-experts: the lanes of a placed bucket "
-            "know some of its samples each, and cannot count the tokens of a sequence: take another",
+            f"--cp-comm-type {flags.cp_comm_type} with --moe-aux-loss-coeff {flags.moe_aux_loss_coeff} is not "
+            f"supported: {WHY_NOT_PLACED}: take another exchange, or leave that loss out (experts are evenly loaded "
+            "with --moe-router-enable-expert-bias, too)",
             flag="--cp-comm-type",
         )
 

@@ -65,6 +65,11 @@ class DynamicCPLatentAttention(MLASelfAttention):
         output: tuple[Tensor, Tensor | None] = self.linear_proj(context.reshape(len(context), 1, -1))
         return output
 
+    def _run_core_attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what attention finds. Since 0.18 megatron-core's repeats this, and pads and cuts values itself."""
+        found: Tensor = self.core_attention(*args, **kwargs)
+        return found
+
     def _projected_down(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [T, heads, qk width] of the heads of this TP rank, latent and rotated key [T, 1, 1, width].
 

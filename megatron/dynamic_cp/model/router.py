@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron.dynamic_cp.flags.experts import aux_loss_coeff
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.layout.token_owners import token_owners
+from megatron.dynamic_cp.layout.token_owners import num_owners, token_owners
 
 
 class DynamicCPRouter(TopKRouter):
@@ -51,7 +51,7 @@ class DynamicCPRouter(TopKRouter):
     def routing(self, logits: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return probabilities and the map of tokens to experts [tokens, experts], both zero for padding."""
         owners = self._owners(logits)
-        num_samples = len(self.params.padded_seqlens)  # type: ignore[union-attr]
+        num_samples = num_owners(self.params)  # type: ignore[arg-type]
         is_real = (owners < num_samples)[:, None]
         probs, routing_map = super().routing(logits)
         probs, routing_map = probs.masked_fill(~is_real, 0), routing_map & is_real
@@ -110,6 +110,8 @@ class DynamicCPRouter(TopKRouter):
 
         Counts are those of the whole sample, on whatever ranks its tokens are; scores are those of the tokens here.
         """
+        if self.params.placed is not None:  # type: ignore[union-attr]
+            raise TypeError(f"{self.params.label}: the lanes of a placed bucket do not number its samples alike")  # type: ignore[union-attr]
         routing_map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         counts = torch.zeros(num_samples + 1, logits.shape[-1], device=logits.device)
         counts.index_add_(0, owners, routing_map.to(counts.dtype))

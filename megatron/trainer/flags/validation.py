@@ -365,8 +365,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows.are_there,
         has_latents=latent_attention.is_on(args),
-        # The lanes of a placed bucket know some of its samples each: nobody could count a sample's tokens.
-        auto_places=auto_places and experts.num_experts(args) is None,
+        auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
         pipeline_layers=pipeline_layers(args),
         pool=check_pool(args),
         noise_margin=args.dynamic_cp_noise_margin,

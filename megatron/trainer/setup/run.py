@@ -21,6 +21,7 @@ from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import why_local
+from megatron.dynamic_cp.flags.experts import WHY_NOT_PLACED, may_place
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
@@ -74,7 +75,7 @@ class Run:
             device=self.runtime.device,
             num_workers=self.settings.data.num_workers,
             verify=self.settings.planning.verify,
-            may_place=self.settings.model.num_experts is None,
+            may_place=may_place(self.settings.model),
         )
 
     def run_schedule(
@@ -171,11 +172,18 @@ def _check_masks(settings: Settings) -> None:
 
 
 def _check_experts(settings: Settings) -> None:
-    if settings.model.num_experts is not None:
+    if not may_place(settings.model):
         raise UnsupportedFeatureError(
-            f"--num-experts {settings.model.num_experts}: prompts with several responses have masks of their own, for "
-            "which attention is placed, and the lanes of a placed bucket cannot count the tokens of a sample: give "
-            "each response a line with its prompt"
+            f"--moe-aux-loss-coeff {settings.model.moe_aux_loss_coeff}: prompts with several responses have masks of "
+            f"their own, for which attention is placed, and {WHY_NOT_PLACED}: leave that loss out, or give each "
+            "response a line with its prompt"
+        )
+    lanes = settings.planning.topology.expert_lanes
+    if lanes > 1:
+        raise UnsupportedFeatureError(
+            f"--expert-model-parallel-size {settings.planning.topology.ep_size}: prompts with several responses have "
+            f"masks of their own, for which attention is placed, on any lanes, and {lanes} of them share experts: give "
+            "1, or give each response a line with its prompt"
         )
 
 
