@@ -27,6 +27,8 @@ class Architecture:
         add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
         qk_layernorm: queries and keys are normalized.
         softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
+        quick_geglu: gates of MLPs are x sigmoid(1.702 x), as in gpt-oss.
+        activation_func_clamp_value: bound of what is gated, 0 = none; glu_linear_offset: added to it.
         router_score_function: what makes a token's scores of experts of logits; those of the chosen ones are brought to
             sum 1, but for softmax with router_pre_softmax, which is over all experts.
         router_num_groups, router_group_topk: experts are chosen in so many best of so many groups; 0 = no groups.
@@ -54,6 +56,9 @@ class Architecture:
     mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
     softmax_type: SoftmaxType = "vanilla"
+    quick_geglu: bool = False
+    activation_func_clamp_value: float = 0.0
+    glu_linear_offset: float = 0.0
     router_score_function: ScoreFunction = "softmax"
     router_pre_softmax: bool = False
     router_num_groups: int = 0

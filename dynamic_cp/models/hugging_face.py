@@ -59,6 +59,10 @@ LATENT_SIZES = {
 _OF_LATENTS = frozenset({*LATENT_SIZES, "q_lora_rank", "num_nextn_predict_layers"})
 _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever rms_norm_eps says."""
+_QUICK_GELU = 1.702
+"""Factor in the gates of gpt-oss."""
+_OF_GPT_OSS = frozenset({"swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"})
+"""What its configs say besides; the last two once more."""
 _OF_EXPERTS = frozenset(
     {
         "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
@@ -336,6 +340,10 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     if data.get("quantization_config"):
         quantized = data["quantization_config"]
         not_trained.append(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16")
+    if model_type == "gpt_oss":
+        # One entry is for all biases, those of experts and of their router among them.
+        attention_bias = mlp_bias = bool(data.get("attention_bias", True))
+        not_trained += _why_gpt_oss_differs(data)
     if attention_bias != mlp_bias:
         on, off = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
         not_trained.append(
@@ -345,8 +353,6 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         not_trained.append(f"model_type {model_type}: an encoder")
     if model_type in _GEMMAS:
         not_trained.append(f"model_type {model_type}: norms, activation and embeddings of its own kind")
-    if model_type == "gpt_oss":
-        not_trained.append("model_type gpt_oss: experts with biases and an activation of their own")
     if model_type in _LATENTS:
         not_trained += _why_latents_differ(where, data)
         if not rotates.get("yarn_correction_range_round_to_int", True):
@@ -364,6 +370,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         known |= _OF_EXPERTS
     if model_type == "qwen2_moe":
         known |= {"qkv_bias"}
+    if model_type == "gpt_oss":
+        known |= _OF_GPT_OSS
     not_trained += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return Architecture(
         normalization="RMSNorm",
@@ -373,10 +381,33 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         qk_layernorm=model_type in ("qwen3", "qwen3_moe", *_LATENTS),
         **rotates,
         **routes,
+        **(_activation(where, data) if model_type == "gpt_oss" else {}),
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
         init_method_std=number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
     )
+
+
+def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a gpt-oss model the fields of `Architecture` say of MLPs and attention."""
+    return {
+        "softmax_type": "learnable",
+        "quick_geglu": True,
+        "activation_func_clamp_value": float(number(where, data, "swiglu_limit", 7.0)),
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _why_gpt_oss_differs(data: Mapping[str, Any]) -> list[str]:
+    """Return what of a gpt-oss model pretrain_gpt.py does not have."""
+    why_not = []
+    if not data.get("attention_bias", True):
+        why_not.append("attention_bias false: linear layers of gpt_oss have biases, those of experts and routers, too")
+    if data.get("swiglu_alpha", _QUICK_GELU) != _QUICK_GELU:
+        why_not.append(f"swiglu_alpha {data['swiglu_alpha']}: gates have {_QUICK_GELU}")
+    if data.get("sliding_window") and not data.get("layer_types"):
+        why_not.append("layer_types: it is missing, and sliding_window is not for all layers")
+    return why_not
 
 
 def _why_latents_differ(where: str, data: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """model_type -> class of transformers."""
 _NO_PART = ("source", "not_trained")
@@ -48,7 +49,6 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
             * (architecture.position_embedding_type not in ("rope", "yarn"))
         ),
         *([f"rotary_percent {architecture.rotary_percent}"] * (architecture.rotary_percent != 1)),
-        *([f"softmax_type {architecture.softmax_type}"] * (architecture.softmax_type != "vanilla")),
         *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0 and not shape.kv_lora_rank)),
     ]
     model_type = _family(shape, architecture, reasons)
@@ -72,6 +72,12 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values |= _latents(shape, architecture)
     elif model_type == "llama":
         values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
+    elif model_type == "gpt_oss":
+        values |= {"attention_bias": True, "swiglu_limit": architecture.activation_func_clamp_value}
+        values["sliding_window"] = shape.window_tokens or None
+        values["layer_types"] = list(hugging_face.layer_types(shape.windowed_layers))
+        if architecture.position_embedding_type == "rope":  # there YaRN is what a config without it has
+            values["rope_parameters"] = {"rope_type": "default", "rope_theta": architecture.rotary_base}
     elif model_type in ("mistral", "mixtral"):
         values["sliding_window"] = shape.window_tokens or None
     else:
@@ -87,6 +93,10 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
 def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -> str:
     """Return the model_type of a model, and add to `reasons` what it does not have."""
     only_some = 0 < shape.num_windowed_layers < shape.num_layers
+    if shape.experts is not None and architecture.softmax_type == "learnable" and not shape.kv_lora_rank:
+        return "gpt_oss"
+    reasons += [f"softmax_type {architecture.softmax_type}"] * (architecture.softmax_type != "vanilla")
+    reasons += ["gates of another kind than SiLU's"] * architecture.quick_geglu
     has_biases = architecture.add_bias_linear or architecture.add_qkv_bias
     if shape.kv_lora_rank:
         reasons += ["latents that are not normalized"] * (not architecture.qk_layernorm)
@@ -122,7 +132,7 @@ def _is_third(shape: ModelShape, architecture: Architecture) -> bool:
 def _experts(experts: Experts, num_layers: int, architecture: Architecture, model_type: str) -> dict[str, Any]:
     have_some = experts.moe_layers(num_layers)
     values: dict[str, Any] = {"num_experts_per_tok": experts.topk}
-    if model_type == "mixtral":
+    if model_type in ("mixtral", "gpt_oss"):
         return values | {"num_local_experts": experts.num_experts}
     values["moe_intermediate_size"] = experts.ffn_hidden_size
     if model_type in ("qwen2_moe", "qwen3_moe"):

@@ -51,7 +51,7 @@ def launch_flags(
         _planning(setting, hardware_name, search),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
-        _shape(model, setting.topology.tp_size),
+        _shape(model, architecture, setting.topology.tp_size),
         _architecture(model, architecture, max_seqlen),
     )
 
@@ -63,7 +63,7 @@ def model_flags(model: ModelShape, architecture: Architecture, *, tp_size: int, 
         tp_size: of the run, which pads the vocabulary.
         max_seqlen: of the run; --max-position-embeddings is at least that.
     """
-    return (*_shape(model, tp_size), *_architecture(model, architecture, max_seqlen))
+    return (*_shape(model, architecture, tp_size), *_architecture(model, architecture, max_seqlen))
 
 
 def launcher(setting: Setting) -> str:
@@ -116,7 +116,7 @@ def _recompute(setting: Setting) -> tuple[str, ...]:
     return ("--recompute-granularity selective",) if setting.recompute == "selective" else ()
 
 
-def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
+def _shape(model: ModelShape, architecture: Architecture, tp_size: int) -> tuple[str, ...]:
     flags = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden_size}",
@@ -132,7 +132,11 @@ def _shape(model: ModelShape, tp_size: int) -> tuple[str, ...]:
         flags.append(f"--v-head-dim {model.v_head_dim}")
     else:
         flags.append(f"--kv-channels {model.kv_channels}")
-    if model.gated_linear_unit:
+    if architecture.quick_geglu:
+        flags += ["--quick-geglu", f"--glu-linear-offset {architecture.glu_linear_offset}"]
+        clamp = architecture.activation_func_clamp_value
+        flags += [f"--activation-func-clamp-value {clamp}"] * (clamp > 0)
+    elif model.gated_linear_unit:
         flags.append("--swiglu")
     if model.attention_output_gate:
         flags.append("--attention-output-gate")

@@ -118,6 +118,17 @@ MODELS |= {
         {**LATENTS, **EXPERTS, "q_lora_rank": None, "n_routed_experts": 4, "routed_scaling_factor": 1.5},
     ),
     "deepseek_v3": ("deepseek_v3", {**LATENTS, **EXPERTS, **GROUPS, "first_k_dense_replace": 1}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "swiglu_limit": 0.3,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "deepseek_v3, further tokens": ("deepseek_v3", {**LATENTS, **EXPERTS, **GROUPS, "first_k_dense_replace": 0}),
 }
 """Layers with experts and those without them have unlike tensors; of one kind they are stacked."""
@@ -230,7 +241,7 @@ def test_the_models_differ_in_what_they_say():
 
 @pytest.mark.by_day(
     *("llama, all heads, biases, tied", "mistral", "qwen2", "qwen3, windows", "mixtral", "qwen2_moe"),
-    *("qwen3_moe, one layer dense", "deepseek_v2", "deepseek_v3, further tokens"),
+    *("qwen3_moe, one layer dense", "deepseek_v2", "deepseek_v3, further tokens", "gpt_oss"),
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_what_comes_back_is_the_same_to_the_bit(name, folder_of, imported, tmp_path):
@@ -289,7 +300,7 @@ def _logits_on_one_rank(words: list[str]) -> list[tuple[list[int], torch.Tensor]
 
 @pytest.mark.by_day(
     *("llama 3.1", "llama, all heads, biases, tied", "qwen3, windows", "qwen2_moe", "qwen3_moe, one layer dense"),
-    *("deepseek_v2", "deepseek_v3, dense, YaRN", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3, dense, YaRN", "deepseek_v3", "gpt_oss"),
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, folder_of, imported):
@@ -658,6 +669,35 @@ def test_what_latents_and_their_routers_do_not_have_is_named(name):
     assert hugging_face.architecture("config.json", config).not_trained == ()
     (why,) = hugging_face.architecture("config.json", config | changes).not_trained
     assert re.search(said, why), why
+
+
+LIKE_GPT_OSS = {
+    "quantized as published": (
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}},
+        r"quantization_config .*mxfp4.*: weights are quantized, save the model in bfloat16",
+    ),
+    "no biases": ({"attention_bias": False}, r"attention_bias false: linear layers of gpt_oss have biases"),
+    "another gate": ({"swiglu_alpha": 1.0}, r"swiglu_alpha 1.0: gates have 1.702"),
+    "windows somewhere": ({"layer_types": None}, r"layer_types: it is missing, and sliding_window is not for all"),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_GPT_OSS)
+def test_what_gpt_oss_may_not_say_is_named(name):
+    changes, said = LIKE_GPT_OSS[name]
+    config = transformers.AutoConfig.for_model("gpt_oss", **SMALL).to_dict()
+    assert hugging_face.architecture("config.json", config).not_trained == ()
+    (why,) = hugging_face.architecture("config.json", config | changes).not_trained
+    assert re.search(said, why), why
+
+
+def test_weights_of_mxfp4_are_refused_by_their_config(folder_of, tmp_path):
+    """Their tensors have other names and types, too: what to do is said first."""
+    folder = copied(folder_of("gpt_oss"), tmp_path / "model")
+    say(folder, quantization_config={"quant_method": "mxfp4"})
+    rewrite(folder, lambda name, tensor: None if ".experts." in name else tensor)
+    with pytest.raises(DynamicCPError, match="weights are quantized, save the model in bfloat16"):
+        import_weights(str(folder), str(tmp_path / "new"))
 
 
 def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
-from megatron.dynamic_cp.flags import experts
+from megatron.dynamic_cp.flags import activation, experts
 from megatron.dynamic_cp.flags.latent_attention import is_on
 from megatron.dynamic_cp.flags.positions import YARN
 from megatron.trainer.checkpoints import safe_loading
@@ -85,6 +85,7 @@ def _described(args: argparse.Namespace) -> Described:
         **_positions(args),
         softmax_type=getattr(args, "softmax_type", None) or "vanilla",
         **_routing(args),
+        **activation.choices(args),
         max_position_embeddings=args.max_position_embeddings,
         init_method_std=args.init_method_std,
     )

@@ -16,7 +16,28 @@ def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
         # [groups * width, ...] each -> [groups, its queries + a key + a value, ...]
         grouped = [part.reshape(fused.num_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).reshape(fused.shape)
+    if fused.joined in _OF_ALL_EXPERTS:
+        return _turned(fused, parts[0]).contiguous()
     return torch.cat(list(parts))
+
+
+_OF_ALL_EXPERTS = ("transposed", "gate and up in turn", "gate and up in turn, transposed")
+
+
+def _turned(fused: Fused, part: Tensor) -> Tensor:
+    """Return the tensor of all experts out of theirs: the last two axes change places, rows in turn are sorted."""
+    if fused.joined.endswith("transposed"):
+        part = part.transpose(1, 2)
+    if fused.joined.startswith("gate and up in turn"):
+        # [experts, width * (gate, up), ...] -> [experts, (gate, up) * width, ...]
+        part = part.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return part
+
+
+def _turned_back(fused: Fused, joined: Tensor) -> Tensor:
+    if fused.joined.startswith("gate and up in turn"):
+        joined = joined.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return joined.transpose(1, 2) if fused.joined.endswith("transposed") else joined
 
 
 def split(fused: Fused, joined: Tensor) -> list[Tensor]:
@@ -25,8 +46,13 @@ def split(fused: Fused, joined: Tensor) -> list[Tensor]:
         grouped = joined.reshape(fused.num_groups, -1, *joined.shape[1:])
         widths = [part.shape[0] // fused.num_groups for part in fused.parts]
         pieces = grouped.split(widths, dim=1)
+    elif fused.joined in _OF_ALL_EXPERTS:
+        pieces = (_turned_back(fused, joined),)
     elif fused.joined == "with rows of padding":
         pieces = (joined[: fused.parts[0].shape[0]],)
     else:
         pieces = joined.split([part.shape[0] for part in fused.parts])
-    return [piece.reshape(part.shape).clone() for part, piece in zip(fused.parts, pieces, strict=True)]
+    return [
+        piece.reshape(part.shape).clone(memory_format=torch.contiguous_format)
+        for part, piece in zip(fused.parts, pieces, strict=True)
+    ]

@@ -18,7 +18,15 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
 
-Joined = Literal["alone", "one after the other", "KV head by KV head", "with rows of padding"]
+Joined = Literal[
+    "alone",
+    "one after the other",
+    "KV head by KV head",
+    "with rows of padding",
+    "transposed",
+    "gate and up in turn",
+    "gate and up in turn, transposed",
+]
 """How the parts of a tensor lie in it; `fused` does it."""
 
 
@@ -60,6 +68,9 @@ class Fused:
     def shape(self) -> tuple[int, ...]:
         """Without the axes of stacks."""
         rows = sum(part.shape[0] for part in self.parts)
+        if self.joined.endswith("transposed"):
+            *before, inner, outer = self.parts[0].shape
+            return (*before, outer, inner)
         return (self.num_rows if self.joined == "with rows of padding" else rows, *self.parts[0].shape[1:])
 
 
@@ -196,6 +207,29 @@ _EXPERTS_OF_DEEPSEEK = (
     *_shared("mlp.shared_experts"),
     _alone("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", "a bias of experts"),
 )
+_SINKS = _alone("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads")
+_EXPERTS_OF_GPT_OSS = (
+    _alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    _alone("mlp.router.weight", "mlp.router.weight", "experts hidden"),
+    _alone("mlp.router.bias", "mlp.router.bias", "experts"),
+    _Row(
+        ours="mlp.experts.experts.linear_fc1.weight",
+        theirs={"mlp.experts.gate_up_proj": "experts hidden twice_expert_ffn"},
+        joined="gate and up in turn, transposed",
+    ),
+    _Row(
+        ours="mlp.experts.experts.linear_fc1.bias",
+        theirs={"mlp.experts.gate_up_proj_bias": "experts twice_expert_ffn"},
+        joined="gate and up in turn",
+    ),
+    _Row(
+        ours="mlp.experts.experts.linear_fc2.weight",
+        theirs={"mlp.experts.down_proj": "experts expert_ffn hidden"},
+        joined="transposed",
+    ),
+    _alone("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", "experts hidden"),
+)
+"""The experts of a layer are one tensor."""
 _MODULE = (
     _alone("enorm.weight", "enorm.weight", "hidden"),
     _alone("hnorm.weight", "hnorm.weight", "hidden"),
@@ -234,6 +268,7 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
         **dict.fromkeys(
             ("deepseek_v2", "deepseek_v3"), Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, module=_MODULE)
         ),
+        "gpt_oss": Table(attention=(*_QUERIES_KEYS_VALUES, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
     }
 )
 """model_type of a config.json -> its table."""
@@ -299,6 +334,7 @@ class _Namer:
             "queries": shape.query_size,
             "keys": shape.kv_size,
             "head": shape.kv_channels,
+            "heads": shape.num_attention_heads,
             "ffn": shape.ffn_hidden_size,
             "query_latent": shape.q_lora_rank,
             "latent": shape.kv_lora_rank,
@@ -310,6 +346,7 @@ class _Namer:
             self._sizes |= {
                 "experts": experts.num_experts,
                 "expert_ffn": experts.ffn_hidden_size,
+                "twice_expert_ffn": 2 * experts.ffn_hidden_size,
                 "shared_ffn": experts.shared_ffn_hidden_size,
             }
 

@@ -455,6 +455,9 @@ CONFIGS = {
                               "truncate": False}},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
                   "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64,
+                "attention_bias": True, "sliding_window": 512,
+                "layer_types": ["sliding_attention", "full_attention"] * 4},
 }  # fmt: skip
 TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 
@@ -493,6 +496,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         "router_scaling_factor": trained_model.moe_router_topk_scaling_factor or 1,
         "router_expert_bias": trained_model.moe_router_enable_expert_bias,
     }
+    trained["activation_func_clamp_value"] = trained_model.activation_func_clamp_value or 0
     trained |= {name: default for name, (_, default) in YARN.items() if trained[name] is None}
     compared |= {field.name: (trained[field.name], getattr(architecture, field.name)) for field in fields(architecture)}
     trained_for, made_for = compared.pop("max_position_embeddings")

@@ -190,6 +190,15 @@ WRITTEN_BACK = {
         "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
         "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 128, "swiglu_limit": 5.0,
+        "rope_scaling": {**YARN, "truncate": False}, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 16, "attention_bias": True,
+    },
+    "gpt_oss, plain": {
+        "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 128,
+        "attention_bias": True,
+    },
     "deepseek_v3, dense": {**LATENTS, "model_type": "deepseek_v3", "q_lora_rank": 24, "first_k_dense_replace": 32},
 }  # fmt: skip
 
@@ -431,7 +440,10 @@ def test_gpt_oss_has_windows_and_experts(tmp_path):
     model = catalog.load_model(path)
     assert (model.window_tokens, model.window_attn_skip_freq) == (128, 2)
     assert model.experts == Experts(num_experts=32, topk=4, ffn_hidden_size=2880)
-    assert "experts with biases and an activation" in catalog.load_architecture(path).not_trained[0]
+    architecture = catalog.load_architecture(path)
+    assert (architecture.softmax_type, architecture.quick_geglu, architecture.add_bias_linear) == (
+        "learnable", True, True,
+    )  # fmt: skip
 
 
 def test_deepseek_v3_has_latents_and_experts(tmp_path):
