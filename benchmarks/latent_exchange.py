@@ -87,8 +87,9 @@ def _layer_rows(model: types.ModelShape, hardware: types.Hardware) -> list[list[
         for way in attentions_of(options.cp_comm_types, cp_size, sharing):
             mechanism, inner = MECHANISMS[way.cp_comm_type], way.inner_cp_size
             price = mechanism.price(stage, cp_size, inner, sharing.copies(inner), link)
+            kv_bytes = stage.narrow_kv_bytes if mechanism.sends_narrow_values else stage.kv_bytes
             sent = mechanism.sent_bytes(
-                cp_size, inner, stage.query_bytes, stage.kv_bytes, sharing.copies(inner), stage.latent_bytes
+                cp_size, inner, stage.query_bytes, kv_bytes, sharing.copies(inner), stage.latent_bytes
             )
             seconds = 0.0
             for side in price:

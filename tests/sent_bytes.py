@@ -24,6 +24,8 @@ def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, e
     queries, keys = (2 * number * model.kv_channels * element_bytes * rank_tokens for number in heads)
     copies = kv_heads_of(*heads, bucket.inner_cp_size).copies
     mechanism = MECHANISMS[bucket.cp_comm_type]
+    if mechanism.sends_narrow_values and model.has_latents:
+        keys = heads[1] * (model.kv_channels + model.v_head_dim) * element_bytes * rank_tokens
     latents = model.layer.latent_size * element_bytes * rank_tokens
     return mechanism.sent_bytes(bucket.cp_size, bucket.inner_cp_size, queries, keys, copies, latents)
 

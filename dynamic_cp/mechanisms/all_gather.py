@@ -17,12 +17,13 @@ class AllGather(Mechanism):
 
     name = "all_gather"
     serves_windows = True
+    sends_narrow_values = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (1,)
 
     def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
-        shard = stage.kv_shard(cp_size, 1, link)
+        shard = stage.narrow_kv_shard(cp_size, link)
         forward, backward = (
             Convex(side.tiles(cp_size).plus(side.transfer(shard), cp_size - 1)) for side in stage.sides
         )

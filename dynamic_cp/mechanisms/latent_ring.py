@@ -1,6 +1,6 @@
 """latent: the ring of p2p, in which latents go round, and each lane projects keys and values up from them.
 
-For multi-latent attention (DeepSeek-V2) only. Of DeepSeek-V3 a token and layer is 1152 bytes of latents, not 98304 of
+For multi-latent attention (DeepSeek-V2) only. Of DeepSeek-V3 a token and layer is 1152 bytes of latents, not 81920 of
 keys and values (bf16, TP 1). The price is 33.6 MFLOPs for each token that arrives, forward, and three times that
 backward, which projects up again before it has gradients of latents and of weights.
 """

@@ -87,12 +87,14 @@ class Mechanism:
         has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
         serves_masks: whether samples may bring masks of their own (`Sample.mask`).
         serves_windows: whether layers may have windows. A closed form is then that of causal layers by density.
+        sends_narrow_values: whether values travel in their own width where that is smaller than the width of keys.
     """
 
     name: ClassVar[CpCommType]
     has_closed_form: ClassVar[bool] = True
     serves_masks: ClassVar[bool] = False
     serves_windows: ClassVar[bool] = False
+    sends_narrow_values: ClassVar[bool] = False
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""
@@ -180,7 +182,8 @@ class Mechanism:
         from dynamic_cp.placement.sent import Sent
 
         cp_size, inner = bucket.cp_size, bucket.inner_cp_size
-        one = self.sent_bytes(cp_size, inner, 2 * of.query, of.kv, copies, of.latent)
+        kv = of.narrow_kv if self.sends_narrow_values and of.narrow_kv else of.kv
+        one = self.sent_bytes(cp_size, inner, 2 * of.query, kv, copies, of.latent)
         lanes = np.arange(cp_size)
         among, others = pairs_of_inner_groups(cp_size, inner)
         sender = np.concatenate([lanes, among])

@@ -67,7 +67,13 @@ def _kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequen
 
 def token_bytes(stage: StageAttention) -> TokenBytes:
     """Return what a token of a rank takes on its way, all layers of a stage."""
-    return TokenBytes(query=stage.query_bytes / 2, kv=stage.kv_bytes, lse=stage.lse_bytes, latent=stage.latent_bytes)
+    return TokenBytes(
+        query=stage.query_bytes / 2,
+        kv=stage.kv_bytes,
+        lse=stage.lse_bytes,
+        latent=stage.latent_bytes,
+        narrow_kv=stage.narrow_kv_bytes,
+    )
 
 
 class TileWork(NamedTuple):

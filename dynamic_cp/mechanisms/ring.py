@@ -11,9 +11,10 @@ class Ring(Mechanism):
     """(cp - 1) steps; exposed = max(0, exchange - step 0) + (cp - 2) * max(0, exchange - step 1)."""
 
     name = "p2p"
+    sends_narrow_values = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (1,)
 
     def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
-        return stage.in_ring(cp_size, 1, stage.kv_shard(cp_size, 1, link))
+        return stage.in_ring(cp_size, 1, stage.narrow_kv_shard(cp_size, link))

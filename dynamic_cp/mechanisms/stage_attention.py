@@ -87,7 +87,8 @@ class StageAttention:
         layers: their number; hardware: what they run on.
         heads: (query heads, KV heads) of a TP rank; None where they are not whole numbers.
         query_bytes: of queries and outputs of a token, all layers; kv_bytes: of its keys and values; lse_bytes: of its
-            log-sum-exp; latent_bytes: of what its keys and values are projected up from, 0 without latent attention.
+            log-sum-exp; narrow_kv_bytes: of keys, and of values in their own width; latent_bytes: of what its keys and
+            values are projected up from, 0 without latent attention.
         projecting_up: seconds of projecting latents up once, forward, for the tokens of a rank.
         node_lanes: largest group whose lanes surely share a node.
         latency_s: of one transfer in each layer; bandwidths: bytes per second (in a node, across nodes).
@@ -105,6 +106,9 @@ class StageAttention:
         self.sides = Side(*forward, 1.0, 1.0), Side(*backward, hardware.exchange_backward_over_forward, 2.0)
         # With fewer KV heads than TP ranks every rank keeps a whole head.
         self.kv_bytes = 2 * stage.sum(lambda layer: max(layer.kv_size / tp_size, layer.kv_channels)) * element_bytes
+        self.narrow_kv_bytes = element_bytes * stage.sum(
+            lambda layer: (1 + layer.values_over_keys) * max(layer.kv_size / tp_size, layer.kv_channels)
+        )
         self.query_bytes = 2 * stage.sum(lambda layer: layer.query_size) / tp_size * element_bytes
         self.lse_bytes = 4 * stage.sum(lambda layer: layer.query_size / layer.kv_channels) / tp_size
         self.latent_bytes = stage.sum(lambda layer: layer.latent_size) * element_bytes
@@ -152,6 +156,10 @@ class StageAttention:
     def kv_shard(self, cp_size: int, copies: int, link: int) -> Linear:
         """Return what sending a lane's keys and values once takes, each KV head `copies` times."""
         return Linear(self.latency_s, copies * self.kv_bytes / cp_size / self.bandwidths[link])
+
+    def narrow_kv_shard(self, cp_size: int, link: int) -> Linear:
+        """Return `kv_shard` of values that are not padded to the width of keys, each KV head once."""
+        return Linear(self.latency_s, self.narrow_kv_bytes / cp_size / self.bandwidths[link])
 
     def latent_shard(self, cp_size: int, link: int) -> Linear:
         """Return what sending a lane's latents once takes; every TP rank sends all of them."""

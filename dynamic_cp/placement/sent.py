@@ -25,12 +25,14 @@ class TokenBytes(NamedTuple):
         kv: keys and values; as many are their gradients.
         lse: log-sum-exp.
         latent: what keys and values are projected up from; 0: they are not.
+        narrow_kv: keys and values where these are not padded to the width of keys; 0: as kv.
     """
 
     query: float
     kv: float
     lse: float
     latent: float = 0.0
+    narrow_kv: float = 0.0
 
     def messages(self, fetches: Fetches, tokens: Ints, *, backward: bool) -> Messages:
         """Return the transfers of a direction.
@@ -39,7 +41,7 @@ class TokenBytes(NamedTuple):
             fetches: of all lanes.
             tokens: of each home.
         """
-        query, kv, lse, _ = self
+        query, kv, lse, *_ = self
         # (of a row, of a column)
         there = (3 * query + lse, kv) if backward else (query, kv)
         back = (query, kv) if backward else (query + lse, 0.0)

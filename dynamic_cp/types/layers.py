@@ -61,6 +61,11 @@ class Layer(NamedTuple):
     up_weights: int = 0
 
     @property
+    def values_over_keys(self) -> float:
+        """Width of a head's values over that of its keys."""
+        return self.value_size / self.query_size if self.value_size else 1.0
+
+    @property
     def attention_flops_per_token2(self) -> float:
         """Forward FLOPs of its attention per squared token: scores and values, 2 for each channel of a pair."""
         return 2 * (self.query_size + (self.value_size or self.query_size)) * self.mask.pairs_per_token2

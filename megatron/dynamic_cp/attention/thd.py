@@ -48,7 +48,9 @@ def attention_thd(
     One lane is a ring of one with any exchange: the same code without a transfer.
 
     Args:
-        q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads.
+        q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads. Values may be
+            narrower: kernels get them padded, and so is what is returned; where only keys and values travel, by a ring
+            or a gathering, they travel as they are.
         backend: one of `kernels.choice.BACKENDS`.
         softmax_offset_H: [heads], for each head a score that every token sees besides, of a value of 0 (a learned
             sink); None: there is none.
@@ -133,6 +135,10 @@ class Attention(torch.autograd.Function):
         offset_H: Tensor | None = None,
     ) -> Tensor:
         executor = executor_of(params, q_THD.shape[1], k_THD.shape[1], q_THD.device)
+        missing = k_THD.shape[-1] - v_THD.shape[-1]
+        if missing and not executor.takes_narrow_values:
+            v_THD = torch.nn.functional.pad(v_THD, (0, missing))
+        ctx.value_width = k_THD.shape[-1] - missing
         query, kv = executor.enter(q_THD, k_THD, v_THD)
         sums = RowSums(query, kernel, scale)
         executor.attend(sums, kv)
@@ -154,7 +160,8 @@ class Attention(torch.autograd.Function):
         if offset_H is not None:
             grad_offset_H = torch.zeros_like(offset_H)
             grad_offset_H[executor.heads] = rows.offset_gradient(offset_H[executor.heads]).to(offset_H.dtype)
-        return *executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv), None, None, None, grad_offset_H
+        grad_q, grad_k, grad_v = executor.leave_gradients(rows.grad_q_THD.to(query.dtype), grad_kv)
+        return grad_q, grad_k, grad_v[..., : ctx.value_width], None, None, None, grad_offset_H
 
 
 class _FromLatents(torch.autograd.Function):

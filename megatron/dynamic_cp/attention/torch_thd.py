@@ -121,18 +121,14 @@ class TorchTHDAttention(MegatronModule):
 
         Args:
             query: [T, heads, dim]; key: [T, kv_heads, dim].
-            value: [T, kv_heads, value dim]. Where it is narrower than keys are, as in latent attention, it is padded to
-                their width: no kernel here has two widths.
+            value: [T, kv_heads, value dim], at most as wide as keys (narrower in latent attention).
         """
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         params = packed_seq_params if self.window is None else packed_seq_params.with_mask(self.window)
-        width, value_width = key.shape[-1], value.shape[-1]
-        if value_width < width:
-            value = torch.nn.functional.pad(value, (0, width - value_width))
         out_THD = attention_thd(
             query, key, value, params, self.softmax_scale, self.backend, softmax_offset_H=self.softmax_offset
-        )[..., :value_width]
+        )[..., : value.shape[-1]]
         return out_THD.reshape(len(out_THD), 1, -1)
 
     def over_latents(

@@ -60,12 +60,14 @@ def test_a_token_is_71_times_smaller():
     layers = DEEPSEEK_V3.num_layers
     assert stage.latent_bytes == layers * 2 * (512 + 64) == layers * 1152
     sent, full = (
-        MECHANISMS[name].sent_bytes(8, 1, 1.0, stage.kv_bytes, 1, stage.latent_bytes) for name in ("latent", "p2p")
+        MECHANISMS[name].sent_bytes(8, 1, 1.0, stage.narrow_kv_bytes, 1, stage.latent_bytes)
+        for name in ("latent", "p2p")
     )
-    # Of keys and values 98304 with padding, 81920 without.
+    # Of keys and values 98304 where values are padded, 81920 where not.
+    assert (stage.kv_bytes, stage.narrow_kv_bytes) == (layers * 98304, layers * 81920)
     assert (sent.ring_steps, sent.inner) == (full.ring_steps, full.inner) == (7, 0)
     assert round(81920 / 1152) == 71
-    assert full.forward / sent.forward == pytest.approx(98304 / 1152)
+    assert full.forward / sent.forward == pytest.approx(81920 / 1152)
     assert sent.backward == 2 * sent.forward
     # TP ranks share heads, and each sends all latents.
     split = stage_of(Topology(num_lanes=8, tp_size=8))
@@ -85,6 +87,20 @@ def test_the_price_is_that_of_the_ring_with_projections(cp_size, tp_size):
         assert per_token2 == pytest.approx(0, abs=1e-25)
         assert per_token == pytest.approx(times * once_s / cp_size)
         assert constant == pytest.approx(times * once_s * fast.linear_extra_tokens)
+
+
+def test_only_what_sends_no_heads_sends_values_as_they_are():
+    """A slow link, nothing else in the price: bytes of keys with those of values, narrow or padded."""
+    slow = replace(CURVED_HARDWARE, bandwidth_in_node_bytes_per_s=1.0, exchange_latency_s_per_layer=0.0)
+    stage, steps = stage_of(Topology(num_lanes=8), slow), 3
+    gathered = MECHANISMS["all_gather"].price(stage, 4, 1, 1, 0)[0].linear.per_token
+    assert gathered == pytest.approx(steps * 4 * 81920 / 4, rel=1e-6)
+    exposed = MECHANISMS["p2p"].price(stage, 4, 1, 1, 0)[0].kinks
+    assert sum(kink.weight * kink.inner.per_token for kink in exposed) == pytest.approx(steps * 4 * 81920 / 4, rel=1e-6)
+    heads = MECHANISMS["a2a"].price(stage, 4, 4, 1, 0)[0].linear.per_token
+    assert heads == pytest.approx(3 / 4 * 4 * 2 * 98304 / 4, rel=1e-6)
+    plain = stage_of(Topology(num_lanes=8), slow, TINY_MODEL)
+    assert plain.narrow_kv_bytes == plain.kv_bytes
 
 
 def test_transfers_hide_behind_projections_too():
@@ -142,7 +158,7 @@ def test_the_planner_takes_it_where_it_pays(nodes_apart):
         found[names] = planned.predicted_s, used
         if names == LATENT:
             sent = [sum(sent_by_plan(plan, problem)) for plan in (planned.plan, with_a_ring(planned.plan))]
-            assert sent[1] == pytest.approx(98304 / 8 / 1152 * sent[0])
+            assert sent[1] == pytest.approx(81920 / 8 / 1152 * sent[0])
     assert found[ANY][0] <= found[CP_COMM_TYPES][0] * (1 + 1e-9)
     assert found[LATENT][1] == {"latent"}
     if nodes_apart:

@@ -29,10 +29,12 @@ class Executor(Protocol):
         grows_with_group: whether kernels meet more keys in a larger group; else its inner size alone decides what they
             meet.
         heads: which of the shard's query heads this lane computes.
+        takes_narrow_values: whether `enter` may get values that are narrower than keys; `attend` pads them.
     """
 
     grows_with_group: ClassVar[bool]
     heads: slice
+    takes_narrow_values: ClassVar[bool]
 
     def __init__(
         self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device
@@ -61,10 +63,29 @@ class Executor(Protocol):
         """Return the gradients of the shards of q, k and v."""
 
 
+def joined(k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    """Return keys and values as one tensor to send: side by side in each head, whatever widths they have."""
+    return torch.cat((k_THD, v_THD), dim=-1)
+
+
+def padded_apart(kv_SHD: Tensor, key_width: int) -> Tensor:
+    """Return kv_2SHD of what `joined` made, values padded to the width of keys, as kernels need them."""
+    values = kv_SHD[..., key_width:]
+    padded = torch.nn.functional.pad(values, (0, key_width - values.shape[-1]))
+    return torch.stack((kv_SHD[..., :key_width], padded))
+
+
+def joined_gradient(grad_2SHD: Tensor, kv_SHD: Tensor) -> Tensor:
+    """Return the gradient of what `joined` made from that of its `padded_apart`."""
+    value_width = kv_SHD.shape[-1] - grad_2SHD.shape[-1]
+    return joined(grad_2SHD[0], grad_2SHD[1, ..., :value_width])
+
+
 class ShardExecutor:
     """What executors share whose lanes compute the queries of their zigzag shards: rows come and go as they are."""
 
     heads = slice(None)
+    takes_narrow_values = False
 
     def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
         self._params = params

@@ -85,6 +85,8 @@ class HeadExchange:
 class _HeadsAround(ShardExecutor):
     """What comes before and after an executor that works with the rows of an inner group: exchanges of heads."""
 
+    takes_narrow_values = False  # queries, keys and values are heads of one tensor
+
     def __init__(self, params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> None:
         super().__init__(params, query_heads, kv_heads, device)
         self._exchange = HeadExchange(query_heads, kv_heads, params, device)

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
+from megatron.dynamic_cp.attention.mechanisms.executor import (
+    ShardExecutor,
+    joined,
+    joined_gradient,
+    padded_apart,
+)
 from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift, Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_packs
@@ -28,6 +33,7 @@ from megatron.dynamic_cp.measuring.nvtx import span
 class Ring(ShardExecutor):
     """The ring as an `executor.Executor`: q, k and v stay the lane's zigzag shards."""
 
+    takes_narrow_values = True
     grows_with_group = False  # the same few shapes, once more for each lane
 
     @staticmethod
@@ -36,7 +42,10 @@ class Ring(ShardExecutor):
         return (("shift", params.ring_group),)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shard's queries, and keys and values as kv_2THD."""
+        """Return the shard's queries, and keys and values as kv_2THD, joined where values are narrower."""
+        self._key_width = k_THD.shape[-1]
+        if v_THD.shape[-1] < k_THD.shape[-1]:
+            return q_THD, joined(k_THD, v_THD)
         return q_THD, torch.stack((k_THD, v_THD))
 
     def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
@@ -90,16 +99,18 @@ class Ring(ShardExecutor):
         return own_grad
 
     def keys_and_values(self, sent: Tensor) -> Tensor:
-        """Return kv_2THD of a lane from what it sends round, here themselves."""
-        return sent
+        """Return kv_2THD of a lane from what it sends round, here themselves or joined."""
+        return sent if sent.dim() == 4 else padded_apart(sent, self._key_width)
 
     def gradient_of_sent(self, grad_2THD: Tensor, sent: Tensor) -> Tensor:
         """Return the gradient of `sent` from that of its `keys_and_values`."""
-        return grad_2THD
+        return grad_2THD if sent.dim() == 4 else joined_gradient(grad_2THD, sent)
 
     def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the three apart."""
-        return grad_q_THD, grad_2THD[0], grad_2THD[1]
+        if grad_2THD.dim() == 4:
+            return grad_q_THD, grad_2THD[0], grad_2THD[1]
+        return grad_q_THD, grad_2THD[..., : self._key_width], grad_2THD[..., self._key_width :]
 
 
 def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams, into: Tensor | None) -> RingShift:
