@@ -42,7 +42,10 @@ def validated(**values: Any) -> Namespace:
             {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
             "it would depend on what is packed together",
         ),
-        ({"num_experts": 4, "add_bias_linear": True}, "--num-experts with biases is not supported"),
+        (
+            {"num_experts": 4, "add_bias_linear": True, "swiglu": True, "bias_swiglu_fusion": True},
+            "--num-experts with biases and --bias-swiglu-fusion is not supported",
+        ),
         ({"num_experts": 4, "moe_permute_fusion": True}, "--moe-permute-fusion .* padding is never sent to experts"),
     ],
 )
