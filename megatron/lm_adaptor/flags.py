@@ -19,6 +19,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
+from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import (
     UNSUPPORTED,
     Unsupported,
@@ -287,7 +288,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
 
     Raises:
         UnsupportedFeatureError: naming the flag.
-        InvalidInputError: flags of positions, experts or latent attention that disagree.
+        InvalidInputError: flags of positions, activations, experts or latent attention that disagree.
     """
     follows_from_others = {"--eval-global-batch-size"}
     for feature in REFUSED:
@@ -297,6 +298,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     check_norms(args)
     check_positions(args)
     check_experts(args)
+    check_activation(args)
     if is_on(args):
         check_latent_attention(_with_heads(args))
 
