@@ -448,6 +448,12 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     assert more[0].exchange_bytes == pytest.approx(1.5 * ticks[0].exchange_bytes)
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
     assert 0 < planned.peak_bytes <= memory.available_bytes
+    assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes
+    limits = [
+        MemoryModel(MODEL, HARDWARE, topology, replace(options, pool=pool)).max_tokens_per_rank(8 * K)
+        for pool in ("off", "auto", "always")
+    ]
+    assert limits[0] == limits[1] > limits[2] > 1000
     little = MemoryModel(MODEL, replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"), topology, options)
     with pytest.raises(InfeasibleSampleError, match="the first stage keeping 7 of them"):
         plan_tasks(samples, cost_model, memory=little, num_microbatches=[8])
