@@ -1,6 +1,6 @@
 """A tiny Hugging Face model for examples/fine_tune.sh, and what transformers says of it before and after.
 
-python examples/fine_tune.py model DIR               writes one: a llama with random weights, a token per byte
+python examples/fine_tune.py model DIR [TYPE]        writes one: llama or qwen3_moe, with random weights, a token per byte
 python examples/fine_tune.py compare DIR ... CHATS   prints the loss of each model on the chats, and what it answers
 
 Both need transformers (extra `hf`). The loss is that of what the assistant says, which fine-tuning learns.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 END = 256
 """Token that ends a document, after the 256 byte values."""
@@ -21,10 +21,18 @@ QUESTION = "What is 2 plus 3?"
 NUM_CHATS, NUM_ANSWERED = 8, 24
 
 
-def write_model(folder: str) -> None:
-    """Write a model of 0.2 million weights as transformers writes any."""
+MORE = {
+    "llama": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "norm_topk_prob": True},
+}
+"""model_type -> what its config says besides."""
+
+
+def write_model(folder: str, model_type: str = "llama") -> None:
+    """Write a model of 0.1 to 0.4 million weights as transformers writes any."""
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=END + 1,
         hidden_size=64,
         intermediate_size=160,
@@ -34,9 +42,12 @@ def write_model(folder: str) -> None:
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=END,
+        head_dim=16,
+        **MORE[model_type],
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    print(f"{folder}: {LlamaForCausalLM(config).num_parameters()} random weights")
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    print(f"{folder}: {model_type}, {model.num_parameters()} random weights")
 
 
 def chatml(messages: list[dict[str, str]]) -> tuple[bytes, list[bool]]:
@@ -82,8 +93,8 @@ def compare(folders: list[str], chats: str) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["model", folder]:
-            write_model(folder)
+        case ["model", folder, *model_type] if len(model_type) <= 1:
+            write_model(folder, *model_type)
         case ["compare", *folders, chats] if folders:
             compare(folders, chats)
         case _:

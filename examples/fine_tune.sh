@@ -3,6 +3,7 @@
 #
 #   PYTHON   interpreter with the packages of this repository and transformers (default: python3)
 #   RUN_DIR  everything that is written; it must be new                        (default: runs/fine_tune)
+#   MODEL    llama, or qwen3_moe: 8 experts, shared out over 2 ranks           (default: llama)
 #   "$@"     more flags; they win over those below
 #
 # The model is a tiny one with random weights (examples/fine_tune.py), the chats are those of examples/sft_chat.py; nothing
@@ -11,12 +12,17 @@ set -eu
 
 PYTHON=${PYTHON:-python3}
 RUN_DIR=${RUN_DIR:-runs/fine_tune}
+MODEL=${MODEL:-llama}
 HERE=$(dirname "$0")
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
 "$PYTHON" "$HERE/sft_chat.py" "$RUN_DIR/chats.jsonl"
-"$PYTHON" "$HERE/fine_tune.py" model "$RUN_DIR/model"
+"$PYTHON" "$HERE/fine_tune.py" model "$RUN_DIR/model" "$MODEL"
 "$PYTHON" -m dynamic_cp.cli weights import "$RUN_DIR/model" --output "$RUN_DIR/imported"
+
+case $MODEL in
+  *_moe) set -- --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.001 "$@" ;;
+esac
 
 # shellcheck disable=SC2046 # the flags of the model are words
 set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
