@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CP_COMM_TYPES, ModelShape
+from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, ModelShape
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import (
@@ -232,8 +232,9 @@ def refuse(args: argparse.Namespace) -> None:
             cp_comm_type=args.cp_comm_type,
         )
     exchange = exchange_of(args)
-    if exchange not in ("auto", *CP_COMM_TYPES):
-        raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(CP_COMM_TYPES)}")
+    exchanges = (*CP_COMM_TYPES, *OF_LATENTS)
+    if exchange not in ("auto", *exchanges):
+        raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(exchanges)}")
     check_planning_values(args)
     if args.use_varlen_dataset and (args.sft or args.fim_data):
         raise InvalidInputError("--use-varlen-dataset excludes --sft and --fim-data: leave one of them out")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import CP_COMM_TYPES
 from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
 from megatron.lm_adaptor import flags
 
@@ -161,6 +162,15 @@ def test_without_grouped_queries_every_head_has_its_own_keys() -> None:
     assert flags.model_shape(args).num_query_groups == 4
     args.group_query_attention, args.num_query_groups = True, 2
     assert flags.model_shape(args).num_query_groups == 2
+
+
+def test_latents_of_a_checkout_are_exchanged() -> None:
+    latent = {"multi_latent_attention": True, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8}
+    found = planned("--cp-comm-type", "auto", **latent).settings
+    assert found.exchanges == (*CP_COMM_TYPES, "latent")
+    assert planned("--cp-comm-type", "latent", **latent).settings.exchanges == ("latent",)
+    with pytest.raises(InvalidInputError, match=r"latent can serve none .*only multi-latent attention has latents"):
+        planned("--cp-comm-type", "latent")
 
 
 def test_windows_of_a_checkout_are_not_placed() -> None:
