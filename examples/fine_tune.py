@@ -1,6 +1,6 @@
 """A tiny Hugging Face model for examples/fine_tune.sh, and what transformers says of it before and after.
 
-python examples/fine_tune.py model DIR [TYPE]        writes one: llama or qwen3_moe, with random weights, a token per byte
+python examples/fine_tune.py model DIR [TYPE]        writes one: llama or qwen3_moe, random weights, a token per byte
 python examples/fine_tune.py compare DIR ... CHATS   prints the loss of each model on the chats, and what it answers
 
 Both need transformers (extra `hf`). The loss is that of what the assistant says, which fine-tuning learns.
