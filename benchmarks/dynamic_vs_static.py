@@ -1,6 +1,7 @@
 """Dynamic CP against static CP on CPU ranks: the same data and model, policies interleaved step by step in one run.
 
-    python benchmarks/dynamic_vs_static.py          # two kinds of data on 4 and on 2 ranks; prints a table, writes JSON
+    python benchmarks/dynamic_vs_static.py   # three kinds of data on 4 and on 2 ranks; prints a table, writes JSON
+    python benchmarks/dynamic_vs_static.py --model experts --data chat documents --ranks 4
 
 Each global batch is trained on under every policy in turn (the order rotates), so that a noisy machine disturbs all
 equally; ratios are of the sums over batches. All policies have the same memory: padded tokens per rank are limited to
@@ -49,12 +50,19 @@ MODEL = (
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 1e-3 "
     "--dynamic-cp-calibrate off"
 )
+# Name -> flags; each rank of R has 8 / R of the experts.
+MODELS = {
+    "dense": "",
+    "experts": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 --expert-model-parallel-size {ranks}",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--data", choices=tuple(DATA), nargs="+", default=list(DATA))
+    parser.add_argument("--model", choices=tuple(MODELS), default="dense")
     parser.add_argument("--batches", type=int, default=6, help="measured global batches, after one of warm-up")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/dynamic_vs_static.json"))
     options = parser.parse_args()
@@ -93,7 +101,8 @@ def measure(options: argparse.Namespace) -> None:
 
     num_ranks = int(os.environ["WORLD_SIZE"])
     (data_name,) = options.data
-    flags = f"{MODEL} --num-layers 4 --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0"
+    model = f"{MODEL} {MODELS[options.model].format(ranks=num_ranks)}"
+    flags = f"{model} --num-layers 4 --train-iters 1 --context-parallel-size {num_ranks} --dynamic-cp --split 1,0,0"
     settings = parse_args([*flags.split(), *DATA[data_name]])
     seq_length, batch_size = settings.planning.seq_length, settings.training.global_batch_size
     run = set_up(settings)
