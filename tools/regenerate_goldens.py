@@ -11,6 +11,7 @@ tests/golden/command/*: what `dynamic-cp` prints (command_goldens.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.serialize import format_plan, parse_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Bucket, CpCommType, Hardware, ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, CpCommType, Experts, Hardware, ModelShape, PlanOptions, Sample, Topology
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 TIMELINES = FOLDER / "timelines"
@@ -35,6 +36,7 @@ MODEL = ModelShape(
     kv_channels=128,
     vocab_size=32000,
 )
+EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=2048)
 HARDWARE = Hardware(
     name="round",
     peak_flops_per_s=2e14,
@@ -61,8 +63,17 @@ CASES = {
         Topology(num_lanes=8, ranks_per_node=4),
         [90000, 40000, 16000, 16000, 9000, 9000, *[1500] * 9, *[300] * 6],
     ),
+    # lanes wait for each other in every layer, two by two and all together
+    "experts_of_2_lanes_8_lanes": (
+        Topology(num_lanes=8, ep_size=2, ranks_per_node=4),
+        [60000, 20000, 16000, 9000, 9000, *[1500] * 9, *[300] * 6],
+    ),
+    "experts_of_4_lanes_pp2": (
+        Topology(num_lanes=4, ep_size=4, pp_size=2, ranks_per_node=4),
+        [60000, 20000, 16000, 9000, 9000, *[1500] * 9, *[300] * 6],
+    ),
 }
-"""A name with "exchanges" is planned with all of them, others with p2p."""
+"""A name with "exchanges" is planned with all of them, others with p2p; one with "experts" has some in every layer."""
 
 
 def render(name: str) -> str:
@@ -71,8 +82,9 @@ def render(name: str) -> str:
     exchanges: tuple[CpCommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p") if "exchanges" in name else ("p2p",)
     options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=exchanges)
     samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens)]
-    planned = plan_global_batch(samples, topology=topology, model=MODEL, hardware=HARDWARE, options=options)
-    timeline = simulate(planned.plan, CostModel(MODEL, HARDWARE, topology, options))
+    model = MODEL if topology.ep_size == 1 else replace(MODEL, experts=EXPERTS)
+    planned = plan_global_batch(samples, topology=topology, model=model, hardware=HARDWARE, options=options)
+    timeline = simulate(planned.plan, CostModel(model, HARDWARE, topology, options))
     return f"{format_plan(planned.plan)}\n{planned.reason}\n\n{_timeline_text(timeline)}"
 
 
