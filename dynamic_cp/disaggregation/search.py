@@ -292,8 +292,8 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
     sides: dict[str, dict[int, Tasks]] = {kind: {} for kind in KINDS}
     times, seconds = [], []
     busy_s = np.zeros(topology.num_lanes)
-    for tick in tick_order(topology.pp_size, num_rows):
-        parts = _parts(tick, topology.pp_size, rows)
+    for tick in tick_order(topology.pp_size, topology.vp_size, num_rows):
+        parts = _parts(tick, topology, rows)
         tasks, one = _fastest(search, KINDS.index(tick.kind), parts)
         sides[tick.kind][tick.number] = tasks
         seconds.append(one)
@@ -302,7 +302,7 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
         busy_s += search.prices.attention_s(tasks, direction, search.num_servers).reshape(topology.pp_size, -1).sum(0)
         for _, row in parts:
             busy_s += search.prices.linear_s(direction, np.array(row.lane_tokens))
-    spans = tick_timeline(times, topology.pp_size, num_rows)
+    spans = tick_timeline(times, topology.pp_size, topology.vp_size, num_rows)
     limit = search.cost_model.options.max_tokens_per_rank
     forward, backward = (tuple(sides[kind][index] for index in range(len(sides[kind]))) for kind in KINDS)
     plan = _plan_of(
@@ -377,10 +377,11 @@ def _most_tokens(samples: Sequence[Sample], number: int, lanes: int, limit: int,
     return min(lanes * limit, max(ceil(1.02 * total / number), longest))
 
 
-def _parts(tick: Tick, pp_size: int, rows: Sequence[_Row]) -> list[tuple[int, _Row]]:
+def _parts(tick: Tick, topology: Topology, rows: Sequence[_Row]) -> list[tuple[int, _Row]]:
     """Return (stage, row) of what a tick runs."""
-    found = [(stage, tick.micro_batch(stage, pp_size, len(rows))) for stage in range(pp_size)]
-    return [(stage, rows[number]) for stage, number in found if number is not None]
+    pp_size, vp_size = topology.pp_size, topology.vp_size
+    units = [tick.unit(stage, pp_size, vp_size, len(rows)) for stage in range(pp_size)]
+    return [(stage, rows[unit.micro_batch]) for stage, unit in enumerate(units) if unit is not None]
 
 
 def _fastest(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> tuple[Tasks, TickSeconds]:

@@ -41,12 +41,12 @@ class TickSpan(NamedTuple):
     stage_ends_ns: tuple[int, ...]
 
 
-def tick_timeline(times: Sequence[TickTime], pp_size: int, num_microbatches: int) -> list[TickSpan]:
+def tick_timeline(times: Sequence[TickTime], pp_size: int, vp_size: int, num_microbatches: int) -> list[TickSpan]:
     """Return when each tick runs.
 
     Args:
         times: in the order in which they run.
-        pp_size, num_microbatches: of the plan.
+        pp_size, vp_size, num_microbatches: of the plan.
     """
     free = [0] * pp_size
     arrives: dict[tuple[int, Operation], int] = {}
@@ -54,9 +54,9 @@ def tick_timeline(times: Sequence[TickTime], pp_size: int, num_microbatches: int
     for one in times:
         ready, running = [], []
         for stage in range(pp_size):
-            number = one.tick.micro_batch(stage, pp_size, num_microbatches)
-            operation = None if number is None else Operation(one.tick.kind, number)
-            need = None if operation is None else needed_operation(stage, operation, pp_size, 1)
+            unit = one.tick.unit(stage, pp_size, vp_size, num_microbatches)
+            operation = None if unit is None else Operation(one.tick.kind, *unit)
+            need = None if operation is None else needed_operation(stage, operation, pp_size, vp_size)
             input_ns = 0
             if need is not None and need.by_hop:
                 input_ns = arrives[need.stage, need.operation]

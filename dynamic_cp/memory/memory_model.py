@@ -149,10 +149,10 @@ class MemoryModel:
             held: int64 [micro-batch, lane] padded tokens of a rank.
             fetched: int64 [stage, (queries, keys), lane] most tokens of which a rank fetches those in a tick.
         """
-        pp_size = self._topology.pp_size
+        topology = self._topology
         most = held.max(axis=0).astype(np.float64)
         memory = []
-        for stage, of_ticks in enumerate(stage_ticks(pp_size, len(held))):
+        for stage, of_ticks in enumerate(stage_ticks(topology.pp_size, topology.vp_size, len(held))):
             alive = most_alive_tokens([one for one in of_ticks if one is not None], held).astype(np.float64)
             rows, columns = most + fetched[stage]
             buffers = np.max(

@@ -72,7 +72,7 @@ from dynamic_cp.types.plan import (
 )
 from dynamic_cp.types.problem import Problem
 from dynamic_cp.types.tasks import PoolTasks, Tasks, parse_tasks
-from dynamic_cp.types.ticks import KINDS, Kind, Tick, tick_order
+from dynamic_cp.types.ticks import KINDS, Kind, Tick, Unit, num_ticks, tick_order
 from dynamic_cp.types.topology import (
     MAX_LANES,
     Topology,
@@ -131,11 +131,13 @@ __all__ = [
     "Tasks",
     "Tick",
     "Topology",
+    "Unit",
     "counted",
     "exchanges_of",
     "is_power_of_two",
     "largest_power_of_two",
     "layers_with_experts",
+    "num_ticks",
     "parse_mask",
     "parse_mask_rule",
     "parse_placement",

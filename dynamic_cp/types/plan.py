@@ -232,14 +232,15 @@ class Plan:
     def ticks(self) -> Iterator[tuple[Tick, Tasks]]:
         """Yield each tick of a pool with its tasks, in the order in which they run; nothing where there is no pool."""
         if self.pool is not None:
-            for tick in tick_order(self.topology.pp_size, self.num_microbatches):
+            topology = self.topology
+            for tick in tick_order(topology.pp_size, topology.vp_size, self.num_microbatches):
                 yield tick, (self.pool.forward if tick.kind == KINDS[0] else self.pool.backward)[tick.number]
 
     def micro_batches_of(self, tick: Tick) -> list[tuple[int, int]]:
         """Return (stage, micro-batch) of what a tick of a pool runs, by stage."""
-        pp_size = self.topology.pp_size
-        rows = [(stage, tick.micro_batch(stage, pp_size, self.num_microbatches)) for stage in range(pp_size)]
-        return [(stage, row) for stage, row in rows if row is not None]
+        pp_size, vp_size = self.topology.pp_size, self.topology.vp_size
+        units = [tick.unit(stage, pp_size, vp_size, self.num_microbatches) for stage in range(pp_size)]
+        return [(stage, unit.micro_batch) for stage, unit in enumerate(units) if unit is not None]
 
     def samples_of(self, tick: Tick) -> list[Sample]:
         """Return the samples of a tick of a pool, as its tasks count them."""

@@ -1,7 +1,11 @@
 """Ticks: phases of all pipeline stages, in the order in which a pool of servers runs them.
 
-In a forward tick f, stage s runs micro-batch f - s; in a backward tick b, micro-batch b - (pp_size - 1 - s). A stage
-without one only serves. `pipeline.ticks` has lists of them and what would hang.
+In a tick a stage runs one *unit*, one model chunk of one micro-batch, or it only serves. Micro-batches go through the
+chunks in groups of pp_size: all of a group through chunk 0, then through chunk 1, and so on; backward the last chunk
+comes first. The last group may have fewer, its other places are empty. In a forward tick f, stage s runs unit f - s of
+this list; in a backward tick b, unit b - (pp_size - 1 - s). So a micro-batch leaves a chunk of the last stage in the
+tick before the first stage takes its next chunk. With one chunk, unit k is micro-batch k. `pipeline.ticks` has lists of
+them and what would hang.
 """
 
 from __future__ import annotations
@@ -10,6 +14,13 @@ from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["F", "B"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Unit(NamedTuple):
+    """What a stage runs in a tick: a model chunk of a micro-batch."""
+
+    micro_batch: int
+    chunk: int = 0
 
 
 class Tick(NamedTuple):
@@ -21,17 +32,36 @@ class Tick(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.number}"
 
-    def micro_batch(self, stage: int, pp_size: int, num_microbatches: int) -> int | None:
+    def unit(self, stage: int, pp_size: int, vp_size: int, num_microbatches: int) -> Unit | None:
         """Return what `stage` runs in it; None: it only serves."""
-        behind = stage if self.kind == KINDS[0] else pp_size - 1 - stage
-        found = self.number - behind
-        return found if 0 <= found < num_microbatches else None
+        is_forward = self.kind == KINDS[0]
+        place = self.number - (stage if is_forward else pp_size - 1 - stage)
+        group, in_group = divmod(place, pp_size * vp_size)
+        chunk, member = divmod(in_group, pp_size)
+        micro_batch = group * pp_size + member
+        if not 0 <= micro_batch < num_microbatches:
+            return None
+        return Unit(micro_batch, chunk if is_forward else vp_size - 1 - chunk)
 
 
-def tick_order(pp_size: int, num_microbatches: int) -> tuple[Tick, ...]:
-    """Return all ticks in the order in which they run: pp_size forward ones, then backward and forward in turn."""
-    count = num_microbatches + pp_size - 1
+def num_ticks(pp_size: int, vp_size: int, num_microbatches: int) -> int:
+    """Return how many ticks of each kind there are: until the last stage in turn has run its last unit.
+
+    Example: m * vp_size + pp_size - 1 of them, where pp_size divides the number of micro-batches m or vp_size is 1.
+    """
+    group, member = divmod(num_microbatches - 1, pp_size)
+    last = (group * vp_size + vp_size - 1) * pp_size + member
+    return last + pp_size
+
+
+def tick_order(pp_size: int, vp_size: int, num_microbatches: int) -> tuple[Tick, ...]:
+    """Return all ticks in the order in which they run.
+
+    As many forward ones first as it takes until the last stage ends its last chunk of the first micro-batch (pp_size *
+    vp_size), then backward and forward in turn.
+    """
+    count = num_ticks(pp_size, vp_size, num_microbatches)
     forwards, backwards = ([Tick(kind, number) for number in range(count)] for kind in KINDS)
-    ahead = min(pp_size, count)
+    ahead = pp_size * vp_size
     turns = [tick for pair in zip(backwards, forwards[ahead:], strict=False) for tick in pair]
     return (*forwards[:ahead], *turns, *backwards[count - ahead :])

@@ -141,14 +141,14 @@ def random_step(samples: tuple[Sample, ...], layout: Layout) -> tuple[Plan, Tick
     held = [(short,), *(tuple(others[index::3]) for index in range(3))]
     placed = [(one, random_placement(random, one, layout.lanes, 2)) for one in held]
     ticks: dict[Tick, tuple[Placement, Sequence[Sample]]] = {}
-    for tick in tick_order(layout.pp, len(placed)):
+    for tick in tick_order(layout.pp, 1, len(placed)):
         homes: list[tuple[int, int, int, int]] = []
         of_tick: list[Sample] = []
         for stage in range(layout.pp):
-            micro_batch = tick.micro_batch(stage, layout.pp, len(placed))
-            if micro_batch is None:
+            unit = tick.unit(stage, layout.pp, 1, len(placed))
+            if unit is None:
                 continue
-            own, placement = placed[micro_batch]
+            own, placement = placed[unit.micro_batch]
             for sample, start, stop, lane in placement.homes.tolist():
                 cuts = sorted({start, int(random.integers(start, stop)), stop})
                 member = stage * layout.lanes + lane
@@ -227,12 +227,12 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
     assert one.ticks is not None
     for tick, (placement, samples) in sorted(one.ticks.items(), key=lambda item: item[0].number):
         assert why_misplaced(placement, samples, num_members) is None
-        micro_batch = tick.micro_batch(stage, layout.pp, plan.num_microbatches)
+        unit = tick.unit(stage, layout.pp, 1, plan.num_microbatches)
         parts[tick.kind].append(
             PlacedLane(
                 programme=programmes_of(placement, num_members, 0, layout.topology.lanes_per_node)[member],
                 samples=tuple(samples[index] for index in placement.samples_of(member)),
-                num_tokens=0 if micro_batch is None else tokens[micro_batch],
+                num_tokens=0 if unit is None else tokens[unit.micro_batch],
             )
         )
     (chunk,) = model

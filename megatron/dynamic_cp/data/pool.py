@@ -85,7 +85,8 @@ def lane_ticks(plan: LanePlan, stage: int, rank_tokens: list[int]) -> LaneTicks 
     for kind, of_side in zip(KINDS, decode_ticks(plan.ticks[stage]), strict=True):
         lanes = []
         for number, one in enumerate(of_side):
-            row = Tick(kind, number).micro_batch(stage, pp_size, len(rank_tokens))
+            unit = Tick(kind, number).unit(stage, pp_size, 1, len(rank_tokens))
+            row = None if unit is None else unit.micro_batch
             tokens = 0 if row is None else rank_tokens[row]
             own = one.programme.num_tokens
             padded = own if row is None else placed_share(own, 1, plan.facts.rank_token_multiple)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.types import KINDS, tick_order
+from dynamic_cp.types import KINDS, num_ticks, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.serving import serve
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -64,9 +64,10 @@ def run_ticks(
     config = get_model_config(model)
     check_config(config)
     stage, pp_size = communicator.pp_group.rank(), communicator.pp_group.size()
-    ticks = [tick for tick in tick_order(pp_size, num_microbatches) if tick.kind == FORWARD or not forward_only]
-    micro_batches = [tick.micro_batch(stage, pp_size, num_microbatches) for tick in ticks]
-    check_number(pool, num_microbatches + pp_size - 1, forward_only=forward_only)
+    ticks = [tick for tick in tick_order(pp_size, 1, num_microbatches) if tick.kind == FORWARD or not forward_only]
+    units = [tick.unit(stage, pp_size, 1, num_microbatches) for tick in ticks]
+    micro_batches = [None if unit is None else unit.micro_batch for unit in units]
+    check_number(pool, num_ticks(pp_size, 1, num_microbatches), forward_only=forward_only)
     mine = _Microbatches(
         model, data_iterator, config, groups.cp.size(), forward_step_func, num_microbatches, stage == pp_size - 1
     )

@@ -307,10 +307,10 @@ def test_one_lane_has_a_pool_of_its_stages() -> None:
 
 def ends_event_by_event(
     layer_ns: list[int], num_layers: int, ahead: list[list[int]], behind: list[list[int]], hops: list[list[int]],
-    pp_size: int, rows: int,
+    pp_size: int, vp_size: int, rows: int,
 ) -> list[int]:  # fmt: skip
     """Return [stage] when all is done: every stage is a process, every layer a meeting of all of them."""
-    order = tick_order(pp_size, rows)
+    order = tick_order(pp_size, vp_size, rows)
     arrived: dict[tuple[str, int, int], int] = {}
     waiting: dict[int, int] = {}
     met: dict[tuple[int, int], list[int]] = {}
@@ -319,9 +319,11 @@ def ends_event_by_event(
     heapq.heapify(events)
 
     def inputs(stage: int, place: int) -> tuple[str, int, int] | None:
-        kind, number = order[place].kind, order[place].micro_batch(stage, pp_size, rows)
-        source = stage - 1 if kind == "F" else stage + 1
-        return None if number is None or not 0 <= source < pp_size else (kind, source, number)
+        kind, unit = order[place].kind, order[place].unit(stage, pp_size, vp_size, rows)
+        if unit is None:
+            return None
+        source = unit.chunk * pp_size + stage + (-1 if kind == "F" else 1)
+        return (kind, source, unit.micro_batch) if 0 <= source < pp_size * vp_size else None
 
     while events:
         now, stage, place, layer = heapq.heappop(events)
@@ -343,9 +345,9 @@ def ends_event_by_event(
                     heapq.heappush(events, (now + layer_ns[place], one, place, layer + 1))
             continue
         end = now + behind[place][stage]
-        number = order[place].micro_batch(stage, pp_size, rows)
-        if number is not None:
-            key = (order[place].kind, stage, number)
+        unit = order[place].unit(stage, pp_size, vp_size, rows)
+        if unit is not None:
+            key = (order[place].kind, unit.chunk * pp_size + stage, unit.micro_batch)
             arrived[key] = end + hops[place][stage]
             for other in [one for one, at in waiting.items() if inputs(one, at) == key]:
                 heapq.heappush(events, (max(arrived[key], ends[other]), other, waiting.pop(other), -1))
@@ -359,16 +361,17 @@ def ends_event_by_event(
 def test_ticks_take_as_long_as_an_event_simulation_says(seed: int) -> None:
     rng = random.Random(seed)
     pp_size, rows, num_layers = rng.choice([1, 2, 3, 5]), rng.randint(1, 7), rng.randint(1, 4)
-    order = tick_order(pp_size, rows)
+    vp_size = seed % 3 + 1
+    order = tick_order(pp_size, vp_size, rows)
     layer_ns = [rng.randint(1, 50) for _ in order]
     ahead, behind, hops = ([[rng.randint(0, 60) for _ in range(pp_size)] for _ in order] for _ in range(3))
     times = [
         TickTime(tick, num_layers * layer_ns[place], tuple(ahead[place]), tuple(behind[place]), tuple(hops[place]))
         for place, tick in enumerate(order)
     ]
-    spans = tick_timeline(times, pp_size, rows)
+    spans = tick_timeline(times, pp_size, vp_size, rows)
     assert [span.tick for span in spans] == list(order)
-    found = ends_event_by_event(layer_ns, num_layers, ahead, behind, hops, pp_size, rows)
+    found = ends_event_by_event(layer_ns, num_layers, ahead, behind, hops, pp_size, vp_size, rows)
     assert list(spans[-1].stage_ends_ns) == found
 
 
