@@ -57,8 +57,8 @@ def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int 
     hardware = catalog.load_hardware("h100")
     problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)
     node_servers = lanes_in_one_node(plan.topology)
-    stage = StageAttention(model.stages(plan.topology.pp_size)[0], problem, node_servers)
-    (kind,) = stage.kinds
+    chunk = StageAttention(model.stages(plan.topology.pp_size * plan.topology.vp_size)[0], problem, node_servers)
+    (kind,) = chunk.kinds
     total = np.zeros(plan.num_servers)
     for tick, tasks in plan.ticks():
         directions = [0] if tick.kind == KINDS[0] else [0, 1] if repeats else [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
@@ -29,6 +31,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.data import pool
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.pool import LaneTicks, Pool
@@ -36,7 +39,7 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 from megatron.dynamic_cp.step.schedule import run_schedule
-from megatron.dynamic_cp.step.ticks import check_config, check_number, move_to, run_ticks
+from megatron.dynamic_cp.step.ticks import check_config, check_number, layers_of, move_to, run_ticks
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
@@ -53,11 +56,16 @@ from tests.sent_bytes import pool_bytes
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+EIGHT_LAYERS = {"num_layers": 8}
 LAYOUTS = {
     "pp2_one_lane": Layout(1, pp=2),
     "pp2": Layout(2, pp=2, ranks_per_node=2),
     "pp2_full_recompute": Layout(2, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True),
     "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
+    "pp2_vpp2": Layout(2, pp=2, vpp=2, ranks_per_node=2),
+    "pp2_vpp2_full_recompute": Layout(
+        2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
+    ),
 }
 EACH_NIGHT = {
     "pp4": Layout(2, pp=4, ranks_per_node=4),
@@ -65,7 +73,15 @@ EACH_NIGHT = {
     "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, overlap_grad_reduce=True),
     "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2),
     "tp2_sp_pp2_distributed_optimizer": Layout(2, tp=2, sp=True, pp=2, distributed_optimizer=True),
+    "pp4_vpp2": Layout(2, pp=4, vpp=2, ranks_per_node=4, overlap_grad_reduce=True, config=EIGHT_LAYERS),
+    "pp4_vpp2_tied": Layout(2, pp=4, vpp=2, variant="llama_tied", config={**EIGHT_LAYERS, **FULL_RECOMPUTE}),
+    "tp2_sp_pp2_vpp2": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
+    "pp2_vpp4": Layout(4, pp=2, vpp=4, config={**EIGHT_LAYERS, **SELECTIVE_RECOMPUTE}),
 }
+RANDOM_ROWS = {"pp2_vpp2": (5, 1), "pp4_vpp2": (4, 6, 3), "pp4_vpp2_tied": (5,), "pp2_vpp4": (3,)}
+"""Micro-batches of the steps that are placed at random, where they are not `ROWS`: too few for all stages, or for the
+last group of them."""
+ROWS = (4,)
 
 
 Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
@@ -93,10 +109,13 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
     for name, layout in layouts.items():
         expected = reference_of(layout, "long_tail")
         alike = cases[layout.topology.world_size]
-        if layout.lanes > 1:
-            plan, ticks = random_step(samples, layout)
-            check_plan(plan, samples)
-            alike[f"{name}, random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
+        for num_rows in RANDOM_ROWS.get(name, ROWS) if layout.lanes > 1 else ():
+            plan, ticks = random_step(samples, layout, num_rows)
+            # As one without ticks, which has any number of micro-batches where stages have one chunk.
+            check_plan(replace(plan, topology=replace(plan.topology, vp_size=1)), samples)
+            alike[f"{name}, {num_rows} random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
+        if layout.vpp > 1:
+            continue
         planned = Case(layout, samples, planned_step(samples, layout), expected)
         alike[f"{name}, planned"] = PoolCase(planned, None)
     for world_size, alike in cases.items():
@@ -131,21 +150,24 @@ def stages_of(placement: Placement, lanes: int) -> Any:
     return placement.homes[placement.tiles[:, 0], 3] // lanes
 
 
-def random_step(samples: tuple[Sample, ...], layout: Layout) -> tuple[Plan, Ticks]:
-    """Return micro-batches placed at random, one of them of a single token, and tiles computed by whoever.
+def random_step(samples: tuple[Sample, ...], layout: Layout, num_rows: int) -> tuple[Plan, Ticks]:
+    """Return micro-batches placed at random, one of several of a single token, and tiles computed by whoever.
 
     Homes are cut once more in each tick, and one member of the pool computes nothing in it.
     """
     random = np.random.default_rng(layout.lanes)
-    (short, *others) = sorted(samples, key=lambda sample: sample.seqlen)
-    held = [(short,), *(tuple(others[index::3]) for index in range(3))]
+    shortest_first = sorted(samples, key=lambda sample: sample.seqlen)
+    alone = shortest_first[: num_rows > 1]
+    others = shortest_first[len(alone) :]
+    num_others = num_rows - len(alone)
+    held = [*((one,) for one in alone), *(tuple(others[index::num_others]) for index in range(num_others))]
     placed = [(one, random_placement(random, one, layout.lanes, 2)) for one in held]
     ticks: dict[Tick, tuple[Placement, Sequence[Sample]]] = {}
-    for tick in tick_order(layout.pp, 1, len(placed)):
+    for tick in tick_order(layout.pp, layout.vpp, len(placed)):
         homes: list[tuple[int, int, int, int]] = []
         of_tick: list[Sample] = []
         for stage in range(layout.pp):
-            unit = tick.unit(stage, layout.pp, 1, len(placed))
+            unit = tick.unit(stage, layout.pp, layout.vpp, len(placed))
             if unit is None:
                 continue
             own, placement = placed[unit.micro_batch]
@@ -224,10 +246,14 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
     placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
     tokens = [placed_share(placement.home_tokens(layout.lanes)[lane], 1, multiple) for placement in placements]
     parts: dict[str, list[PlacedLane]] = {"F": [], "B": []}
+    config = get_model_config(model[0])
+    if layout.overlap_grad_reduce:  # begun by a function, as where stages begin them together; planned steps have none
+        begin = [chunk.start_grad_sync for chunk in model]
+        config.grad_sync_func = begin if len(model) > 1 else begin[0]
     assert one.ticks is not None
     for tick, (placement, samples) in sorted(one.ticks.items(), key=lambda item: item[0].number):
         assert why_misplaced(placement, samples, num_members) is None
-        unit = tick.unit(stage, layout.pp, 1, plan.num_microbatches)
+        unit = tick.unit(stage, layout.pp, layout.vpp, plan.num_microbatches)
         parts[tick.kind].append(
             PlacedLane(
                 programme=programmes_of(placement, num_members, 0, layout.topology.lanes_per_node)[member],
@@ -235,16 +261,15 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
                 num_tokens=0 if unit is None else tokens[unit.micro_batch],
             )
         )
-    (chunk,) = model
     run_ticks(
-        chunk,
-        step.data_iterators[0],
+        model,
+        step.data_iterators,
         Pool(
             group=pool_group(layout),
             ticks=LaneTicks(forward=tuple(parts["F"]), backward=tuple(parts["B"])),
             stats=ExchangeStats(),
         ),
-        PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), get_model_config(chunk), tokens),
+        PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, tokens),
         schedule_groups(),
         num_microbatches=step.num_microbatches,
         forward_step_func=forward_step_func,
@@ -261,7 +286,6 @@ def pool_group(layout: Layout) -> dist.ProcessGroup:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"virtual_pipeline_model_parallel_size": 2}, "2 virtual stages"),
         ({"num_layers_in_last_pipeline_stage": 3}, "num_layers_in_last_pipeline_stage is 3, in a pool it must be off"),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, in a pool it must be off, because all stages run as many layers"),
         ({"num_moe_experts": 8}, "num_moe_experts is 8, .* stages without a micro-batch have no tokens for experts"),
@@ -278,6 +302,20 @@ def test_what_would_not_run_layer_by_layer_is_refused(given: dict[str, Any], nam
         setattr(config, name, value)
     with pytest.raises(UnsupportedFeatureError, match=named):
         check_config(config)
+
+
+def test_chunks_of_other_numbers_of_layers_are_refused() -> None:
+    def chunk(num_layers: int) -> torch.nn.Module:
+        layers = [TorchTHDAttention.__new__(TorchTHDAttention) for _ in range(num_layers)]
+        for layer in layers:
+            torch.nn.Module.__init__(layer)
+        return torch.nn.ModuleList(layers)
+
+    assert len(layers_of([chunk(2), chunk(2)])) == 2
+    with pytest.raises(UnsupportedFeatureError, match="this stage have 2 and 1 layers"):
+        layers_of([chunk(2), chunk(1)])
+    with pytest.raises(UnsupportedFeatureError, match="no attention of ours on this stage"):
+        layers_of([chunk(2), chunk(0)])
 
 
 def test_a_pool_of_another_step_is_refused() -> None:

@@ -137,6 +137,7 @@ class DataIteratorWrapper:
             read_sample if reads else None,
             num_depths=max((needs.num_depths for needs in self._chunks), default=0),
             stage=groups.stage,
+            vp_size=len(self._chunks),
             num_workers=num_workers,
             pin_memory=self._device.type == "cuda",
         )

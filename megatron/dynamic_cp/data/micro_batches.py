@@ -138,14 +138,16 @@ class PackedStep:
         return FutureColumns(columns=self.future_columns[..., part], loss_mask=self.future_loss_mask[..., part])
 
 
-def pack_step(plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 0, stage: int = 0) -> PackedStep:
+def pack_step(
+    plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 0, stage: int = 0, vp_size: int = 1
+) -> PackedStep:
     """Return the padded shard of every micro-batch of a lane.
 
     Args:
         read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
             reads tokens or labels.
         num_depths: modules of multi-token prediction on this rank.
-        stage: of the pipeline; only plans with a pool ask for it.
+        stage, vp_size: of the pipeline; only plans with a pool ask for them.
 
     Raises:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
@@ -173,7 +175,7 @@ def pack_step(plan: LanePlan, read_sample: ReadSample | None, num_depths: int = 
         columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
         **(_future_of(joined, num_depths) if joined and num_depths else {}),
-        ticks=lane_ticks(plan, stage, [bucket.rank_tokens for bucket in packed]),
+        ticks=lane_ticks(plan, stage, vp_size, [bucket.rank_tokens for bucket in packed]),
     )
 
 

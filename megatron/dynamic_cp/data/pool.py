@@ -69,10 +69,11 @@ def pool_group(groups: DynamicCPGroups) -> ProcessGroup:
     return groups.pool
 
 
-def lane_ticks(plan: LanePlan, stage: int, rank_tokens: list[int]) -> LaneTicks | None:
+def lane_ticks(plan: LanePlan, stage: int, vp_size: int, rank_tokens: list[int]) -> LaneTicks | None:
     """Return what the rank of `stage` computes in each tick of a plan; None where the plan has no pool.
 
     Args:
+        vp_size: model chunks of a stage.
         rank_tokens: of the lane in each micro-batch, with padding.
 
     Raises:
@@ -85,16 +86,15 @@ def lane_ticks(plan: LanePlan, stage: int, rank_tokens: list[int]) -> LaneTicks 
     for kind, of_side in zip(KINDS, decode_ticks(plan.ticks[stage]), strict=True):
         lanes = []
         for number, one in enumerate(of_side):
-            unit = Tick(kind, number).unit(stage, pp_size, 1, len(rank_tokens))
-            row = None if unit is None else unit.micro_batch
-            tokens = 0 if row is None else rank_tokens[row]
+            unit = Tick(kind, number).unit(stage, pp_size, vp_size, len(rank_tokens))
+            tokens = 0 if unit is None else rank_tokens[unit.micro_batch]
             own = one.programme.num_tokens
-            padded = own if row is None else placed_share(own, 1, plan.facts.rank_token_multiple)
+            padded = own if unit is None else placed_share(own, 1, plan.facts.rank_token_multiple)
             if padded != tokens:
+                row = "none" if unit is None else unit.micro_batch
                 raise DisagreementError(
                     f"tick {kind}{number} of lane {plan.lane} on stage {stage} holds {padded} tokens, its micro-batch "
-                    f"{'none' if row is None else row} has {tokens}: the plan has the ticks of other micro-batches; "
-                    "plan this step again",
+                    f"{row} has {tokens}: the plan has the ticks of other micro-batches; plan this step again",
                     planned=padded,
                     tokens=tokens,
                 )

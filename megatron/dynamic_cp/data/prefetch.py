@@ -38,7 +38,7 @@ class Packer:
 
     Args:
         read_sample: see `pack_step`.
-        num_depths, stage: see `pack_step`.
+        num_depths, stage, vp_size: see `pack_step`.
         num_workers: processes; 0 packs inside `take`.
         pin_memory: hand out page-locked memory, for copies to a GPU.
     """
@@ -49,10 +49,13 @@ class Packer:
         *,
         num_depths: int = 0,
         stage: int = 0,
+        vp_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self._pack = functools.partial(pack_step, read_sample=read_sample, num_depths=num_depths, stage=stage)
+        self._pack = functools.partial(
+            pack_step, read_sample=read_sample, num_depths=num_depths, stage=stage, vp_size=vp_size
+        )
         self._plans: deque[LanePlan] = deque()
         self._pin_memory = pin_memory
         self._queues: list[Any] = []

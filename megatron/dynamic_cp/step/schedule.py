@@ -51,15 +51,15 @@ def run_schedule(
             communicator.check_neighbours()
         planned = {"p2p_communicator": communicator, "pg_collection": schedule_groups()}
     if data.pool is not None:
-        if not (single and planned):
+        if not planned:
             raise UnsupportedFeatureError(
-                f"the plan has servers of all stages, which {len(model)} model chunks of "
-                f"{parallel_state.get_pipeline_model_parallel_world_size()} stages cannot run: 1 chunk each of at "
-                "least 2 stages is needed, and the tokens of the plan (`rank_tokens`)"
+                "the plan has servers of all stages, which "
+                f"{parallel_state.get_pipeline_model_parallel_world_size()} stages cannot run: at least 2 are needed, "
+                "and the tokens of the plan (`rank_tokens`)"
             )
         return run_ticks(
-            model[0],
-            data.data_iterators[0],
+            model,
+            data.data_iterators,
             data.pool,
             communicator,
             planned["pg_collection"],

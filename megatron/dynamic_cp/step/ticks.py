@@ -1,19 +1,20 @@
 """A schedule of pipeline stages in which all of them are in the same phase, so that any of them may compute attention.
 
-A *tick* is one forward or one backward pass of one micro-batch on each stage, layer by layer beside each other. In it
-the ranks of all stages and lanes that have the same tensor-parallel rank are one group, the *pool*: each brings the
-tokens of its own micro-batch, and computes whatever tiles the tick's placement gives it. A stage that has no
-micro-batch in a tick (while the pipeline fills or drains) brings no tokens and serves the others.
+A *tick* is one forward or one backward pass of one model chunk of one micro-batch on each stage, layer by layer beside
+each other. In it the ranks of all stages and lanes that have the same tensor-parallel rank are one group, the *pool*:
+each brings the tokens of its own micro-batch, and computes whatever tiles the tick's placement gives it. A stage that
+has no micro-batch in a tick (while the pipeline fills or drains) brings no tokens and serves the others.
 
-`dynamic_cp.pipeline.ticks` has their order. Other micro-batches meet in a backward tick than in a forward tick, so each
-has a placement of its own: backward fetches what it needs anew, and so does what is recomputed.
+`dynamic_cp.pipeline.ticks` has their order. What a chunk gives is what the next one takes in the next tick of that
+direction, so stages are a ring where they have several chunks. Other micro-batches meet in a backward tick than in a
+forward tick, so each has a placement of its own: backward fetches what it needs anew, and so does what is recomputed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.types import KINDS, num_ticks, tick_order
+from dynamic_cp.types import KINDS, Tick, Unit, num_ticks, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.serving import serve
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -38,8 +38,8 @@ FORWARD = KINDS[0]
 
 
 def run_ticks(
-    model: torch.nn.Module,
-    data_iterator: Iterator[dict[str, Any]],
+    model: Sequence[torch.nn.Module],
+    data_iterators: Sequence[Iterator[dict[str, Any]]],
     pool: Pool,
     communicator: PlannedP2PCommunicator,
     groups: ProcessGroupCollection,
@@ -53,52 +53,49 @@ def run_ticks(
     Gradients are summed up and finished as megatron-core's schedules do it.
 
     Args:
-        model: the one chunk of this stage.
-        data_iterator: yields this lane's micro-batches.
+        model: the chunks of this stage.
+        data_iterators: yield this lane's micro-batches, one iterator for each chunk.
         communicator: of the pass; groups: what `pipeline_p2p.schedule_groups` returns.
 
     Raises:
         UnsupportedFeatureError: a configuration under which ranks would not run the same layers at once.
         DisagreementError: the pool has other ticks than the pass, or other tokens than a micro-batch.
     """
-    config = get_model_config(model)
+    config = get_model_config(model[0])
     check_config(config)
-    stage, pp_size = communicator.pp_group.rank(), communicator.pp_group.size()
-    ticks = [tick for tick in tick_order(pp_size, 1, num_microbatches) if tick.kind == FORWARD or not forward_only]
-    units = [tick.unit(stage, pp_size, 1, num_microbatches) for tick in ticks]
-    micro_batches = [None if unit is None else unit.micro_batch for unit in units]
-    check_number(pool, num_ticks(pp_size, 1, num_microbatches), forward_only=forward_only)
+    stage, shape = communicator.pp_group.rank(), (communicator.pp_group.size(), len(model), num_microbatches)
+    check_number(pool, num_ticks(*shape), forward_only=forward_only)
     mine = _Microbatches(
-        model, data_iterator, config, groups.cp.size(), forward_step_func, num_microbatches, stage == pp_size - 1
+        model, data_iterators, pool, config, groups.cp.size(), forward_step_func, num_microbatches, stage, shape[0]
     )
     idle = _Server(model, pool, repeats=repeats_attention(config))
-    sync = _GradientSync(config, is_first=stage == 0)
+    sync = _GradientSync(config, model, num_microbatches, is_first=stage == 0)
     # What the other stages have sent for the next tick of each direction.
-    came: dict[bool, Tensor | None] = {True: None, False: None}
-    for at, (tick, micro_batch) in enumerate(zip(ticks, micro_batches, strict=True)):
-        left = None
+    came: dict[str, Tensor | None] = dict.fromkeys(KINDS)
+    for tick in tick_order(*shape):
         is_forward = tick.kind == FORWARD
+        if forward_only and not is_forward:
+            continue
+        unit, left = tick.unit(stage, *shape), None
         with span("tick %s", tick):
-            if micro_batch is None:
+            if unit is None:
                 idle.serve(pool.lane_of(tick), is_forward=is_forward)
             elif is_forward:
-                left = mine.forward(pool.group, pool.lane_of(tick), came[True], micro_batch, keep=not forward_only)
+                left = mine.forward(unit, pool.lane_of(tick), came[tick.kind], keep=not forward_only)
             else:
-                sync.before_backward(is_last=micro_batch == num_microbatches - 1)
-                left = mine.backward(pool.lane_of(tick), came[False])
-        following = next((later for later in range(at + 1, len(ticks)) if ticks[later].kind == tick.kind), None)
-        comes = following is not None and micro_batches[following] is not None
+                with sync.of_backward(unit):
+                    left = mine.backward(unit, pool.lane_of(tick), came[tick.kind])
+        following = Tick(tick.kind, tick.number + 1).unit(stage, *shape)
         if is_forward:
-            sent = left if stage < pp_size - 1 else None
-            came[True] = communicator.send_forward_recv_forward(sent, comes and stage > 0, _FROM_PLAN)
+            comes = following is not None and not mine.begins(following)
+            came[tick.kind] = communicator.send_forward_recv_forward(left, comes, _FROM_PLAN)
         else:
-            sent = left if stage > 0 else None
-            came[False] = communicator.send_backward_recv_backward(sent, comes and stage < pp_size - 1, _FROM_PLAN)
+            comes = following is not None and not mine.ends(following)
+            came[tick.kind] = communicator.send_backward_recv_backward(left, comes, _FROM_PLAN)
+            sync.after_tick(tick.unit(0, *shape))
     communicator.finish()
-    if not forward_only:
-        sync.finish(model)
-        if config.finalize_model_grads_func is not None:
-            config.finalize_model_grads_func([model], mine.num_tokens, pg_collection=groups)
+    if not forward_only and config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(list(model), mine.num_tokens, pg_collection=groups)
     return mine.logged
 
 
@@ -121,19 +118,25 @@ _REFUSED = {
 """Field of a configuration that would have ranks of a pool wait for ever, or that was not tried -> why."""
 
 
-def layers_of(model: torch.nn.Module) -> list[TorchTHDAttention]:
-    """Return the attention of each layer of a stage, in order.
+def layers_of(model: Sequence[torch.nn.Module]) -> list[TorchTHDAttention]:
+    """Return the attention of each layer of a chunk, in order: of the first one, which stands for all of a stage.
 
     Raises:
-        UnsupportedFeatureError: there is none that places attention.
+        UnsupportedFeatureError: there is none that places attention, or chunks have other numbers of layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, TorchTHDAttention)]
-    if not layers:
+    layers = [[module for module in chunk.modules() if isinstance(module, TorchTHDAttention)] for chunk in model]
+    if not all(layers):
         raise UnsupportedFeatureError(
             "the model has no attention of ours on this stage, and attention of a pool is placed: use "
             "--transformer-impl local, or plan without the pool"
         )
-    return layers
+    if len({len(of_chunk) for of_chunk in layers}) > 1:
+        raise UnsupportedFeatureError(
+            f"the model chunks of this stage have {' and '.join(str(len(of_chunk)) for of_chunk in layers)} layers, in "
+            f"a pool they must have as many, because {_AS_MANY}: leave the layout of stages out, or plan without the "
+            "pool"
+        )
+    return layers[0]
 
 
 def repeats_attention(config: Any) -> bool:
@@ -144,11 +147,6 @@ def repeats_attention(config: Any) -> bool:
 
 def check_config(config: Any) -> None:
     """Raise UnsupportedFeatureError where ranks would not run the same layers at once."""
-    if config.virtual_pipeline_model_parallel_size not in (None, 1):
-        raise UnsupportedFeatureError(
-            f"{config.virtual_pipeline_model_parallel_size} virtual stages: a pool needs ticks, which are built for "
-            "one chunk on each stage; leave out --num-layers-per-virtual-pipeline-stage, or plan without the pool"
-        )
     for name, why in _REFUSED.items():
         if getattr(config, name, None) not in (None, False, 0, "vanilla"):
             raise UnsupportedFeatureError(
@@ -163,20 +161,20 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_number(pool: Pool, num_ticks: int, *, forward_only: bool) -> None:
+def check_number(pool: Pool, needed: int, *, forward_only: bool) -> None:
     """Raise DisagreementError unless the pool has a part for each tick of the pass."""
     for name, planned in (("forward", len(pool.ticks.forward)), ("backward", len(pool.ticks.backward))):
-        if planned != num_ticks and not (forward_only and name == "backward"):
+        if planned != needed and not (forward_only and name == "backward"):
             raise DisagreementError(
-                f"the pool has {planned} {name} ticks, the pass has {num_ticks}: one for each micro-batch and one for "
-                "each stage but the first; plan this step again",
+                f"the pool has {planned} {name} ticks, the pass has {needed}: it is that of another number of "
+                "micro-batches, stages or model chunks; plan this step again",
                 planned=planned,
-                needed=num_ticks,
+                needed=needed,
             )
 
 
 class _Microbatches:
-    """The micro-batches of this stage: those that have gone forward and not yet back are kept.
+    """The micro-batches of this stage: what has gone forward through a chunk and not yet back is kept.
 
     Attributes:
         logged: what the loss function logged. num_tokens: with a loss, so far.
@@ -184,49 +182,57 @@ class _Microbatches:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        data_iterator: Iterator[dict[str, Any]],
+        model: Sequence[torch.nn.Module],
+        data_iterators: Sequence[Iterator[dict[str, Any]]],
+        pool: Pool,
         config: Any,
         cp_size: int,
         forward_step_func: Callable[..., Any],
         num_microbatches: int,
-        is_last_stage: bool,
+        stage: int,
+        pp_size: int,
     ) -> None:
-        self._model, self._data_iterator, self._config = model, data_iterator, config
+        self._model, self._data_iterators, self._pool, self._config = model, data_iterators, pool, config
         self._cp_size, self._forward_step_func = cp_size, forward_step_func
-        self._num_microbatches, self._is_last_stage = num_microbatches, is_last_stage
-        self._kept: deque[tuple[DynamicPackedSeqParams, Tensor | None, Tensor]] = deque()
+        self._num_microbatches, self._stage, self._pp_size = num_microbatches, stage, pp_size
+        self._kept: list[deque[tuple[DynamicPackedSeqParams, Tensor | None, Tensor]]] = [deque() for _ in model]
         self.logged: list[dict[str, Any]] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(model.parameters()).device)
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(model[0].parameters()).device)
 
-    def forward(
-        self, group: ProcessGroup, lane: PlacedLane, came: Tensor | None, micro_batch: int, *, keep: bool
-    ) -> Tensor:
-        """Run the next one and return what the next stage gets (the loss on the last one)."""
-        batch = next(self._data_iterator)
-        params = _in_pool(batch["packed_seq_params"], group, lane)
+    def begins(self, unit: Unit) -> bool:
+        """Return whether a unit of this stage is the first chunk of its micro-batch, with the embedding."""
+        return self._stage == 0 and unit.chunk == 0
+
+    def ends(self, unit: Unit) -> bool:
+        """Return whether a unit of this stage is the last chunk of its micro-batch, with the loss."""
+        return self._stage == self._pp_size - 1 and unit.chunk == len(self._model) - 1
+
+    def forward(self, unit: Unit, lane: PlacedLane, came: Tensor | None, *, keep: bool) -> Tensor | None:
+        """Run the next micro-batch of a chunk and return what the next chunk gets, None behind the last one."""
+        batch = next(self._data_iterators[unit.chunk])
+        params = _in_pool(batch["packed_seq_params"], self._pool, lane)
         output, num_tokens = schedules.forward_step(
             self._forward_step_func,
             iter([{**batch, "packed_seq_params": params}]),
-            self._model,
+            self._model[unit.chunk],
             self._num_microbatches,
             came,
             self.logged,
             self._config,
             cp_group_size=self._cp_size,
-            current_microbatch=micro_batch,
-            is_last_stage=self._is_last_stage,
+            current_microbatch=unit.micro_batch,
+            is_last_stage=self.ends(unit),
         )
         self.num_tokens += num_tokens
         if isinstance(output, list):
             (output,) = output
         if keep:
-            self._kept.append((params, came, output))
-        return output
+            self._kept[unit.chunk].append((params, came, output))
+        return None if self.ends(unit) else output
 
-    def backward(self, lane: PlacedLane, came: Tensor | None) -> Tensor | None:
-        """Run the oldest one backward and return what the previous stage gets."""
-        params, given, output = self._kept.popleft()
+    def backward(self, unit: Unit, lane: PlacedLane, came: Tensor | None) -> Tensor | None:
+        """Run the oldest micro-batch of a chunk backward and return what the chunk before gets."""
+        params, given, output = self._kept[unit.chunk].popleft()
         move_to(lane, params)
         if given is not None:
             given.retain_grad()
@@ -239,12 +245,12 @@ class _Microbatches:
 class _Server:
     """A stage in the ticks in which it has no micro-batch."""
 
-    def __init__(self, model: torch.nn.Module, pool: Pool, *, repeats: bool) -> None:
+    def __init__(self, model: Sequence[torch.nn.Module], pool: Pool, *, repeats: bool) -> None:
         self._layers, self._repeats = layers_of(model), repeats
         self._params = DynamicPackedSeqParams(
             cp_group=pool.group,
             local_cp_size=pool.group.size(),
-            positions=torch.empty(0, dtype=torch.int64, device=next(model.parameters()).device),
+            positions=torch.empty(0, dtype=torch.int64, device=next(model[0].parameters()).device),
             cp_comm_type="blocks",
             stats=pool.stats,
             label="a stage without a micro-batch",
@@ -260,9 +266,11 @@ class _Server:
                 serve(layer, self._params, backward=True)
 
 
-def _in_pool(params: DynamicPackedSeqParams, group: ProcessGroup, lane: PlacedLane) -> DynamicPackedSeqParams:
-    """Return the parameters of a micro-batch whose attention the pool computes."""
-    placed = replace(params, cp_group=group, cp_comm_type="blocks", heads_group=None, ring_group=None, packs={})
+def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> DynamicPackedSeqParams:
+    """Return the parameters of a micro-batch in one chunk, whose attention the pool computes."""
+    placed = replace(
+        params, cp_group=pool.group, cp_comm_type="blocks", heads_group=None, ring_group=None, packs={}, of_masks={}
+    )
     move_to(lane, placed)
     return placed
 
@@ -286,26 +294,29 @@ def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
 
 
 class _GradientSync:
-    """When data-parallel sums of gradients begin: with the last backward, as in megatron-core's schedules."""
+    """When data-parallel sums of a chunk's gradients begin: with its last backward, as in megatron-core's schedules.
 
-    def __init__(self, config: Any, *, is_first: bool) -> None:
-        self._config, self._is_first = config, is_first
-        self._context: contextlib.AbstractContextManager[Any] | None = (config.no_sync_func or contextlib.nullcontext)()
-        self._context.__enter__()
+    Where a function of the user's begins them (`grad_sync_func`), stages wait until the first one is there, too.
+    """
 
-    def before_backward(self, *, is_last: bool) -> None:
-        """Let the sums begin with the last backward, unless a function of the user's begins them."""
-        if is_last and (self._config.grad_sync_func is None or self._is_first):
-            self._enable()
+    def __init__(self, config: Any, model: Sequence[torch.nn.Module], num_microbatches: int, *, is_first: bool) -> None:
+        given = config.no_sync_func
+        self._no_sync: list[Any] = given if isinstance(given, list) else [given or contextlib.nullcontext]
+        begin = config.grad_sync_func
+        self._begin: list[Any] = begin if isinstance(begin, list) else [begin] * len(model)
+        self._model, self._last = model, num_microbatches - 1
+        self._begin_by_themselves = is_first or begin is None
 
-    def finish(self, model: torch.nn.Module) -> None:
-        """Begin what has not begun."""
-        if self._context is not None:
-            self._enable()
-            if self._config.grad_sync_func is not None:
-                self._config.grad_sync_func(model.parameters())
+    @contextlib.contextmanager
+    def of_backward(self, unit: Unit) -> Iterator[None]:
+        """Keep sums from beginning in a backward pass in which they must not."""
+        with contextlib.ExitStack() as stack:
+            if not (self._begin_by_themselves and unit.micro_batch == self._last):
+                for no_sync in self._no_sync:
+                    stack.enter_context(no_sync())
+            yield
 
-    def _enable(self) -> None:
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
+    def after_tick(self, first: Unit | None) -> None:
+        """Begin, on all other stages, the sums of the chunk with which the first stage is done in a backward tick."""
+        if not self._begin_by_themselves and first is not None and first.micro_batch == self._last:
+            self._begin[first.chunk](self._model[first.chunk].parameters())
