@@ -1,6 +1,6 @@
 """What a tick takes: layers of the fullest lane, attention of the most loaded server, transfers of the busiest link.
 
-    layers    = linear of the fullest lane + attention of the most loaded server, in each half
+    layers    = linear of the fullest lane + attention of the most loaded server, in each half, of one model chunk
     tick      = max(layers, busiest link) + what the first half fetches and the last one gives back, in two halves
               = layers + busiest link, in one
     seconds   = tick * (1 + noise margin) + embedding, head and hop of the stages that pay them
@@ -105,6 +105,7 @@ class TickPrices:
     def __init__(self, cost_model: CostModel, options: TaskOptions) -> None:
         refuse_model(cost_model.model, cost_model.topology.pp_size)
         self.cost_model, self.options = cost_model, options
+        self._chunks = cost_model.topology.vp_size
         stage = cost_model.stage
         self._attention = stage.attention
         self._linear = stage.without_attention()
@@ -120,10 +121,10 @@ class TickPrices:
         return 2 * of.query + of.lse, of.kv
 
     def seconds(self, tasks: Tasks, direction: int, num_servers: int, rank_tokens: int) -> TickSeconds:
-        """Return what `tasks` take forward (0) or backward (1), recomputation included.
+        """Return what `tasks` take forward (0) or backward (1) in the layers of a chunk, recomputation included.
 
         Args:
-            tasks: of a tick, or of a micro-batch.
+            tasks: of a tick.
             direction: which.
             num_servers: that share them.
             rank_tokens: padded tokens of the fullest lane.
@@ -133,24 +134,26 @@ class TickPrices:
         attention_s = sum(
             float(self.profiles[one].server_seconds(tasks, num_servers).max(axis=1).sum()) for one in computed
         )
-        exchange_s = sum(map(self._exchange_s, sent))
+        attention_s /= self._chunks
+        exchange_s = sum(map(self._exchange_s, sent)) / self._chunks
         linear_s = float(self.linear_s(direction, np.array(rank_tokens)))
         exposed_s = exchange_s
         if self.options.ping_pong:
             too_long_s = max(exchange_s - linear_s - attention_s, 0.0)
-            exposed_s = too_long_s + exchange_s / (2 * max(self._attention.layers, 1.0))
+            exposed_s = too_long_s + exchange_s / (2 * max(self._attention.layers / self._chunks, 1.0))
         return TickSeconds(linear_s, attention_s, exchange_s, exposed_s)
 
     def linear_s(self, direction: int, rank_tokens: Ints) -> Floats:
-        """Return the seconds of what is not attention, on lanes with so many padded tokens."""
+        """Return the seconds of what is not attention in a chunk, on lanes with so many padded tokens."""
         linear = self._linear[direction]
-        return np.asarray(self.options.num_halves * linear.constant + linear.per_token * rank_tokens, np.float64)
+        stage_s = self.options.num_halves * linear.constant + linear.per_token * rank_tokens
+        return np.asarray(stage_s / self._chunks, np.float64)
 
     def attention_s(self, tasks: Tasks, direction: int, num_servers: int) -> Floats:
         """Return [server] seconds of its tasks, recomputation included; arguments as those of `seconds`."""
         computed = (0, 1) if direction == 1 and self._repeats else (direction,)
         each = [self.profiles[one].server_seconds(tasks, num_servers).sum(axis=0) for one in computed]
-        total: Floats = np.array(each).sum(axis=0).astype(np.float64)
+        total: Floats = np.array(each).sum(axis=0).astype(np.float64) / self._chunks
         return total
 
     def _exchange_s(self, sent: Floats) -> float:
@@ -169,8 +172,8 @@ def refuse_model(model: ModelShape, pp_size: int) -> None:
     """Refuse a model whose attention cannot be tasks.
 
     Raises:
-        UnsupportedFeatureError: layers that see other keys than all before, experts, or stages with different numbers
-            of layers.
+        UnsupportedFeatureError: layers that see other keys than all before, experts, or stages or model chunks with
+            different numbers of layers.
     """
     if model.layer_masks != (CAUSAL,):
         masks = ", ".join(map(str, model.layer_masks))
@@ -184,8 +187,10 @@ def refuse_model(model: ModelShape, pp_size: int) -> None:
             "possible): compare dynamic CP"
         )
     layers = {stage.num_layers for stage in model.stages(pp_size)}
-    if len(layers) > 1:
-        raise UnsupportedFeatureError(
-            f"stages have {min(layers):g} to {max(layers):g} layers, ticks need as many on each: leave out "
-            "--decoder-first-pipeline-num-layers and its like"
-        )
+    chunks = {of_chunk for of_stage in model.pipeline_layers for of_chunk in of_stage}
+    for what, numbers in (("stages", layers), ("model chunks", chunks)):
+        if len(numbers) > 1:
+            raise UnsupportedFeatureError(
+                f"{what} have {min(numbers):g} to {max(numbers):g} layers, ticks need as many on each: leave out "
+                "--decoder-first-pipeline-num-layers and its like"
+            )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.arrays import Ints
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.disaggregation.homes import halved
 from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSeconds
@@ -27,6 +27,7 @@ from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pipeline.graph import edges_paid
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_share, round_up
@@ -46,9 +47,10 @@ from dynamic_cp.types import (
     Tasks,
     Tick,
     Topology,
+    Unit,
     tick_order,
 )
-from dynamic_cp.types.tasks import HOLDER
+from dynamic_cp.types.tasks import HOLDER, SAMPLE, SERVER, START
 
 _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
@@ -143,22 +145,17 @@ def plan_tasks(
 
     Args:
         samples: at least one, with the causal mask.
-        cost_model: topology, limit and prices; without interleaving.
+        cost_model: topology, limit and prices; with interleaving a tick runs a model chunk on each stage.
         options: halves, margin, tolerances.
         method: one of METHODS.
         memory: of the job, where it is known how much there is; plans that need more are left out.
         num_microbatches: numbers to try; (): a sweep.
 
     Raises:
-        UnsupportedFeatureError: interleaving, masks or layers that have no tasks.
+        UnsupportedFeatureError: masks or layers that have no tasks.
         InfeasibleSampleError: no plan keeps the limits of tokens and memory.
     """
     topology = cost_model.topology
-    if topology.vp_size > 1:
-        raise UnsupportedFeatureError(
-            f"attention in a pool needs ticks of all stages, interleaving (vp_size {topology.vp_size}) has none: use "
-            "vp_size 1"
-        )
     _refuse_masks(samples)
     prices = TickPrices(cost_model, options or TaskOptions())
     search = _Search(prices, method, topology.num_lanes * topology.pp_size, memory)
@@ -177,7 +174,7 @@ def plan_tasks(
         if num_slower == _PATIENCE:
             break
     if best is None:
-        raise _infeasible(ordered, cost_model, 2 * topology.pp_size - 1)
+        raise _infeasible(ordered, cost_model, ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size)
     return best._replace(reason=f"{method}: m={best.plan.num_microbatches} of {tried} numbers of micro-batches")
 
 
@@ -196,15 +193,17 @@ def _numbers(samples: Sequence[Sample], cost_model: CostModel) -> list[int]:
     limit = cost_model.options.max_tokens_per_rank * topology.num_lanes
     fewest = max(1, ceil(sum(sample.seqlen for sample in samples) / limit))
     wanted = {ceil(times * fewest) for times in _MORE_ROWS} | {times * topology.pp_size for times in _STAGE_ROWS}
-    return sorted({min(max(number, fewest), len(samples)) for number in wanted})
+    # A last group of fewer micro-batches than stages leaves places of its chunks empty.
+    multiple = topology.num_microbatches_multiple
+    return sorted({min(round_up(max(number, fewest), multiple), len(samples)) for number in wanted})
 
 
-def _infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: int) -> InfeasibleSampleError:
+def _infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: float) -> InfeasibleSampleError:
     longest = max(sample.seqlen for sample in samples)
     limit = cost_model.options.max_tokens_per_rank * cost_model.topology.num_lanes
     return InfeasibleSampleError(
         f"no task plan holds {sum(sample.seqlen for sample in samples)} tokens, the longest sample having {longest}, "
-        f"in micro-batches of {limit} tokens within memory, the first stage keeping {in_flight} of them: raise "
+        f"in micro-batches of {limit} tokens within memory, the first stage keeping {in_flight:g} of them: raise "
         "max_tokens_per_rank (--max-seqlen-per-dp-cp-rank), recompute more or use more lanes",
         max_seqlen=longest,
     )
@@ -291,17 +290,16 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
     topology, num_rows = search.cost_model.topology, len(rows)
     sides: dict[str, dict[int, Tasks]] = {kind: {} for kind in KINDS}
     times, seconds = [], []
+    made = _Made(search)
     busy_s = np.zeros(topology.num_lanes)
     for tick in tick_order(topology.pp_size, topology.vp_size, num_rows):
-        parts = _parts(tick, topology, rows)
-        tasks, one = _fastest(search, KINDS.index(tick.kind), parts)
+        running = _running(tick, topology, rows)
+        tasks, one, lanes_s = made.of_tick(tick, running)
         sides[tick.kind][tick.number] = tasks
         seconds.append(one)
-        times.append(_tick_time(search, tick, one, parts))
-        direction = KINDS.index(tick.kind)
-        busy_s += search.prices.attention_s(tasks, direction, search.num_servers).reshape(topology.pp_size, -1).sum(0)
-        for _, row in parts:
-            busy_s += search.prices.linear_s(direction, np.array(row.lane_tokens))
+        times.append(_tick_time(search, tick, one, running))
+        for part_s in lanes_s:
+            busy_s += part_s
     spans = tick_timeline(times, topology.pp_size, topology.vp_size, num_rows)
     limit = search.cost_model.options.max_tokens_per_rank
     forward, backward = (tuple(sides[kind][index] for index in range(len(sides[kind]))) for kind in KINDS)
@@ -377,11 +375,61 @@ def _most_tokens(samples: Sequence[Sample], number: int, lanes: int, limit: int,
     return min(lanes * limit, max(ceil(1.02 * total / number), longest))
 
 
-def _parts(tick: Tick, topology: Topology, rows: Sequence[_Row]) -> list[tuple[int, _Row]]:
-    """Return (stage, row) of what a tick runs."""
+_Running = Mapping[int, tuple[Unit, _Row]]
+"""Stage -> the unit that it runs in a tick, and the row of that; stages that only serve are not there."""
+
+
+def _running(tick: Tick, topology: Topology, rows: Sequence[_Row]) -> _Running:
     pp_size, vp_size = topology.pp_size, topology.vp_size
-    units = [tick.unit(stage, pp_size, vp_size, len(rows)) for stage in range(pp_size)]
-    return [(stage, rows[unit.micro_batch]) for stage, unit in enumerate(units) if unit is not None]
+    units = {stage: tick.unit(stage, pp_size, vp_size, len(rows)) for stage in range(pp_size)}
+    return {stage: (unit, rows[unit.micro_batch]) for stage, unit in units.items() if unit is not None}
+
+
+class _Made:
+    """Tasks of ticks, each made once: with chunks the same micro-batches meet again, also one stage further on.
+
+    Servers of a tick are alike but for the nodes on which they lie. So where stages are whole nodes, tasks of the same
+    micro-batches in the same order are the same on other servers.
+    """
+
+    def __init__(self, search: _Search) -> None:
+        self._search = search
+        self._num_lanes = search.cost_model.topology.num_lanes
+        topology = search.cost_model.topology
+        are_alike = topology.vp_size > 1 and topology.num_lanes % lanes_in_one_node(topology) == 0
+        self._num_turns = topology.pp_size if are_alike else 1
+        self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, TickSeconds, list[Floats]]] = {}
+
+    def of_tick(self, tick: Tick, running: _Running) -> tuple[Tasks, TickSeconds, list[Floats]]:
+        """Return the tasks of a tick, its seconds, and parts of those that each lane computes, on all stages."""
+        pp_size = self._search.cost_model.topology.pp_size
+        on = tuple(running[stage][0].micro_batch if stage in running else -1 for stage in range(pp_size))
+        for turn in range(self._num_turns):
+            earlier = self._made.get((tick.kind, on[turn:] + on[:turn]))
+            if earlier is not None:
+                return (self._turned(earlier[0], turn, running) if turn else earlier[0]), *earlier[1:]
+        parts, direction = [(stage, row) for stage, (_, row) in running.items()], KINDS.index(tick.kind)
+        prices, num_servers = self._search.prices, self._search.num_servers
+        tasks, seconds = _fastest(self._search, direction, parts)
+        busy_s: list[Floats] = [prices.attention_s(tasks, direction, num_servers).reshape(pp_size, -1).sum(axis=0)]
+        busy_s += [prices.linear_s(direction, np.array(row.lane_tokens)) for _, row in parts]
+        self._made[tick.kind, on] = tasks, seconds, busy_s
+        return tasks, seconds, busy_s
+
+    def _turned(self, tasks: Tasks, turn: int, running: _Running) -> Tasks:
+        """Return tasks of the micro-batches of `running` that were `turn` stages earlier when tasks were made."""
+        pp_size = self._search.cost_model.topology.pp_size
+        counts = {stage: len(row.samples) for stage, (_, row) in running.items()}
+        now = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
+        moved, first = np.zeros(sum(counts.values()), np.int64), 0
+        for stage in sorted(counts, key=lambda stage: (stage - turn) % pp_size):
+            moved[first : first + counts[stage]] = now[stage] + np.arange(counts[stage])
+            first += counts[stage]
+        rows = tasks.rows.astype(np.int64)
+        rows[:, SAMPLE] = moved[rows[:, SAMPLE]]
+        servers = (HOLDER, SERVER)
+        rows[:, servers] = (rows[:, servers] + turn * self._num_lanes) % self._search.num_servers
+        return Tasks(rows[np.lexsort((rows[:, START], rows[:, SAMPLE]))].astype(np.int32))
 
 
 def _fastest(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> tuple[Tasks, TickSeconds]:
@@ -441,16 +489,20 @@ METHODS: Mapping[str, _Way] = {"pool": _by_our_rule, "quota": _at_home, "paper":
 """Name -> how a tick's tasks are made."""
 
 
-def _tick_time(search: _Search, tick: Tick, seconds: TickSeconds, parts: Sequence[tuple[int, _Row]]) -> TickTime:
+def _tick_time(search: _Search, tick: Tick, seconds: TickSeconds, running: _Running) -> TickTime:
     """Return a tick in nanoseconds, with its margin, embedding and head."""
-    pp_size, table = search.cost_model.topology.pp_size, search.cost_model.table
+    topology, table = search.cost_model.topology, search.cost_model.table
+    pp_size = topology.pp_size
     embedding, embedding_back, head, head_back = table.edges_s_per_token.tolist()
-    tokens = {stage: max(row.lane_tokens) for stage, row in parts}
-    at_first, at_last = tokens.get(0, 0), tokens.get(pp_size - 1, 0)
+    tokens = {stage: max(row.lane_tokens) for stage, (_, row) in running.items()}
     first, last = [0] * pp_size, [0] * pp_size
     is_forward = tick.kind == KINDS[0]
-    first[0] = nanoseconds(at_first * (embedding if is_forward else embedding_back))
-    last[-1] = nanoseconds(at_last * (head if is_forward else head_back))
+    for stage, (unit, _) in running.items():
+        embeds, has_head = edges_paid(stage, unit.chunk, pp_size, topology.vp_size)
+        if embeds:
+            first[stage] = nanoseconds(tokens[stage] * (embedding if is_forward else embedding_back))
+        if has_head:
+            last[stage] = nanoseconds(tokens[stage] * (head if is_forward else head_back))
     ahead, behind = (first, last) if is_forward else (last, first)
     hops = tuple(nanoseconds(tokens.get(stage, 0) * table.hop_s_per_token) for stage in range(pp_size))
     layers_s = seconds.total_s * (1.0 + search.prices.options.noise_margin)

@@ -14,7 +14,7 @@ from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.legal import why_not_tiled
 from dynamic_cp.placement.traffic import fetched_tokens
-from dynamic_cp.types import PLACED, Bucket, MicroBatch, Plan, PoolTasks, Tasks
+from dynamic_cp.types import PLACED, Bucket, MicroBatch, Plan, PoolTasks, Tasks, num_ticks
 from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, STOP, TASKS_PER_DOCUMENT, runs_of
 
 _AGAIN = "plan these samples again"
@@ -46,25 +46,18 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
     """Refuse a plan with a pool, whose other rules hold (`validate.check_plan`), unless its ticks can run.
 
     The rules:
-        1. There is no interleaving: a chunk's ticks would have to wait for those of the other chunks of its stage.
-        2. Every micro-batch is one bucket over all lanes, whose placement has homes of all its samples and no tiles.
-        3. Samples have the causal mask.
-        4. There are as many entries of tasks as the schedule has ticks.
-        5. Tasks tile the samples of their tick, and every token is held where its home is: tasks move no tokens.
-        6. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
+        1. Every micro-batch is one bucket over all lanes, whose placement has homes of all its samples and no tiles.
+        2. Samples have the causal mask.
+        3. There are as many entries of tasks as the schedule has ticks, with chunks those of all chunks.
+        4. Tasks tile the samples of their tick, and every token is held where its home is: tasks move no tokens.
+        5. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
            either half. The second half of a sample comes after the first.
-        7. What a server fetches stays below a limit.
+        6. What a server fetches stays below a limit.
 
     Raises:
         IllegalPlanError: the first broken rule, with its numbers; `micro_batch` or `tick` name it.
     """
     topology = plan.topology
-    if topology.vp_size > 1:
-        raise IllegalPlanError(
-            f"the plan has a pool of servers over stages with vp_size {topology.vp_size}, ticks have vp_size 1: leave "
-            "out interleaving (--num-layers-per-virtual-pipeline-stage), or plan without the pool",
-            vp_size=topology.vp_size,
-        )
     for number, micro_batch in enumerate(plan.micro_batches):
         reason = None
         if len(micro_batch.buckets) > 1:
@@ -72,14 +65,18 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
         reason = reason or why_not_homed(micro_batch.buckets[0], topology.num_lanes)
         if reason is not None:
             raise IllegalPlanError(f"micro-batch {number}: {reason}: {_AGAIN}", micro_batch=number)
-    wanted = plan.num_microbatches + topology.pp_size - 1
+    wanted = num_ticks(topology.pp_size, topology.vp_size, plan.num_microbatches)
     if not len(pool.forward) == len(pool.backward) == wanted:
         raise IllegalPlanError(
             f"the plan has tasks for {len(pool.forward)} forward and {len(pool.backward)} backward ticks, {wanted} of "
             f"each are needed: {_AGAIN}"
         )
+    judged: dict[tuple[tuple[int, int], ...], Tasks] = {}
     for tick, tasks in plan.ticks():
         parts = plan.micro_batches_of(tick)
+        if judged.get(tuple(parts)) == tasks:
+            continue
+        judged[tuple(parts)] = tasks
         rows = tasks.rows.astype(np.int64)
         reason = why_not_tiled(rows[:, : HOLDER + 1], plan.samples_of(tick))
         if reason is None:
@@ -168,7 +165,7 @@ def fetched_in_ticks(plan: Plan) -> Ints:
     """Return int64 [stage, (queries, keys), lane]: most tokens of which a server of a pool fetches those in a tick."""
     topology = plan.topology
     most = np.zeros((2, plan.num_servers), np.int64)
-    for _, tasks in plan.ticks():
+    for tasks in {tasks: None for _, tasks in plan.ticks()}:
         most = np.maximum(most, fetched_tokens(tasks, plan.num_servers, lanes_in_one_node(topology)))
     of_stages: Ints = most.reshape(2, topology.pp_size, -1).transpose(1, 0, 2)
     return of_stages

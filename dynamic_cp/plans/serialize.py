@@ -50,7 +50,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "topology": topology_to_dict(plan.topology),
         "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
-        **({} if plan.pool is None else {"pool": _pool_to_dict(plan.pool)}),
+        **({} if plan.pool is None else {"pool": _pool_to_dict(plan, plan.pool)}),
     }
 
 
@@ -87,18 +87,44 @@ def plan_from_dict(data: object) -> Plan:
 _SIDES = {"F": "forward", "B": "backward"}
 
 
-def _pool_to_dict(pool: PoolTasks) -> dict[str, Any]:
-    return {"tile_tokens": pool.tile_tokens, **{side: list(map(str, getattr(pool, side))) for side in _SIDES.values()}}
+_TICK = re.compile(r"[FB]\d+")
+
+
+def _pool_to_dict(plan: Plan, pool: PoolTasks) -> dict[str, Any]:
+    texts = _texts_of_ticks(plan, pool, placements=True)
+    return {"tile_tokens": pool.tile_tokens, **{side: texts[letter] for letter, side in _SIDES.items()}}
+
+
+def _texts_of_ticks(plan: Plan, pool: PoolTasks, *, placements: bool) -> dict[str, list[str]]:
+    """Return the texts of ticks by side; with chunks the tasks of an earlier tick are its name, as F3."""
+    known: dict[Tasks, str] = {}
+    texts: dict[str, list[str]] = {letter: [] for letter in _SIDES}
+    for letter, side in _SIDES.items():
+        of_side: tuple[Tasks, ...] = getattr(pool, side)
+        for index, tasks in enumerate(of_side):
+            earlier = known.setdefault(tasks, f"{letter}{index}") if plan.topology.vp_size > 1 else f"{letter}{index}"
+            own = str(tasks) if placements else tasks.describe()
+            texts[letter].append(own if earlier == f"{letter}{index}" else earlier)
+    return texts
 
 
 def _pool_from_dict(data: object) -> PoolTasks:
     pool = Fields(data, "pool", ("tile_tokens", *_SIDES.values()))
-    sides = {
-        side: tuple(
-            parse_tasks(checked(one, str, f"pool.{side}[{index}]")) for index, one in enumerate(pool.get(side, list))
-        )
-        for side in _SIDES.values()
-    }
+    known: dict[str, Tasks] = {}
+    sides: dict[str, tuple[Tasks, ...]] = {}
+    for letter, side in _SIDES.items():
+        for index, one in enumerate(pool.get(side, list)):
+            text = checked(one, str, f"pool.{side}[{index}]")
+            if _TICK.fullmatch(text) is None:
+                known[f"{letter}{index}"] = parse_tasks(text)
+            elif text in known:
+                known[f"{letter}{index}"] = known[text]
+            else:
+                raise InvalidInputError(
+                    f"pool.{side}[{index}] has the tasks of tick {text}, which is none of the {len(known)} before it: "
+                    "give a file that `plan --output` wrote (--json is more)"
+                )
+        sides[side] = tuple(known[name] for name in known if name[0] == letter)
     return PoolTasks(tile_tokens=pool.get("tile_tokens", int), **sides)
 
 
@@ -159,6 +185,9 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
 
         F0 | 0.0.40.0.0.0,0.40.64.1.3.0
 
+    With model chunks (vp_size > 1) ticks have equal tasks, which stand there once; the others name the first, as in
+    "F5 | F1".
+
     Args:
         placements: whole, so that `parse_plan` reads them; else how large they are, for people, as in
             "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100"; so are ticks.
@@ -174,11 +203,8 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
         buckets = "".join(f" {_format_bucket(bucket, placements)} |" for bucket in micro_batch.buckets)
         lines.append(f"{index} |{buckets}")
     if plan.pool is not None:
-        for letter, side in _SIDES.items():
-            of_side: tuple[Tasks, ...] = getattr(plan.pool, side)
-            lines += [
-                f"{letter}{index} | {tasks if placements else tasks.describe()}" for index, tasks in enumerate(of_side)
-            ]
+        for letter, texts in _texts_of_ticks(plan, plan.pool, placements=placements).items():
+            lines += [f"{letter}{index} | {text}" for index, text in enumerate(texts)]
     return "\n".join(lines) + "\n"
 
 

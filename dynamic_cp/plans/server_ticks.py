@@ -1,7 +1,8 @@
 """What one server of a pool does in every tick of a plan, as text that travels to it.
 
 Numbers of a programme are small and repeat from tick to tick, so their JSON is compressed; `docs/disaggregated.md` has
-its bytes.
+its bytes. With model chunks a server does the same in several ticks: that stands there once, and the others have its
+number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.programme import Programme, programmes_of
-from dynamic_cp.types import KINDS, Plan, Sample
+from dynamic_cp.types import KINDS, Plan, Sample, Tasks
 
 
 class ServerTick(NamedTuple):
@@ -40,12 +41,23 @@ def encode_ticks(plan: Plan) -> list[list[str]]:
     """Return [lane][stage] texts of a plan with a pool, for `decode_ticks`."""
     topology = plan.topology
     found: list[dict[str, list[Any]]] = [{kind: [] for kind in KINDS} for _ in range(plan.num_servers)]
-    for tick, tasks in sorted(plan.ticks(), key=lambda one: one[0].number):
-        placement, samples = tasks.placement(), plan.samples_of(tick)
-        programmes = programmes_of(placement, plan.num_servers, 0, lanes_in_one_node(topology))
-        for server, programme in enumerate(programmes):
-            own = [[samples[number].sample_id, samples[number].seqlen] for number in placement.samples_of(server)]
-            found[server][tick.kind].append([programme.as_json(), own])
+    made: dict[Tasks, tuple[list[Any], list[list[int]]]] = {}
+    known: list[dict[tuple[Tasks, tuple[int, ...]], int]] = [{} for _ in range(plan.num_servers)]
+    for tick, tasks in sorted(plan.ticks(), key=lambda one: (one[0].kind != KINDS[0], one[0].number)):
+        samples = plan.samples_of(tick)
+        if tasks not in made:
+            placement = tasks.placement()
+            programmes = programmes_of(placement, plan.num_servers, 0, lanes_in_one_node(topology))
+            made[tasks] = (
+                [programme.as_json() for programme in programmes],
+                [placement.samples_of(server) for server in range(plan.num_servers)],
+            )
+        for server, (programme, numbers) in enumerate(zip(*made[tasks], strict=True)):
+            own = [[samples[number].sample_id, samples[number].seqlen] for number in numbers]
+            count = len(known[server])
+            earlier = known[server].setdefault((tasks, tuple(number for number, _ in own)), count)
+            is_new = earlier == count or topology.vp_size == 1
+            found[server][tick.kind].append([programme, own] if is_new else earlier)
     texts = [_text([one[kind] for kind in KINDS]) for one in found]
     return [texts[lane :: topology.num_lanes] for lane in range(topology.num_lanes)]
 
@@ -61,8 +73,9 @@ def decode_ticks(text: str) -> ServerTicks:
         DisagreementError: it is none.
     """
     try:
+        known: list[ServerTick] = []
         forward, backward = json.loads(zlib.decompress(base64.b85decode(text)))
-        return ServerTicks(*(tuple(map(_tick, side)) for side in (forward, backward)))
+        return ServerTicks(*(tuple(_tick(data, known) for data in side) for side in (forward, backward)))
     except (ValueError, TypeError, LookupError, zlib.error) as error:
         raise DisagreementError(
             f"a server's part of the plan is {text[:40]!r}, which is none ({type(error).__name__}: {error}): all ranks "
@@ -70,8 +83,14 @@ def decode_ticks(text: str) -> ServerTicks:
         ) from error
 
 
-def _tick(data: Any) -> ServerTick:
+def _tick(data: Any, known: list[ServerTick]) -> ServerTick:
+    """Return what a server does in a tick; `known`: all before it, of which it may be one."""
+    if isinstance(data, int):
+        return known[data]
     programme, samples = data
-    return ServerTick(
-        Programme.read(programme), tuple(Sample(sample_id=number, seqlen=seqlen) for number, seqlen in samples)
+    known.append(
+        ServerTick(
+            Programme.read(programme), tuple(Sample(sample_id=number, seqlen=seqlen) for number, seqlen in samples)
+        )
     )
+    return known[-1]

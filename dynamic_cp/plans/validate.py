@@ -16,7 +16,8 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     """Refuse `plan` unless every rank can run it and every sample is in it once.
 
     The rules:
-        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple.
+        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple. With a pool it
+           is any: stages without one serve the others.
         2. The buckets of a micro-batch, in lane order, tile lanes 0 .. num_lanes - 1 exactly once.
         3. A bucket is aligned: first_lane is a multiple of cp_size (a power of two by its type). A placed one need not.
         4. A bucket with samples holds at most max_tokens_per_rank padded tokens a rank.
@@ -38,7 +39,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     if not plan.micro_batches:
         raise IllegalPlanError("the plan has 0 micro-batches, at least 1 is needed: plan a non-empty global batch")
     multiple = plan.topology.num_microbatches_multiple
-    if plan.num_microbatches % multiple:
+    if plan.pool is None and plan.num_microbatches % multiple:
         raise IllegalPlanError(
             f"the plan has {plan.num_microbatches} micro-batches, interleaving needs a multiple of {multiple}: "
             "add empty micro-batches",

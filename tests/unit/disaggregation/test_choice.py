@@ -16,7 +16,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.choice import choose, plan_batch
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.setting import POOL_POLICIES, TASK_POLICIES
-from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology, num_ticks
 from tests.unit.disaggregation.test_task_plans import HARDWARE, MODEL, K
 
 OPTIONS = PlanOptions(max_tokens_per_rank=64 * K, recompute="full", cp_comm_types=CP_COMM_TYPES)
@@ -43,15 +43,22 @@ def test_a_sample_that_outlasts_all_others_makes_the_pool_faster() -> None:
     assert "times as fast as dynamic" in choice.reason
 
 
-@pytest.mark.parametrize(("pp_size", "vp_size", "words"), [(1, 1, "as fast as the pool"), (2, 2, "interleaving")])
-def test_where_the_pool_is_slower_or_impossible_the_plan_is_the_dynamic_one(
-    pp_size: int, vp_size: int, words: str
-) -> None:
+def test_a_job_with_model_chunks_has_a_pool_of_chunks() -> None:
+    problem = replace(problem_of(4, 2), options=replace(OPTIONS, pool="auto"))
+    planned = plan_batch(problem, ONE_GIANT)
+    assert planned.plan.pool is not None
+    assert len(planned.plan.pool.forward) == num_ticks(4, 2, planned.plan.num_microbatches)
+    whole = plan_batch(replace(problem_of(4), options=replace(OPTIONS, pool="auto")), ONE_GIANT)
+    assert planned.predicted_s < whole.predicted_s
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size"), [(1, 1), (2, 2)])
+def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_size: int) -> None:
     problem = problem_of(pp_size, vp_size)
     choice = choose(EVEN, problem, prices(problem))
     assert not choice.is_pool
     assert choice.planned.plan == plan_problem(problem, EVEN).plan
-    assert words in choice.reason
+    assert "as fast as the pool" in choice.reason
 
 
 def test_policies_of_tasks_are_compared_with_all_others() -> None:
@@ -103,8 +110,6 @@ def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -
     assert plan_batch(static, ONE_GIANT).plan.pool is None
     with pytest.raises(UnsupportedFeatureError, match="policy with-pool is dynamic with PlanOptions"):
         plan_problem(replace(problem, policy="with-pool"), EVEN)
-    with pytest.raises(UnsupportedFeatureError, match="interleaving"):
-        plan_batch(replace(problem_of(2, 2), options=replace(OPTIONS, pool="always")), EVEN)
 
 
 def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,10 +123,13 @@ def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pyte
     assert "times as fast as dynamic" in said
     assert main(["check", str(plan), "--lengths", str(lengths)]) == 0
     assert "on 16 servers" in capsys.readouterr().out
+    assert main([*piped, "--vpp", "2", "--policy", "with-pool", "--output", str(plan)]) == 0
+    assert "16 servers" in capsys.readouterr().out
+    assert main(["check", str(plan), "--lengths", str(lengths)]) == 0
+    assert "on 16 servers" in capsys.readouterr().out
     for more, reason in (
         (["--bound"], "--bound is one of plans whose attention stays on its stage"),
         (["--noise-margin", "-1"], "noise_margin is -1.0"),
-        (["--vpp", "2"], "interleaving (--vpp 2)"),
     ):
         assert main([*piped, "--policy", "pool", *more]) == 2
         assert reason in capsys.readouterr().err

@@ -19,6 +19,7 @@ from dynamic_cp.errors import (
     DynamicCPError,
     IllegalPlanError,
     InfeasibleSampleError,
+    InvalidInputError,
     UnsupportedFeatureError,
 )
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
@@ -46,7 +47,9 @@ from dynamic_cp.types import (
     Recompute,
     Sample,
     Tasks,
+    Tick,
     Topology,
+    num_ticks,
     tick_order,
 )
 from dynamic_cp.types.tasks import HALF, HOLDER, SERVER, STOP
@@ -75,6 +78,12 @@ def pooled() -> PlannedTasks:
     return plan_tasks(batch_of(), cost_model_of(2), num_microbatches=[6])
 
 
+@pytest.fixture(scope="module")
+def in_chunks() -> PlannedTasks:
+    """Two chunks on each stage; 6 of its 13 forward ticks have both micro-batches of a group."""
+    return plan_tasks(batch_of(), cost_model_of(2, vp_size=2), num_microbatches=[6])
+
+
 def pool_of(plan: Plan) -> PoolTasks:
     assert plan.pool is not None
     return plan.pool
@@ -100,6 +109,73 @@ def test_plans_do_not_depend_on_the_order_of_samples(pooled: PlannedTasks) -> No
     other = plan_tasks(shuffled, cost_model_of(2), num_microbatches=[6])
     assert serialize.digest(other.plan) == serialize.digest(pooled.plan)
     assert other.makespan_s == pooled.makespan_s
+
+
+def test_with_chunks_ticks_are_shorter_and_tasks_of_the_same_micro_batches_are_made_once(
+    pooled: PlannedTasks, in_chunks: PlannedTasks
+) -> None:
+    plan, pool, cost_model = in_chunks.plan, pool_of(in_chunks.plan), cost_model_of(2, vp_size=2)
+    check_plan(plan, batch_of())
+    assert len(pool.forward) == len(pool.backward) == num_ticks(2, 2, 6) == 13
+    # Micro-batches 0 and 1 meet three times in three ticks: once in the other order, then each with its next chunk.
+    assert [plan.micro_batches_of(Tick("F", number)) for number in (1, 2, 3)] == [
+        [(0, 1), (1, 0)], [(0, 0), (1, 1)], [(0, 1), (1, 0)]
+    ]  # fmt: skip
+    assert pool.forward[1] is pool.forward[3] != pool.forward[2]
+    # On other servers they take as long: what a tick is said to take is what its own tasks do.
+    prices, held = TickPrices(cost_model, TaskOptions()), lane_tokens_of(plan).max(axis=1)
+    for (tick, tasks), seconds in zip(plan.ticks(), in_chunks.seconds, strict=True):
+        tokens = max(held[row] for _, row in plan.micro_batches_of(tick))
+        again = prices.seconds(tasks, KINDS.index(tick.kind), plan.num_servers, int(tokens))
+        assert again == pytest.approx(seconds, rel=1e-12)
+    # Half of the fill is gone, and no work.
+    assert plan.micro_batches == pooled.plan.micro_batches
+    assert sum(in_chunks.busy_s) == pytest.approx(sum(pooled.busy_s), rel=0.02)
+    assert in_chunks.makespan_s < pooled.makespan_s
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size", "rows"), [(2, 1, 4), (2, 2, 4), (4, 2, 8), (4, 4, 4), (4, 2, 6)])
+def test_equal_micro_batches_take_as_many_ticks_as_there_are(pp_size: int, vp_size: int, rows: int) -> None:
+    """Every tick with all stages takes 1 / vp_size of a stage; embedding and head are paid once a micro-batch."""
+    samples = [Sample(sample_id=number, seqlen=16 * K) for number in range(rows)]
+    cost_model = cost_model_of(pp_size, vp_size=vp_size)
+    found = plan_tasks(samples, cost_model, TaskOptions(noise_margin=0.0), num_microbatches=[rows])
+    spans = found.spans
+    assert len(spans) == 2 * num_ticks(pp_size, vp_size, rows)
+    full = [number for number, span in enumerate(spans) if len(found.plan.micro_batches_of(span.tick)) == pp_size]
+    whole = plan_tasks(
+        samples, cost_model_of(pp_size), TaskOptions(noise_margin=0.0, ping_pong=True), num_microbatches=[rows]
+    )
+    stage_s = {span.tick.kind: one.linear_s for span, one in zip(whole.spans, whole.seconds, strict=True)}
+    assert full or rows % pp_size
+    for number in full:
+        assert found.seconds[number].linear_s == pytest.approx(stage_s[spans[number].tick.kind] / vp_size)
+    table, tokens = cost_model.table, 4 * K
+    paid_s = float(table.edges_s_per_token.sum()) * tokens * rows
+    layers_s = sum(one.total_s for one in found.seconds)
+    gaps_s = found.makespan_s - layers_s
+    hops_s = 2 * num_ticks(pp_size, vp_size, rows) * tokens * float(table.hop_s_per_token)
+    assert 0 < gaps_s <= paid_s + hops_s + 1e-6
+
+
+def test_plans_with_chunks_say_equal_tasks_once(in_chunks: PlannedTasks) -> None:
+    plan = in_chunks.plan
+    pool = pool_of(plan)
+    assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
+    sides = serialize.plan_to_dict(plan)["pool"]
+    texts = [*sides["forward"], *sides["backward"]]
+    named = [text for text in texts if text[0] in "FB"]
+    assert "F3 | F1\n" in serialize.format_plan(plan)
+    assert "F3 | F1\n" in serialize.format_plan(plan, placements=False)
+    assert len(texts) - len(named) == len({*pool.forward, *pool.backward}) < len(texts)
+    assert len(named) >= 6
+    with pytest.raises(InvalidInputError, match=r"pool.forward\[0\] has the tasks of tick F9, which is none of the 0"):
+        serialize.plan_from_dict(
+            {**serialize.plan_to_dict(plan), "pool": {**sides, "forward": ["F9", *sides["forward"][1:]]}}
+        )
+    # Without chunks each tick has its own, also where two are alike: texts and digests stay what they were.
+    flat = replace(plan, topology=replace(plan.topology, vp_size=1))
+    assert all(text[0] not in "FB" for text in serialize.plan_to_dict(flat)["pool"]["forward"])
 
 
 def test_plans_are_the_same_as_json_and_as_text(pooled: PlannedTasks) -> None:
@@ -194,7 +270,9 @@ def test_wrong_plans_are_refused(pooled: PlannedTasks) -> None:
     pool = pool_of(plan)
     wrong = {
         "0 micro-batches": replace(plan, micro_batches=()),
-        "vp_size 2, ticks have vp_size 1": replace(plan, topology=replace(plan.topology, vp_size=2)),
+        "tasks for 7 forward and 7 backward ticks, 13 of each": replace(
+            plan, topology=replace(plan.topology, vp_size=2)
+        ),
         "tasks for 6 forward and 7 backward ticks, 7 of each": with_side(plan, forward=pool.forward[1:]),
         "has the mask": with_bucket(plan, replace(bucket, samples=(masked, *bucket.samples[1:]))),
         "homes are on lanes 0 to 4 of 4": with_bucket(plan, with_homes(bucket, lanes)),
@@ -250,19 +328,22 @@ def test_tasks_of_one_stage_run_as_placed_attention_on_any_schedule(sizes: dict[
     assert seconds == makespan_ns(plan, cost_model) / 1e9
 
 
-def test_every_server_gets_what_its_tasks_are_and_no_more(pooled: PlannedTasks) -> None:
+@pytest.mark.parametrize("which", ["pooled", "in_chunks"])
+def test_every_server_gets_what_its_tasks_are_and_no_more(which: str, request: pytest.FixtureRequest) -> None:
     """Programmes as they arrive: tasks are computed where the plan says, by programmes that know their tokens."""
-    plan = pooled.plan
-    facts = PlanFacts.of(pooled.planned_batch(cost_model_of(2)))
+    planned: PlannedTasks = request.getfixturevalue(which)
+    plan = planned.plan
+    facts = PlanFacts.of(planned.planned_batch(cost_model_of(2, vp_size=plan.topology.vp_size)))
     messages = encode_lanes(plan, facts)
     lanes = [decode_lane(message) for message in messages]
     assert lanes == [lane_plan(plan, lane, facts) for lane in range(4)]
     assert facts.num_servers == 8
+    parts = [[decode_ticks(text) for text in lane.ticks] for lane in lanes]
     for tick, tasks in plan.ticks():
         computed = []
         for server in range(plan.num_servers):
             stage, lane = divmod(server, 4)
-            ticks = decode_ticks(lanes[lane].ticks[stage])
+            ticks = parts[lane][stage]
             programme, samples = (ticks.forward if tick.kind == "F" else ticks.backward)[tick.number]
             ids = [sample.sample_id for sample in samples]
             for half, tiles in enumerate(programme.tiles):
@@ -281,6 +362,9 @@ def test_every_server_gets_what_its_tasks_are_and_no_more(pooled: PlannedTasks) 
         ]
         homes = homes_of(micro_batch)
         assert held == np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], 4).tolist()
+    if which == "in_chunks":
+        own = parts[0][0].forward
+        assert own[1] is own[3] is not own[2]
     # A message holds a lane's servers of both stages; JSON of the whole plan is as large as all of them.
     assert max(map(len, messages)) < 40_000
 
@@ -447,6 +531,10 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
         assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
             (2 * 4 - 1 - 2 * stage) / (4 - stage)
         )
+    chunked = MemoryModel(MODEL, HARDWARE, replace(topology, vp_size=2), options).peak_in_ticks(held, none)
+    for stage in range(4):
+        kept = chunked[stage].activations_bytes / stock[stage].activations_bytes
+        assert kept == pytest.approx((3 * 4 - 1 - 2 * stage) / 2 / (4 - stage))
     more = memory.peak_in_ticks(held, none + 500)
     assert more[0].exchange_bytes == pytest.approx(1.5 * ticks[0].exchange_bytes)
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
@@ -464,14 +552,13 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
 
 def test_what_has_no_tasks_is_refused() -> None:
     samples = batch_of()
-    with pytest.raises(UnsupportedFeatureError, match=r"interleaving \(vp_size 2\) has none"):
-        plan_tasks(samples, cost_model_of(2, vp_size=2))
     with pytest.raises(UnsupportedFeatureError, match="sample 0 has the mask lambda"):
         plan_tasks([replace(samples[0], mask=Lambda(0, 64))], cost_model_of(2))
     good = cost_model_of(2)
     for model, words in (
         (replace(MODEL, window_tokens=512), "have the masks lambda"),
         (replace(MODEL, pipeline_layers=((15,), (17,))), "stages have 15 to 17 layers"),
+        (replace(MODEL, pipeline_layers=((7, 9), (8, 8))), "model chunks have 7 to 9 layers"),
         (load_model("mixtral-8x7b"), "have 8 experts"),
     ):
         with pytest.raises(UnsupportedFeatureError, match=words):
