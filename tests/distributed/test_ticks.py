@@ -32,7 +32,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.data import pool
+from megatron.dynamic_cp.data import micro_batches, pool
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.pool import LaneTicks, Pool
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -114,8 +114,6 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
             # As one without ticks, which has any number of micro-batches where stages have one chunk.
             check_plan(replace(plan, topology=replace(plan.topology, vp_size=1)), samples)
             alike[f"{name}, {num_rows} random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
-        if layout.vpp > 1:
-            continue
         planned = Case(layout, samples, planned_step(samples, layout), expected)
         alike[f"{name}, planned"] = PoolCase(planned, None)
     for world_size, alike in cases.items():
@@ -358,6 +356,13 @@ def swap_ticks() -> None:
     pool.decode_ticks = decode
 
 
+def forget_chunks() -> None:
+    """Let the last stage run its micro-batches as if it had one chunk."""
+    real = micro_batches.lane_ticks
+    if parallel_state.get_pipeline_model_parallel_rank() == 1:
+        micro_batches.lane_ticks = lambda plan, stage, vp_size, rank_tokens: real(plan, stage, 1, rank_tokens)
+
+
 def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
     """Return what a rank found, or the error with which it ended; the fault is planted once groups are there."""
 
@@ -379,9 +384,20 @@ def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
 
 
 def test_a_lost_tile_shows_in_losses_and_a_wrong_order_of_ticks_before_anything_is_sent(reference_of: Any) -> None:
-    layout, samples = LAYOUTS["pp2_one_lane"], BATCHES["long_tail"]
-    case = Case(layout, samples, planned_step(samples, layout), reference_of(layout, "long_tail"))
+    case = sabotaged_case(LAYOUTS["pp2_one_lane"], reference_of)
     lost = run_ranks(2, run_sabotaged, case, lose_a_tile, timeout_s=60)
     assert max(one.loss_error for one in lost) > 1e-3
     for said in run_ranks(2, run_sabotaged, case, swap_ticks, timeout_s=60):
         assert re.search(r"tick F0 of lane 0 on stage \d holds \d+ tokens, its micro-batch (none|\d) has \d+", said)
+
+
+def test_a_stage_that_runs_other_chunks_is_refused_before_anything_is_sent(reference_of: Any) -> None:
+    case = sabotaged_case(Layout(1, pp=2, vpp=2), reference_of)
+    for said in run_ranks(2, run_sabotaged, case, forget_chunks, timeout_s=60):
+        assert re.search(r"tick F\d of lane 0 on stage 1 holds \d+ tokens, its micro-batch (none|\d) has \d+", said)
+
+
+def sabotaged_case(layout: Layout, reference_of: Any) -> Case:
+    """Return a planned step."""
+    samples = BATCHES["long_tail"]
+    return Case(layout, samples, planned_step(samples, layout), reference_of(layout, "long_tail"))

@@ -22,18 +22,28 @@ WITHOUT = (
 POOL = f"{WITHOUT} --dynamic-cp-pool always --dynamic-cp-verify full"
 
 
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
-    """(folder with a dump and a checkpoint of iteration SAVED, losses) of a run whose attention is that of a pool."""
+CHUNKS = {
+    "one_chunk": "",
+    "two_chunks": "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+    "--overlap-grad-reduce --overlap-param-gather",
+}
+"""More words of a run, by what a stage has."""
+
+
+@pytest.fixture(scope="module", params=CHUNKS.values(), ids=CHUNKS)
+def dumped(request, tmp_path_factory):
+    """(more words, folder with a dump and a checkpoint of iteration SAVED, losses) of a run with a pool."""
     folder = tmp_path_factory.mktemp("pool")
-    records = train(4, TO_LAST, POOL, f"--dynamic-cp-dump {folder} --save-interval {SAVED} --save {folder / 'saved'}")
+    to_files = f"--dynamic-cp-dump {folder} --save-interval {SAVED} --save {folder / 'saved'}"
+    records = train(4, TO_LAST, POOL, request.param, to_files)
     assert all(record.exchanged_bytes > 0 for record in records.values())
     assert all(record.num_servers == 4 for record in records.values())
-    return folder, losses(records)
+    return request.param, folder, losses(records)
 
 
+@pytest.mark.by_day("two_chunks")
 def test_a_run_with_a_pool_learns_and_its_plans_are_pools(dumped):
-    folder, found = dumped
+    words, folder, found = dumped
     assert len(found) == LAST
     assert found[-1] < found[0]
     lines = [json.loads(line) for line in (folder / "plans.jsonl").read_text().splitlines()]
@@ -42,26 +52,28 @@ def test_a_run_with_a_pool_learns_and_its_plans_are_pools(dumped):
         plan = plan_from_dict(line["plan"])
         check_plan(plan)
         assert plan.pool is not None
+        assert plan.topology.vp_size == (2 if words else 1)
         assert plan.num_servers == line["facts"]["num_servers"] == 4
         assert digest(plan) == line["facts"]["digest"]
     iterations = [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
     assert [one["num_servers"] for one in iterations] == [4] * LAST
 
 
+@pytest.mark.by_day("two_chunks")
 def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(dumped):
-    folder, expected = dumped
+    words, folder, expected = dumped
     (folder / "saved" / "latest_checkpointed_iteration.txt").write_text(f"{SAVED}\n")
-    resumed = train(4, TO_LAST, POOL, f"--num-workers 1 --load {folder / 'saved'}")
+    resumed = train(4, TO_LAST, POOL, words, f"--num-workers 1 --load {folder / 'saved'}")
     assert sorted(resumed) == list(range(SAVED + 1, LAST + 1))
     assert losses(resumed) == expected[SAVED:]
 
 
 @pytest.mark.nightly
 def test_a_replayed_run_is_the_recorded_one_and_one_without_a_pool_learns_the_same(dumped):
-    folder, expected = dumped
-    assert losses(train(4, TO_LAST, POOL.replace("always", "auto"), f"--dynamic-cp-replay {folder}")) == expected
-    assert losses(train(4, TO_LAST, WITHOUT)) == pytest.approx(expected, rel=LAYOUT_TOLERANCE)
-    ended = run_command(4, f"{WITHOUT} --dynamic-cp-replay {folder}")
+    words, folder, expected = dumped
+    assert losses(train(4, TO_LAST, POOL.replace("always", "auto"), words, f"--dynamic-cp-replay {folder}")) == expected
+    assert losses(train(4, TO_LAST, WITHOUT, words)) == pytest.approx(expected, rel=LAYOUT_TOLERANCE)
+    ended = run_command(4, f"{WITHOUT} {words} --dynamic-cp-replay {folder}")
     assert [end.code for end in ended] == [2] * 4
     assert "has a plan with 4 servers of all stages" in ended[0].stderr
     assert "replay with --dynamic-cp-pool auto" in ended[0].stderr
@@ -75,6 +87,7 @@ def test_a_replayed_run_is_the_recorded_one_and_one_without_a_pool_learns_the_sa
         (2, "--recompute-granularity selective"),
         (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (4, "--num-layers 4 --pipeline-model-parallel-size 4"),
+        (4, "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"),
         (2, "--hidden-dropout 0.1"),
     ],
 )
@@ -96,7 +109,6 @@ PP2 = "--dynamic-cp --dynamic-cp-pool always --pipeline-model-parallel-size 2"
     [
         ("--dynamic-cp --dynamic-cp-pool auto", "--pipeline-model-parallel-size 1, at least 2 is possible"),
         ("--dynamic-cp-pool auto --pipeline-model-parallel-size 2", "--dynamic-cp off, on is possible"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", "2 virtual pipeline stages, 1 is possible"),
         (f"{PP2} --decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers, off is possible"),
         (f"{PP2} --num-experts 4", "--num-experts 4, 0 is possible: stages without a micro-batch"),
         (f"{PP2} --mtp-num-layers 1", "--mtp-num-layers, 0 is possible"),

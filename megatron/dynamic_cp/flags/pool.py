@@ -23,7 +23,7 @@ def check_pool(args: Any) -> PoolUse:
     """Return the use of the pool that the flags ask for, once nothing else of them stands in its way.
 
     Args:
-        args: of this trainer or of a checkout, with the number of virtual stages found.
+        args: of this trainer or of a checkout.
 
     Raises:
         UnsupportedFeatureError: something does; the message names its flag and the value with which the pool runs.
@@ -31,14 +31,13 @@ def check_pool(args: Any) -> PoolUse:
     use: PoolUse = args.dynamic_cp_pool
     if use == "off":
         return use
-    pp_size, vp_size = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    pp_size = args.pipeline_model_parallel_size
     uneven = next((flag for flag in FLAGS if is_given(args, flag)), "")
     recomputed = args.recompute_method, args.recompute_num_layers
     impl, softmax = getattr(args, "transformer_impl", None), getattr(args, "softmax_type", "vanilla")
     for is_on, what, wanted, why in (
         (not args.dynamic_cp, "--dynamic-cp off", "on", "other policies have one CP size for all samples"),
         (pp_size < 2, f"--pipeline-model-parallel-size {pp_size}", "at least 2", "it has servers of all stages"),
-        (vp_size > 1, f"{vp_size} virtual pipeline stages", "1", "ticks are built for one chunk on each stage"),
         (bool(uneven), uneven, "off", _AS_MANY),
         (
             experts.num_experts(args) is not None,

@@ -2,7 +2,7 @@
 
 With `variable_seq_lengths` megatron-core sends an int64[3] ahead of each tensor, always batched; the host waits for it
 and for the GPU. But every stage of a lane knows the plan, and so the tokens of each micro-batch. Both ends of a message
-know its micro-batch, too: megatron-core's own schedule table says in which order they run.
+know its micro-batch, too: megatron-core's own schedule table says in which order they run, also in ticks (`step.ticks`).
 
 What arrives is what was planned, because
 - the sender compares every tensor with its plan before it leaves (shape and dtype, on the host, no waiting);
@@ -45,7 +45,7 @@ class MessageOrders(NamedTuple):
 def message_orders(
     stage: int, pp_size: int, num_microbatches: int, vp_size: int, group_size: int, *, forward_only: bool
 ) -> MessageOrders:
-    """Return the order of a stage's messages under megatron-core's schedules.
+    """Return the order of a stage's messages under megatron-core's schedules, and, in groups of pp_size, in ticks.
 
     Forward and backward walk the same table of (micro-batch, chunk), backward with the chunks reversed. The first
     virtual stage has nothing before it, the last nothing after it.
