@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import numpy as np
 
@@ -26,7 +27,12 @@ from dynamic_cp.types import KINDS, Plan, Problem, Sample
 OTHERS = ("static", "wlb", "wlb-exposed")
 WITHOUT = (*OTHERS, "per-document", "dynamic", "dynamic VPP 2", "stage-tasks")
 """Ways without a pool."""
-NAMES = (*WITHOUT, "pool-quota", "pool-distca", "pool")
+POOLS = ("pool", "pool VPP 2")
+"""Ways with ours, each of which may be the best one."""
+NAMES = (*WITHOUT, "pool-quota", "pool-distca", *POOLS)
+CHUNKS = (3, 4)
+"""More model chunks on a stage, where they divide its layers: both sides have them in a row of the goals."""
+DEEPER = ("dynamic VPP 3, 4", "pool VPP 3, 4")
 TIMES = (1, 2, 4)
 """Full micro-batches of a global batch, over the stages of the pipeline."""
 MODELS, DATA = ("8B", "34B"), ("pretrain", "prolong")
@@ -55,11 +61,7 @@ def measure(case: Case, seed: int = 0) -> Row:
     )  # fmt: skip
     row: Row = {"case": case, **{one.policy: one.batches[0].makespan_s for one in compared.policies}}
     cost_model, memory = cost_model_of(problem), memory_of(problem)
-    row["dynamic"] = makespan_ns(plan_problem(problem, samples).plan, cost_model) / 1e9
-    row["dynamic VPP 2"] = None
-    if case.pp > 1:
-        chunks = case.problem(2)
-        row["dynamic VPP 2"] = makespan_ns(plan_problem(chunks, samples).plan, cost_model_of(chunks)) / 1e9
+    row["dynamic"] = _dynamic_s(problem, samples)
     row["per-document"] = _per_document_s(problem, samples)
     try:
         row["stage-tasks"] = plan_stage_tasks(samples, cost_model_of(case.problem(placed=True)))[0]
@@ -77,10 +79,35 @@ def measure(case: Case, seed: int = 0) -> Row:
             continue
         row[name] = found.makespan_s
         if name == "pool":
-            row["exposed"] = sum(one.exposed_s for one in found.seconds)
-            row["m"] = found.plan.num_microbatches
             row["busiest"] = busiest(found.plan, cost_model)
+    _add_chunks(row, case, samples)
     return row
+
+
+def _add_chunks(row: Row, case: Case, samples: Sequence[Sample]) -> None:
+    """Add the ways with model chunks; where the pool is faster with two, its busiest server is that of this plan."""
+    row |= dict.fromkeys(("dynamic VPP 2", "pool VPP 2", *DEEPER))
+    for vp_size in (2, *CHUNKS):
+        problem = case.problem(vp_size)
+        if case.pp == 1 or problem.model.num_layers % (case.pp * vp_size):
+            continue
+        names = ("dynamic VPP 2", "pool VPP 2") if vp_size == 2 else DEEPER
+        row[names[0]] = _faster(row[names[0]], _dynamic_s(problem, samples))
+        try:
+            found = plan_tasks(samples, cost_model_of(problem), memory=memory_of(problem))
+        except DynamicCPError:
+            continue
+        if vp_size == 2 and (row["pool"] is None or found.makespan_s < row["pool"]):
+            row["busiest"] = busiest(found.plan, cost_model_of(problem))
+        row[names[1]] = _faster(row[names[1]], found.makespan_s)
+
+
+def _faster(*seconds: float | None) -> float | None:
+    return min((one for one in seconds if one is not None), default=None)
+
+
+def _dynamic_s(problem: Problem, samples: Sequence[Sample]) -> float:
+    return makespan_ns(plan_problem(problem, samples).plan, cost_model_of(problem)) / 1e9
 
 
 def _per_document_s(problem: Problem, samples: Sequence[Sample]) -> float:
@@ -117,9 +144,14 @@ def measure_network(case: Case) -> Row:
     return row
 
 
-def without_s(row: Row) -> float:
-    """Return the seconds of the best way without a pool."""
-    return min(row[name] for name in WITHOUT if row[name] is not None)
+def without_s(row: Row, *more: str) -> float:
+    """Return the seconds of the best way without a pool; `more`: ways that count, too."""
+    return min(row[name] for name in (*WITHOUT, *more) if row[name] is not None)
+
+
+def pool_s(row: Row, *more: str) -> float | None:
+    """Return the seconds of the best way with our pool; None: it has none."""
+    return _faster(*(row[name] for name in (*POOLS, *more)))
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -127,8 +159,8 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         cells = ["–" if row[name] is None else f"{row[name]:.2f}" for name in NAMES]
-        gain = "–" if row["pool"] is None else f"{without_s(row) / row['pool']:.2f}"
-        lines.append((row["case"].name, *cells, gain))
+        best = pool_s(row)
+        lines.append((row["case"].name, *cells, "–" if best is None else f"{without_s(row) / best:.2f}"))
     return table("job | " + " | ".join(NAMES) + " | best without / pool", lines)
 
 
@@ -140,24 +172,25 @@ def geometric(values: Sequence[float]) -> str:
 
 
 def summary_markdown(rows: Sequence[Row]) -> str:
-    """Return what the pool gives, over what, by length of documents and stages."""
+    """Return what the pool gives, over what, by length of documents and stages; ways of others have one chunk, too."""
     lines = []
     for longest, pp in sorted({(row["case"].longest, row["case"].pp) for row in rows}):
         own = [row for row in rows if (row["case"].longest, row["case"].pp) == (longest, pp) and row["pool"]]
-        after = [without_s(row) / min(row["pool"], without_s(row)) for row in own]
+        gains = [without_s(row) / (pool_s(row) or inf) for row in own]
         lines.append(
             (
                 f"{longest // K}k, PP {pp}", len(own),
                 *(geometric([row[name] / row["pool"] for row in own if row[name]]) for name in ("wlb-exposed", "wlb")),
                 geometric([row["dynamic"] / row["pool"] for row in own]),
                 geometric([row["pool-distca"] / row["pool"] for row in own if row["pool-distca"]]),
-                geometric([without_s(row) / row["pool"] for row in own]),
-                geometric(after),
+                geometric([row["pool"] / row["pool VPP 2"] for row in own if row["pool VPP 2"]]),
+                geometric(gains),
+                geometric([max(gain, 1.0) for gain in gains]),
             )
         )  # fmt: skip
     header = (
         "longest, stages | cases | wlb-exposed / pool | wlb / pool | dynamic / pool | DistCA's rule / ours | "
-        "best without / pool | after choice"
+        "pool / pool VPP 2 | best without / pool | after choice"
     )
     return table(header, lines)
 
@@ -169,11 +202,11 @@ def goals_markdown(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["case"].longest == longest and row["case"].pp >= 4 and row["pool"]]
         if not own:
             continue
-        gains = [without_s(row) / row["pool"] for row in own]
-        chosen = [max(gain, 1.0) for gain in gains]
-        mean = float(np.exp(np.mean(np.log(chosen))))
         words = f"{longest // K}k documents, PP 4 and 8, {len(own)} cases: best without / with the pool, after choice"
-        lines.append((words, f"≥ {goal:g}", geometric(chosen), met(mean >= goal)))
+        for name, dynamic, pool in ((words, (), ()), ("the same, both with up to 4 chunks", DEEPER[:1], DEEPER[1:])):
+            chosen = [max(without_s(row, *dynamic) / (pool_s(row, *pool) or inf), 1.0) for row in own]
+            mean = float(np.exp(np.mean(np.log(chosen))))
+            lines.append((name, f"≥ {goal:g}", geometric(chosen), met(mean >= goal)))
     worst = max(row["busiest"] for row in rows if row["pool"])
     lines.append(("busiest server of the pool over the mean, worst", "≤ 2.5", f"{worst:.1f}", met(worst <= 2.5)))
     return table("figure | goal | reached: geometric mean (range) | ", lines)
