@@ -70,7 +70,7 @@ LAYOUTS = {
 EACH_NIGHT = {
     "pp4": Layout(2, pp=4, ranks_per_node=4),
     "pp4_tied": Layout(2, pp=4, variant="llama_tied", config=FULL_RECOMPUTE),
-    "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, overlap_grad_reduce=True),
+    "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, overlap_grad_reduce=True),
     "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2),
     "tp2_sp_pp2_distributed_optimizer": Layout(2, tp=2, sp=True, pp=2, distributed_optimizer=True),
     "pp4_vpp2": Layout(2, pp=4, vpp=2, ranks_per_node=4, overlap_grad_reduce=True, config=EIGHT_LAYERS),
@@ -78,9 +78,16 @@ EACH_NIGHT = {
     "tp2_sp_pp2_vpp2": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
     "pp2_vpp4": Layout(4, pp=2, vpp=4, config={**EIGHT_LAYERS, **SELECTIVE_RECOMPUTE}),
 }
-RANDOM_ROWS = {"pp2_vpp2": (5, 1), "pp4_vpp2": (4, 6, 3), "pp4_vpp2_tied": (5,), "pp2_vpp4": (3,)}
-"""Micro-batches of the steps that are placed at random, where they are not `ROWS`: too few for all stages, or for the
-last group of them."""
+RANDOM_ROWS: dict[str, tuple[int, ...]] = {
+    "pp2_full_recompute": (),
+    "pp2_vpp2": (1,),
+    "pp2_vpp2_full_recompute": (5,),
+    "pp4_vpp2": (4, 6, 3),
+    "pp4_vpp2_tied": (5,),
+    "pp2_vpp4": (3,),
+}
+"""Micro-batches of the steps that are placed at random, where they are not `ROWS`: with chunks too few for all stages,
+or for the last group of them."""
 ROWS = (4,)
 
 

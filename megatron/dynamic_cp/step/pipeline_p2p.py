@@ -2,7 +2,7 @@
 
 With `variable_seq_lengths` megatron-core sends an int64[3] ahead of each tensor, always batched; the host waits for it
 and for the GPU. But every stage of a lane knows the plan, and so the tokens of each micro-batch. Both ends of a message
-know its micro-batch, too: megatron-core's own schedule table says in which order they run, also in ticks (`step.ticks`).
+know its micro-batch, too: megatron-core's own schedule table says in which order they run, ticks' units, too.
 
 What arrives is what was planned, because
 - the sender compares every tensor with its plan before it leaves (shape and dtype, on the host, no waiting);
