@@ -77,20 +77,21 @@ def command(
     comparison, batch = compared(policy, given)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
+    from dynamic_cp.report.tick_trace import tick_events
     from dynamic_cp.report.trace import Event, trace_events, write_trace
 
     events: list[Event] = []
     first_process = 0
     for one in comparison.policies:
-        timeline = one.batches[0].timeline
-        if timeline is None:
+        timeline, pool = one.batches[0].timeline, one.batches[0].pool
+        label = one.policy if len(comparison.policies) > 1 else ""
+        lanes = None if first_lanes is None else range(first_lanes)
+        if timeline is not None:
+            events += trace_events(timeline, label=label, first_process=first_process, lanes=lanes)
+        elif pool is not None:
+            events += tick_events(pool, label=label, first_process=first_process, lanes=lanes)
+        else:
             raise InvalidInputError(f"policy {one.policy} has no timeline, only a time: leave it out")
-        events += trace_events(
-            timeline,
-            label=one.policy if len(comparison.policies) > 1 else "",
-            first_process=first_process,
-            lanes=None if first_lanes is None else range(first_lanes),
-        )
         first_process += one.setting.topology.pp_size
         if comparison.is_tuned:
             click.echo(f"{one.name} at its own fastest setting: {one.setting.layout}")

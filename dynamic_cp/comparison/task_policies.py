@@ -96,5 +96,6 @@ def _outcome(
         sent_across_nodes_bytes=None,
         plan_s=plan_s,
         note=note,
+        pool=found,
         **rates(job, tuple(batch), found.makespan_s, prices),
     )

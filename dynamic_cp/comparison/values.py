@@ -7,12 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import TYPE_CHECKING
 
 from dynamic_cp.comparison.parts import TimeParts, mean_parts
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+
+if TYPE_CHECKING:  # compiled: most comparisons have none
+    from dynamic_cp.disaggregation.search import PlannedTasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class BatchOutcome:
         sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
         plan_s: seconds of planning on this machine (measured, so never the same twice).
         note: what a peer says about its result.
+        pool: the plan and its ticks, where servers of all stages compute attention.
     """
 
     planned: PlannedBatch | None
@@ -51,6 +56,7 @@ class BatchOutcome:
     sent_across_nodes_bytes: float | None
     plan_s: float
     note: str = ""
+    pool: PlannedTasks | None = None
 
     @property
     def time_over_bound(self) -> float:

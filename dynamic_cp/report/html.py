@@ -231,12 +231,12 @@ def _time(comparison: Comparison) -> dict[str, Any]:
 def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]:
     """Return the pictures of one batch: of the dynamic policy and what it was judged against."""
     with_timeline = [one for one in comparison.policies if all(batch.timeline for batch in one.batches)]
+    number = _typical_batch(comparison, verdict)
     if not with_timeline:
-        return {"pictures": [], "batch_note": "", "placed": [], "placed_note": ""}
+        return {"pictures": _tick_pictures(comparison, number), "batch_note": "", "placed": [], "placed_note": ""}
     wanted = (verdict.baseline if verdict else "", "dynamic")
     shown = sorted((one for one in with_timeline if one.policy in wanted), key=lambda one: one.policy == "dynamic")
     shown = shown or with_timeline[:2]
-    number = _typical_batch(comparison, verdict)
     timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
     samples = comparison.batches[number]
@@ -281,10 +281,26 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
         options=comparison.options,
     )
     return {
-        "pictures": pictures,
+        "pictures": pictures + _tick_pictures(comparison, number),
         "batch_note": f"{which}, planned by {names}.",
         **placed_section(name, timeline.plan, problem),
     }
+
+
+def _tick_pictures(comparison: Comparison, number: int) -> list[Picture]:
+    """Return the picture of the ticks of all pools, where there are any."""
+    batches = ((one.name, one.batches[number].pool) for one in comparison.policies)
+    pools = [(name, pool) for name, pool in batches if pool is not None]
+    if not pools:
+        return []
+    from dynamic_cp.report.tick_gantt import tick_gantt  # compiled: most comparisons have no pool
+
+    return [
+        picture(
+            partial(tick_gantt, pools), name="ticks", title="What stages run in each tick of a pool", width_in=WIDE_IN,
+            caption="All stages meet in every layer; one without a micro-batch computes attention for the others.",
+        )
+    ]  # fmt: skip
 
 
 def _lanes_of_bar(timelines: Sequence[tuple[str, Timeline]]) -> str:

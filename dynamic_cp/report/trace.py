@@ -4,7 +4,7 @@ A process is a pipeline stage, a thread a lane. Each operation is a slice; arrow
 and through the lanes of a CP group; a counter per stage follows the tokens in flight, and a mark stands at the end.
 
 `trace_events` makes the events of a simulated iteration, `measured_trace_events` those of measured ones, and
-`write_trace` writes them.
+`write_trace` writes them. A pool has ticks: `tick_trace.tick_events`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Literal
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pipeline.graph import FORWARD
 from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events
-from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, write_trace
+from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, shown_lanes, write_trace
 
 __all__ = ["Event", "MeasuredSpan", "measured_trace_events", "trace_events", "write_trace"]
 
@@ -46,13 +45,7 @@ def trace_events(
         InvalidInputError: lanes that are not there.
     """
     topology = timeline.plan.topology
-    lanes = range(topology.num_lanes) if lanes is None else lanes
-    if not lanes or lanes.step != 1 or lanes[0] < 0 or lanes[-1] >= topology.num_lanes:
-        raise InvalidInputError(
-            f"lanes {lanes.start} .. {lanes.stop - 1} are asked for, the plan has 0 .. {topology.num_lanes - 1}: "
-            "give a range inside",
-            num_lanes=topology.num_lanes,
-        )
+    lanes = shown_lanes(lanes, topology.num_lanes)
     events = name_events(label, first_process, {stage: list(lanes) for stage in range(topology.pp_size)})
     spans = [
         span for span in timeline.spans if span.bucket.first_lane < lanes.stop and span.bucket.lanes.stop > lanes.start

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.report.files import write_whole
 
 Event = dict[str, Any]
@@ -55,6 +56,23 @@ def name_events(label: str, first_process: int, lanes: Mapping[int, Sequence[int
             events.append({**about, "tid": lane, "name": "thread_name", "args": {"name": f"lane {lane}"}})
             events.append({**about, "tid": lane, "name": "thread_sort_index", "args": {"sort_index": lane}})
     return events
+
+
+def shown_lanes(lanes: range | None, num_lanes: int) -> range:
+    """Return `lanes`, or all where None is given.
+
+    Raises:
+        InvalidInputError: lanes that are not there.
+    """
+    if lanes is None:
+        return range(num_lanes)
+    if not lanes or lanes.step != 1 or lanes[0] < 0 or lanes[-1] >= num_lanes:
+        raise InvalidInputError(
+            f"lanes {lanes.start} .. {lanes.stop - 1} are asked for, the plan has 0 .. {num_lanes - 1}: "
+            "give a range inside",
+            num_lanes=num_lanes,
+        )
+    return lanes
 
 
 def mark(name: str, at_ns: int, process: int, args: Mapping[str, Any]) -> Event:
