@@ -468,14 +468,14 @@ def hand_on_before_adding_up() -> Any:
         self.begin(DELIVER, division)
         self.finish(COLLECT, division)
 
-    return mock.patch.object(blocks._Rounds, "give_back", give_back)
+    return mock.patch.object(blocks.Rounds, "give_back", give_back)
 
 
 def keep_what_came(number: int) -> Callable[[], Any]:
     """Return what lets results of one round be lost."""
 
     def plant() -> Any:
-        original = blocks._Rounds.finish
+        original = blocks.Rounds.finish
 
         def finish(self: Any, which: int, division: int) -> None:
             if which == number and (division, which) in self._pending:
@@ -483,7 +483,7 @@ def keep_what_came(number: int) -> Callable[[], Any]:
                 return
             original(self, which, division)
 
-        return mock.patch.object(blocks._Rounds, "finish", finish)
+        return mock.patch.object(blocks.Rounds, "finish", finish)
 
     return plant
 
@@ -498,11 +498,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "what a node gives back is lost": (keep_what_came(COLLECT), "output"),
     "what other nodes give back is lost": (keep_what_came(DELIVER), "output"),
     "a buffer that is not cleared": (
-        lambda: mock.patch.object(blocks._Forward, "clear"),
+        lambda: mock.patch.object(blocks.ForwardPass, "clear"),
         "output|log-sum-exp",
     ),
     "gradients that are not cleared": (
-        lambda: mock.patch.object(blocks._Backward, "clear"),
+        lambda: mock.patch.object(blocks.BackwardPass, "clear"),
         "gradient",
     ),
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from megatron.dynamic_cp.attention.halves import Halves
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+from megatron.dynamic_cp.attention.mechanisms.halves import TwoHalves
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.thd import executor_of
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -32,3 +36,24 @@ def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward:
         executor.attend_backward(RowGradients(query, query, query, lse_HT, kernel, layer.softmax_scale), kv)
     else:
         executor.attend(RowSums(query, kernel, layer.softmax_scale), kv)
+
+
+@torch.no_grad()
+def serve_halves(layers: Sequence[TorchTHDAttention], halves: Halves) -> None:
+    """Take all steps of a tick whose layers run in two halves.
+
+    The members of the group that bring tokens take the same ones, between what else they compute.
+
+    Args:
+        layers: attention of each layer of the stage.
+        halves: of no tokens.
+    """
+    running: dict[tuple[int, bool], TwoHalves] = {}
+    for step in halves.turns.steps:
+        key = step.layer, step.is_backward
+        if key not in running:
+            running[key] = halves.direction(layers[step.layer], step.layer, is_backward=step.is_backward)
+        running[key].run(step.what, step.turn)
+        if step.what == "wait" and step.turn == 1:
+            del running[key]
+    halves.turns.finish()

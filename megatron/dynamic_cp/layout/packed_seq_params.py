@@ -81,6 +81,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
         owners_cache: whose the local tokens are, filled by the first layer that asks (`token_owners`).
         placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
+        halves: the two halves in which layers run (`attention.halves.Halves`); None: they run in one.
         packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
         of_masks: the same for layers with other masks, filled by the first layer of each.
         future: what modules of multi-token prediction read; None: there are none on this rank.
@@ -101,6 +102,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     row_order_cache: torch.Tensor | None = None
     owners_cache: torch.Tensor | None = None
     placed: Any = None
+    halves: Any = None
     packs: dict[str, Any] = field(default_factory=dict)
     of_masks: dict[Mask, DynamicPackedSeqParams] = field(default_factory=dict)
     future: FutureColumns | None = None

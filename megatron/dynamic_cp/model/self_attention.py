@@ -44,6 +44,29 @@ class DynamicCPSelfAttention(SelfAttention):
         finally:
             self._rotary = None
 
+    def queries_keys_values(
+        self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: DynamicPackedSeqParams
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return what attention needs, [T, heads, dim] each, and the gate of its output where there is one.
+
+        Args:
+            hidden_states: as of `forward`; rotary_pos_emb: the whole frequency table.
+        """
+        if rotary_pos_emb is not None and self._rotates:
+            self._rotary = rotary_cos_sin(rotary_pos_emb, params, hidden_states.dtype, self._concentration)
+        try:
+            has_gate = self.config.attention_output_gate
+            *found, last = self.get_query_key_value_tensors(hidden_states, None, output_gate=has_gate)
+        finally:
+            self._rotary = None
+        query, key, value = (one.squeeze(1) for one in (found if has_gate else (*found, last)))
+        return query, key, value, last if has_gate else None
+
+    def projected(self, context: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the layer's attention and its bias, from the context [T, 1, heads * dim]."""
+        output, bias = self.linear_proj(context if gate is None else self._apply_output_gate(context, gate))
+        return output, bias
+
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Return query, key, value (and gate) with query and key rotated."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)

@@ -26,8 +26,10 @@ from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.types import KINDS, Tick, Unit, num_ticks, tick_order
+from megatron.dynamic_cp.attention.halves import Halves
+from megatron.dynamic_cp.attention.mechanisms.halves import Repeats
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
-from megatron.dynamic_cp.attention.serving import serve
+from megatron.dynamic_cp.attention.serving import serve, serve_halves
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.data.pool import Pool
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -211,6 +213,9 @@ class _Microbatches:
         """Run the next micro-batch of a chunk and return what the next chunk gets, None behind the last one."""
         batch = next(self._data_iterators[unit.chunk])
         params = _in_pool(batch["packed_seq_params"], self._pool, lane)
+        if self._pool.in_halves:
+            params.halves = _halves(params, lane, self._config)
+            begin_halves(params.halves, lane, self._model, is_forward=True)
         output, num_tokens = schedules.forward_step(
             self._forward_step_func,
             iter([{**batch, "packed_seq_params": params}]),
@@ -223,6 +228,7 @@ class _Microbatches:
             current_microbatch=unit.micro_batch,
             is_last_stage=self.ends(unit),
         )
+        end_halves(params, keep=keep)
         self.num_tokens += num_tokens
         if isinstance(output, list):
             (output,) = output
@@ -234,11 +240,14 @@ class _Microbatches:
         """Run the oldest micro-batch of a chunk backward and return what the chunk before gets."""
         params, given, output = self._kept[unit.chunk].popleft()
         move_to(lane, params)
+        if params.halves is not None:
+            begin_halves(params.halves, lane, self._model, is_forward=False)
         if given is not None:
             given.retain_grad()
         if came is None and self._config.grad_scale_func is not None:
             output = self._config.grad_scale_func(output)
         torch.autograd.backward(output, grad_tensors=came)
+        end_halves(params, keep=False)
         return None if given is None else given.grad
 
 
@@ -246,6 +255,7 @@ class _Server:
     """A stage in the ticks in which it has no micro-batch."""
 
     def __init__(self, model: Sequence[torch.nn.Module], pool: Pool, *, repeats: bool) -> None:
+        self._model, self._in_halves = model, pool.in_halves
         self._layers, self._repeats = layers_of(model), repeats
         self._params = DynamicPackedSeqParams(
             cp_group=pool.group,
@@ -259,6 +269,11 @@ class _Server:
     def serve(self, lane: PlacedLane, *, is_forward: bool) -> None:
         """Compute what the tick's placement gives this rank, layer by layer, in the order of those with tokens."""
         move_to(lane, self._params)
+        if self._in_halves:
+            halves = _halves(self._params, lane, get_model_config(self._model[0]))
+            begin_halves(halves, lane, self._model, is_forward=is_forward)
+            serve_halves(self._layers, halves)
+            return
         for layer in self._layers if is_forward else reversed(self._layers):
             if is_forward or self._repeats:
                 serve(layer, self._params, backward=False)
@@ -273,6 +288,30 @@ def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> Dy
     )
     move_to(lane, placed)
     return placed
+
+
+def _halves(params: DynamicPackedSeqParams, lane: PlacedLane, config: Any) -> Halves:
+    """Return the two halves of a micro-batch, each as long as tensor-parallel ranks can share."""
+    return Halves(params, lane, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
+def begin_halves(
+    halves: Halves, lane: PlacedLane, model: Sequence[torch.nn.Module], *, is_forward: bool
+) -> None:
+    """Begin a tick of layers in two halves, on all ranks with the same steps."""
+    config = get_model_config(model[0])
+    repeats: Repeats = "nothing"
+    if model[0].training and repeats_attention(config):
+        repeats = "layers" if config.recompute_granularity == "full" else "attention"
+    halves.begin(lane, len(layers_of(model)), is_backward=not is_forward, repeats=repeats)
+
+
+def end_halves(params: DynamicPackedSeqParams, *, keep: bool) -> None:
+    """Refuse a tick in which a step is left; without `keep` the micro-batch is done."""
+    if params.halves is not None:
+        params.halves.turns.finish()
+        if not keep:
+            params.halves = None  # which has the parameters, and would keep them
 
 
 def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:

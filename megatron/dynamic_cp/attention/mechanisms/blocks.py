@@ -45,14 +45,14 @@ class Blocks(ShardExecutor):
     def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
         """Add up over all tiles of this lane, and over what other lanes computed for its rows."""
         packs = placed_packs(self._params, kv_2THD.device)
-        one = _Forward(sums, kv_2THD, packs)
+        one = ForwardPass(sums, kv_2THD, packs)
         run(one, packs, self._params)
         sums.take(one.sums)
 
     def attend_backward(self, rows: RowGradients, kv_2THD: Tensor) -> Tensor:
         """Return the gradient of this lane's kv_2THD."""
         packs = placed_packs(self._params, kv_2THD.device)
-        one = _Backward(rows, kv_2THD, packs)
+        one = BackwardPass(rows, kv_2THD, packs)
         run(one, packs, self._params)
         rows.take(one.rows)
         return one.grad_2SHD[:, : kv_2THD.shape[1]].to(kv_2THD.dtype)
@@ -96,7 +96,7 @@ class _Pass(Protocol):
         """Add the rectangles of a pack."""
 
 
-class _Forward:
+class ForwardPass:
     """Attention of all rows that the lane works with."""
 
     def __init__(self, own: RowSums, kv_2THD: Tensor, packs: PlacedPacks) -> None:
@@ -126,7 +126,7 @@ class _Forward:
         self.sums.attend(pack, self._kv_2SHD)
 
 
-class _Backward:
+class BackwardPass:
     """Gradients of all rows and columns that the lane works with."""
 
     def __init__(self, own: RowGradients, kv_2THD: Tensor, packs: PlacedPacks) -> None:
@@ -165,7 +165,7 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
     Raises:
         ExchangeError: another lane failed or does not answer.
     """
-    rounds = _Rounds(one, packs.rounds, params)
+    rounds = Rounds(one, packs.rounds, params)
     num_divisions = len(packs.divisions)
     rounds.begin(ACROSS, 0)
     rounds.begin(ACROSS, 1)
@@ -188,7 +188,7 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
     rounds.finish(DELIVER, num_divisions - 1)
 
 
-class _Rounds:
+class Rounds:
     """The transfers of a pass; rounds without messages of this lane are none."""
 
     def __init__(self, one: _Pass, rounds: dict[tuple[int, int], Round], params: DynamicPackedSeqParams) -> None:
