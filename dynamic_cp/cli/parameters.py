@@ -419,6 +419,15 @@ def noise_margin_option() -> Any:
     )
 
 
+def ping_pong_option() -> Any:
+    """Return --no-ping-pong, of commands that plan pools."""
+    return _option(
+        "--no-ping-pong",
+        is_flag=True,
+        help="Compute layers in a pool whole, not in two halves of which one travels while the other is computed.",
+    )
+
+
 def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
     """Return `values` filled from the options of the same names."""
     names = {field.name for field in dataclasses.fields(cast(Any, values))}

@@ -20,6 +20,7 @@ from dynamic_cp.cli.parameters import (
     one_option,
     options_in,
     output_option,
+    ping_pong_option,
     planner_options,
     taken,
 )
@@ -60,12 +61,21 @@ Examples:
         "pool (servers of all stages compute attention) and with-pool (dynamic, or a pool where it is faster).",
     ),
     noise_margin_option(),
+    ping_pong_option(),
     one_option("--bound", is_flag=True, help="Also give a lower bound on the time of all plans, and time / bound."),
 )
 @planner_options
 @output_option(False, "Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")
 @json_option
-def command(policy: str, noise_margin: float, bound: bool, output: str | None, json: str | None, **given: Any) -> None:
+def command(
+    policy: str,
+    noise_margin: float,
+    no_ping_pong: bool,
+    bound: bool,
+    output: str | None,
+    json: str | None,
+    **given: Any,
+) -> None:
     """Plan one global batch; print the plan and its predicted seconds, memory and FLOPs.
 
     A plan that needs more memory than the hardware has is refused. With --gpus the plan is for the fastest layout. With
@@ -90,7 +100,8 @@ def command(policy: str, noise_margin: float, bound: bool, output: str | None, j
         job.check()
         pool = POOL_POLICIES.get(policy, "off")
         _check_pool(job, pool, bound)
-        planned, figures = _plan(batch, job, policy if pool == "off" else "dynamic", (pool, noise_margin), bound, steps)
+        of_pool = {"pool": pool, "noise_margin": noise_margin, "ping_pong": not no_ping_pong}
+        planned, figures = _plan(batch, job, policy if pool == "off" else "dynamic", of_pool, bound, steps)
     _write(planned, figures, output, json)
 
 
@@ -108,7 +119,7 @@ def _check_pool(job: JobInput, pool: PoolUse, bound: bool) -> None:
 
 
 def _plan(
-    batch: BatchInput, job: JobInput, policy: str, of_pool: tuple[PoolUse, float], bound: bool, steps: Progress
+    batch: BatchInput, job: JobInput, policy: str, of_pool: dict[str, Any], bound: bool, steps: Progress
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.plans.serialize import digest
@@ -126,7 +137,7 @@ def _plan(
         setting = found.best[policy].setting
         topology, options, limit_from_memory = setting.topology, setting.options(job.effort), False
         why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
-    options = replace(options, pool=of_pool[0], noise_margin=of_pool[1])
+    options = replace(options, **of_pool)
     steps(1, 3, "plan")
     planned, memory = plan_in_memory(
         samples,

@@ -18,6 +18,7 @@ from dynamic_cp.cli.parameters import (
     noise_margin_option,
     one_option,
     options_in,
+    ping_pong_option,
     planner_options,
     taken,
 )
@@ -57,11 +58,7 @@ Examples:
         "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, with-pool.",
     ),
     noise_margin_option(),
-    one_option(
-        "--no-ping-pong",
-        is_flag=True,
-        help="Compute layers in a pool whole, not in two halves of which one travels while the other is computed.",
-    ),
+    ping_pong_option(),
 )
 @planner_options
 @json_option

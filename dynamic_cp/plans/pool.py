@@ -51,7 +51,7 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
         3. There are as many entries of tasks as the schedule has ticks, with chunks those of all chunks.
         4. Tasks tile the samples of their tick, and every token is held where its home is: tasks move no tokens.
         5. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
-           either half. The second half of a sample comes after the first.
+           either half. The second half of a sample comes after the first, and begins at the same token in every tick.
         6. What a server fetches stays below a limit.
 
     Raises:
@@ -72,6 +72,7 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
             f"each are needed: {_AGAIN}"
         )
     judged: dict[tuple[tuple[int, int], ...], Tasks] = {}
+    firsts: dict[int, list[int]] = {}
     for tick, tasks in plan.ticks():
         parts = plan.micro_batches_of(tick)
         if judged.get(tuple(parts)) == tasks:
@@ -85,6 +86,8 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
             reason = why_too_much_fetched(
                 tasks, plan.num_servers, lanes_in_one_node(topology), plan.max_tokens_per_rank, MOST_FETCHED_IN_POOL
             )
+        if reason is None:
+            reason = _why_halves_differ(plan, rows, parts, firsts)
         if reason is not None:
             raise IllegalPlanError(f"tick {tick}: {reason}: {_AGAIN}", tick=str(tick))
 
@@ -140,6 +143,27 @@ def _why_tasks_wrong(plan: Plan, pool: PoolTasks, rows: Ints, parts: Sequence[tu
     if counts.max() > TASKS_PER_DOCUMENT:
         sample, server, _ = of_server[int(counts.argmax())].tolist()
         return f"server {server} computes {counts.max()} tasks of sample {sample}, {TASKS_PER_DOCUMENT} are possible"
+    return None
+
+
+def _why_halves_differ(
+    plan: Plan, rows: Ints, parts: Sequence[tuple[int, int]], firsts: dict[int, list[int]]
+) -> str | None:
+    """Return which sample is cut elsewhere than in `firsts`, micro-batch -> [sample] tokens of the first half.
+
+    Micro-batches that are not in `firsts` are put there.
+    """
+    tokens = np.bincount(rows[:, SAMPLE], (rows[:, STOP] - rows[:, START]) * (rows[:, HALF] == 0)).astype(int).tolist()
+    for _, number in parts:
+        held = len(plan.micro_batches[number].buckets[0].samples)
+        own, tokens = tokens[:held], tokens[held:]
+        known = firsts.setdefault(number, own)
+        if own != known:
+            sample = next(sample for sample in range(held) if own[sample] != known[sample])
+            return (
+                f"the first half of sample {sample} of micro-batch {number} has {own[sample]} tokens, in another tick "
+                f"{known[sample]}"
+            )
     return None
 
 

@@ -75,8 +75,8 @@ def choose(
 def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
     """Return the plan that a run of `problem` has: of `plan_problem`, or with a pool where `problem.options` allow one.
 
-    A pool is priced as it runs: the exchange of a layer beside nothing else, and with the margin for noise. Where the
-    hardware says how much memory there is, a pool has to fit into it.
+    A pool is priced as it runs: in two halves or, without ping-pong, with the exchange of a layer beside nothing else;
+    and with the margin for noise. Where the hardware says how much memory there is, a pool has to fit into it.
 
     Raises:
         DynamicCPError: as `plan_problem`; with pool "always" as `plan_tasks`.
@@ -95,7 +95,7 @@ def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
             distributed_optimizer=problem.distributed_optimizer,
         )
     tile_tokens = TILE_TOKENS if options.max_tokens_per_rank >= _SMALL * TILE_TOKENS else _SMALL_TILE_TOKENS
-    tasks = TaskOptions(ping_pong=False, noise_margin=options.noise_margin, tile_tokens=tile_tokens)
+    tasks = TaskOptions(ping_pong=options.ping_pong, noise_margin=options.noise_margin, tile_tokens=tile_tokens)
     if options.pool == "always":
         return plan_tasks(samples, cost_model, tasks, memory=memory).planned_batch(cost_model)
     choice = choose(samples, problem, cost_model, tasks, memory)

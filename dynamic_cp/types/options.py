@@ -61,6 +61,7 @@ class PlanOptions:
         pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
             or always. Of the dynamic policy.
         noise_margin: share by which ticks last longer than planned, >= 0.
+        ping_pong: layers of a pool run in two halves, of which one computes while the other travels.
     """
 
     max_tokens_per_rank: int
@@ -76,6 +77,7 @@ class PlanOptions:
     search: SearchEffort = "fast"
     pool: PoolUse = "off"
     noise_margin: float = NOISE_MARGIN
+    ping_pong: bool = True
 
     def __post_init__(self) -> None:
         require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)

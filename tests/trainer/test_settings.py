@@ -60,6 +60,7 @@ PLANNING_FLAGS = {
     "dynamic_cp_replay": "replay",
     "dynamic_cp_pool": "pool",
     "dynamic_cp_noise_margin": "noise_margin",
+    "dynamic_cp_ping_pong": "ping_pong",
     "dynamic_cp_verify": "verify",
     "cp_comm_type": "cp_comm_type",
     "dynamic_cp_inner_sizes": "inner_cp_sizes",

@@ -170,7 +170,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         default="off",
         help="with a pipeline: servers of all stages compute attention, in ticks in which all stages go forward or all "
         "go back; auto: in global batches in which that is faster by simulation; always: in all of them. Off by "
-        "default: layers have no ping-pong yet, and it has not run on a GPU",
+        "default: it has not run on a GPU",
     )
     group.add_argument(
         "--dynamic-cp-noise-margin",
@@ -178,6 +178,13 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         default=NOISE_MARGIN,
         metavar="SHARE",
         help="by which ticks of a pool last longer than planned, because every layer waits for the slowest server",
+    )
+    group.add_argument(
+        "--dynamic-cp-ping-pong",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="in ticks of a pool layers run in two halves of a rank's tokens: one computes while what attention needs "
+        "of the other travels; without it every layer waits for its exchange",
     )
     group.add_argument(
         "--distributed-backend",

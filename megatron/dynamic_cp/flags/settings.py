@@ -52,7 +52,7 @@ class PlanningSettings:
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
             samples, which go to groups of lanes.
         has_latents: the model has multi-latent attention.
-        pool: whether servers of all stages may compute attention; noise_margin: as in `PlanOptions`.
+        pool: whether servers of all stages may compute attention; noise_margin, ping_pong: as in `PlanOptions`.
         pipeline_layers: layers of every model chunk of every stage, () where all have the same number.
     """
 
@@ -86,6 +86,7 @@ class PlanningSettings:
     fp32_residual: bool = False
     pool: PoolUse = "off"
     noise_margin: float = NOISE_MARGIN
+    ping_pong: bool = True
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
@@ -140,6 +141,7 @@ class PlanningSettings:
             search=self.search,
             pool=self.pool,
             noise_margin=self.noise_margin,
+            ping_pong=self.ping_pong,
         )
 
     def used(self, options: PlanOptions) -> PlanOptions:

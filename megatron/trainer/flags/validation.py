@@ -369,6 +369,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         pipeline_layers=pipeline_layers(args),
         pool=check_pool(args),
         noise_margin=args.dynamic_cp_noise_margin,
+        ping_pong=args.dynamic_cp_ping_pong,
     )
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
