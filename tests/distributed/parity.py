@@ -70,6 +70,8 @@ BATCHES = {
     "few": samples_of(1100, 903),
     # 2000 tokens in packs of many tiny sequences.
     "tiny": samples_of(*[1 + index % 11 for index in range(336)]),
+    # Where one lane cuts samples in two halves of whole 16s: one of a single token, and some of none.
+    "cut": samples_of(1981, 1, 2, 17),
 }
 
 

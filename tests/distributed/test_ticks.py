@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from dynamic_cp.plans.server_ticks import ServerTicks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
+from megatron.dynamic_cp.attention.mechanisms.halves import Step, Turns
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.data import micro_batches, pool
@@ -57,7 +59,9 @@ from tests.sent_bytes import pool_bytes
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 EIGHT_LAYERS = {"num_layers": 8}
+NORMS_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 LAYOUTS = {
+    "pp2_cut": Layout(1, pp=2),
     "pp2_one_lane": Layout(1, pp=2),
     "pp2": Layout(2, pp=2, ranks_per_node=2),
     "pp2_full_recompute": Layout(2, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True),
@@ -68,6 +72,13 @@ LAYOUTS = {
     ),
 }
 EACH_NIGHT = {
+    "pp2_cut_selective_recompute": Layout(1, pp=2, config=SELECTIVE_RECOMPUTE),
+    "tp2_sp_pp2_full_recompute": Layout(2, tp=2, sp=True, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True),
+    "tp2_sp_pp2_selective_recompute": Layout(2, tp=2, sp=True, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE),
+    "pp2_norms_recomputed": Layout(2, pp=2, config=NORMS_RECOMPUTE),
+    "pp2_gated": Layout(2, pp=2, variant="gated"),
+    "pp2_unrotated": Layout(2, pp=2, variant="unrotated"),
+    "pp2_fp32_residual": Layout(2, pp=2, variant="fp32_residual_gpt2"),
     "pp4": Layout(2, pp=4, ranks_per_node=4),
     "pp4_tied": Layout(2, pp=4, variant="llama_tied", config=FULL_RECOMPUTE),
     "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, overlap_grad_reduce=True),
@@ -91,6 +102,10 @@ or for the last group of them."""
 ROWS = (4,)
 
 
+BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
+IN_ONE_STREAM = ("pp2_one_lane",)
+"""Layouts that are planned without ping-pong, too."""
+
 Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
 """Who computes what in each tick, and the samples of its micro-batches, stage after stage."""
 
@@ -111,10 +126,10 @@ class PoolCase(NamedTuple):
 )
 def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
     """With tasks that are scattered at random, and with those that are planned."""
-    samples = BATCHES["long_tail"]
     cases: dict[int, dict[str, PoolCase]] = defaultdict(dict)
     for name, layout in layouts.items():
-        expected = reference_of(layout, "long_tail")
+        batch = BATCHES_OF_THEIR_OWN.get(name, "long_tail")
+        samples, expected = BATCHES[batch], reference_of(layout, batch)
         alike = cases[layout.topology.world_size]
         for num_rows in RANDOM_ROWS.get(name, ROWS) if layout.lanes > 1 else ():
             plan, ticks = random_step(samples, layout, num_rows)
@@ -123,6 +138,10 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
             alike[f"{name}, {num_rows} random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
         planned = Case(layout, samples, planned_step(samples, layout), expected)
         alike[f"{name}, planned"] = PoolCase(planned, None)
+        if name in IN_ONE_STREAM:
+            alike[f"{name}, in one stream"] = PoolCase(
+                planned._replace(plan=planned_step(samples, layout, ping_pong=False)), None
+            )
     for world_size, alike in cases.items():
         ranks = run_ranks(world_size, run_by_ticks, alike, timeout_s=60 + 20 * len(alike))
         for name, (case, ticks) in alike.items():
@@ -140,11 +159,19 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
             assert np.concatenate(moved).any(), f"{name}: nobody computes for another stage"
 
 
+def repeats_attention_of(layout: Layout) -> bool:
+    """Return whether backward computes attention again."""
+    config = layout.config
+    return "recompute_granularity" in config and "core_attn" in config.get("recompute_modules", ["core_attn"])
+
+
+take = Turns.take
+
+
 def assert_bytes_are_those_of_the_plan(found: Sequence[Comparison], case: Case) -> None:
     """Every rank has sent what the plan says that its server sends, to the byte."""
     layout = case.layout
-    repeats = "recompute_granularity" in layout.config
-    planned = pool_bytes(case.plan, layout.model, repeats)
+    planned = pool_bytes(case.plan, layout.model, repeats_attention_of(layout))
     # Ranks are numbered by stage, lane and tensor-parallel rank.
     assert [one.bytes_sent for one in found] == np.repeat(planned, layout.tp).tolist()
     assert planned.min() > 0
@@ -186,13 +213,14 @@ def random_step(samples: tuple[Sample, ...], layout: Layout, num_rows: int) -> t
     return plan_of([(own, placement.homes) for own, placement in placed], layout), ticks
 
 
-def planned_step(samples: tuple[Sample, ...], layout: Layout) -> Plan:
+def planned_step(samples: tuple[Sample, ...], layout: Layout, *, ping_pong: bool = True) -> Plan:
     """Return what the planner makes of them."""
     options = PlanOptions(max_tokens_per_rank=2048 // layout.lanes, bytes_per_element=4)
     prices = CostModel(layout.model, catalog.load_hardware("h100"), layout.topology, options)
-    plan = plan_tasks(samples, prices, TaskOptions(tile_tokens=16), num_microbatches=(4,)).plan
+    options_of_tasks = TaskOptions(tile_tokens=16, ping_pong=ping_pong)
+    plan = plan_tasks(samples, prices, options_of_tasks, num_microbatches=(4,)).plan
     assert plan.pool is not None
-    assert plan.pool.num_halves == 2, "layers run in halves"
+    assert plan.pool.num_halves == 1 + ping_pong
     return plan
 
 
@@ -236,10 +264,18 @@ def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_fu
     """Run a step as training does."""
     lane = parallel_state.get_data_parallel_rank()
     rank_tokens = lane_tokens_of(one.case.plan)[:, lane].tolist()
-    run_schedule(
-        model, step, 1 << 20, forward_only=False, rank_tokens=rank_tokens, verify_messages=True,
-        forward_step_func=forward_step_func,
-    )  # fmt: skip
+    taken: list[Step] = []
+    with mock.patch.object(Turns, "take", lambda self, step: (taken.append(step), take(self, step))):
+        run_schedule(
+            model, step, 1 << 20, forward_only=False, rank_tokens=rank_tokens, verify_messages=True,
+            forward_step_func=forward_step_func,
+        )  # fmt: skip
+    assert one.case.plan.pool is not None
+    layout, planned = one.case.layout, one.case.plan.pool
+    # Every layer takes six steps in every tick and direction, with or without a micro-batch.
+    num_layers = layout.num_layers // (layout.pp * layout.vpp)
+    steps_of_tick = 6 * num_layers * (planned.num_halves == 2)
+    assert len(taken) == steps_of_tick * len(planned.forward) * (2 + repeats_attention_of(layout))
 
 
 def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:

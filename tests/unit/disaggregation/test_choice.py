@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from dynamic_cp.cli import main
 from dynamic_cp.comparison import compare_policies, to_dict
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.choice import choose, plan_batch
 from dynamic_cp.search.search import plan_problem
@@ -91,14 +93,18 @@ def test_what_is_there_to_be_compared_with_is_refused_by_name(policy: str, capsy
 
 
 def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -> None:
-    """Without ping-pong, which no schedule has yet: the exchange of every layer stands in the open."""
+    """In two halves, or, where that is asked for, with the exchange of every layer in the open."""
     problem = problem_of(4)
     assert plan_batch(problem, ONE_GIANT).plan == plan_problem(problem, ONE_GIANT).plan
     auto, always = (replace(problem, options=replace(OPTIONS, pool=pool)) for pool in ("auto", "always"))
     chosen = plan_batch(auto, ONE_GIANT)
     assert chosen.plan.pool is not None
     assert chosen.plan == plan_batch(always, ONE_GIANT).plan
-    assert chosen.plan.pool.num_halves == 1
+    assert chosen.plan.pool.num_halves == 2
+    whole = plan_batch(replace(auto, options=replace(OPTIONS, pool="auto", ping_pong=False)), ONE_GIANT)
+    assert whole.plan.pool is not None
+    assert whole.plan.pool.num_halves == 1
+    assert whole.predicted_s > 1.02 * chosen.predicted_s
     assert "times as fast as dynamic" in chosen.reason
     assert len(chosen.predicted_busy_s) == 4
     assert 1.0 <= chosen.imbalance < 1.5
@@ -121,6 +127,11 @@ def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pyte
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"pool \d+ tasks forward, 16 servers", said)
     assert "times as fast as dynamic" in said
+    whole = tmp_path / "whole.json"
+    assert main([*piped, "--policy", "with-pool", "--no-ping-pong", "--output", str(whole)]) == 0
+    pools = [plan_from_dict(json.loads(one.read_text())).pool for one in (plan, whole)]
+    assert [pool and pool.num_halves for pool in pools] == [2, 1]
+    capsys.readouterr()
     assert main(["check", str(plan), "--lengths", str(lengths)]) == 0
     assert "on 16 servers" in capsys.readouterr().out
     assert main([*piped, "--vpp", "2", "--policy", "with-pool", "--output", str(plan)]) == 0

@@ -238,6 +238,13 @@ def off_the_grid(rows: Any) -> Any:
     return np.concatenate([rows[:row], parts, rows[row + 1 :]])
 
 
+def all_in_the_second_half(rows: Any) -> None:
+    """A sample of the first micro-batch, which is on stage 1 in this tick."""
+    of_first = np.unique(rows[rows[:, HOLDER] >= 4, 0])
+    sample = next(sample for sample in of_first if (rows[rows[:, 0] == sample, HALF] == 0).sum() == 1)
+    rows[rows[:, 0] == sample, HALF] = 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -248,6 +255,7 @@ def off_the_grid(rows: Any) -> Any:
         (lambda rows: rows[1:], "not 0 to|hold"),
         (three_tasks, "server [67] computes 3 tasks of sample 0"),
         (off_the_grid, "which 128 does not divide"),
+        (all_in_the_second_half, r"first half of sample \d+ of micro-batch \d has 0 tokens, in another tick \d+"),
     ],
 )
 def test_wrong_tasks_are_refused(pooled: PlannedTasks, change: Any, words: str) -> None:

@@ -1,0 +1,189 @@
+"""Layers in two halves: which tokens are in which, in what order steps come, and that another order is noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from dynamic_cp.errors import DisagreementError
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, ROW
+from dynamic_cp.plans.padding import placed_share
+from dynamic_cp.plans.server_ticks import decode_ticks, encode_ticks
+from megatron.dynamic_cp.attention.halves import HalvedLayer, Halves, halves_of_tokens
+from megatron.dynamic_cp.attention.mechanisms.halves import Step, Turns, mirrored, steps_of
+from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from tests.distributed.harness import run_ranks
+from tests.distributed.parity import BATCHES, Case, Layout, run_step
+from tests.distributed.test_ticks import PoolCase, planned_step, run_planned
+
+ONE_LANE = Layout(1, pp=2)
+
+
+def lanes_of(layout: Layout, batch: str, multiple: int = 1) -> list[PlacedLane]:
+    """Return every server's part of every tick of the planner's plan."""
+    texts = encode_ticks(planned_step(BATCHES[batch], layout))
+    found = []
+    for text in (stage for lane in texts for stage in lane):
+        for one in (one for side in decode_ticks(text) for one in side):
+            tokens = placed_share(one.programme.num_tokens, 1, multiple) if one.programme.num_tokens else 0
+            found.append(PlacedLane(programme=one.programme, samples=one.samples, num_tokens=tokens))
+    return found
+
+
+def halves_of(lane: PlacedLane, multiple: int = 1) -> Halves:
+    return Halves(DynamicPackedSeqParams(positions=torch.arange(lane.num_tokens), label="a test"), lane, multiple)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("batch", ["cut", "long_tail"])
+def test_every_token_is_in_one_half_and_comes_back_to_its_place(batch: str, multiple: int) -> None:
+    sizes = Counter[tuple[int, int]]()
+    for lane in lanes_of(ONE_LANE, batch, multiple):
+        halves = halves_of(lane, multiple)
+        own = [rows.tolist() for rows in halves.rows]
+        assert sorted(own[0] + own[1]) == list(range(lane.num_tokens))
+        assert (torch.cat(halves.rows)[halves.back] == torch.arange(lane.num_tokens)).all()
+        assert all(size % multiple == 0 and size >= len(rows) for size, rows in zip(halves.sizes, own, strict=True))
+        assert all(size > 0 for size in halves.sizes) == (lane.num_tokens > 0)
+        # Of every sample the first half has the first tokens, and the programme's tokens are where it says.
+        arranged = halves._arranged(lane.programme)
+        for before, after in zip(lane.programme.own, arranged.own, strict=True):
+            rows = range(before.place, before.place + before.num_tokens)
+            (half,) = {int(halves._of_token[row]) for row in rows}
+            first = own[half].index(before.place)
+            assert own[half][first : first + before.num_tokens] == list(rows)
+            assert after.place == first + halves.range_of(half).start
+        sizes[len(own[0]), len(own[1])] += 1
+    if batch == "cut" and multiple == 1:
+        assert {(0, 0), (16, 1), (0, 1), (0, 2), (992, 989)} == set(sizes)
+    assert max(map(min, sizes)) > 100
+
+
+def test_positions_of_a_half_are_those_of_its_tokens() -> None:
+    lane = next(lane for lane in lanes_of(ONE_LANE, "cut") if lane.num_tokens == 17)
+    halves = halves_of(lane, 4)
+    assert halves.params_of(0).positions.tolist() == list(range(16))
+    assert halves.params_of(1).positions.tolist() == [16, 0, 0, 0]
+
+
+def test_a_tick_with_other_halves_or_with_none_is_refused() -> None:
+    first = next(lane for lane in lanes_of(ONE_LANE, "long_tail") if lane.num_tokens)
+    halves = halves_of(first)
+    halves.begin(first, 2, is_backward=True, repeats="nothing")
+    exchanges = tuple(one._replace(division=1 - one.division) for one in first.programme.exchanges)
+    tiles = first.programme.tiles[::-1]
+    swapped = replace(first, programme=first.programme._replace(tiles=tiles, exchanges=exchanges))
+    with pytest.raises(DisagreementError, match=r"a test: \d+ of \d+ tokens are in another half backward"):
+        halves.begin(swapped, 2, is_backward=True, repeats="nothing")
+    whole = tiles[0] + tiles[1]
+    both = first.programme._replace(tiles=(whole, whole))
+    with pytest.raises(DisagreementError, match=r"computed in the halves \[0, 1\], one of 0 and 1 is needed"):
+        halves_of_tokens(replace(first, programme=both))
+    with pytest.raises(DisagreementError, match=r"computed in the halves \[\]"):
+        halves_of_tokens(replace(first, programme=first.programme._replace(tiles=((), ()), exchanges=())))
+
+
+def test_backward_mirrors_forward_step_by_step() -> None:
+    forward = steps_of(3, is_backward=False, repeats="nothing")
+    assert list(map(str, forward[:8])) == [
+        "launch 0 of layer 0 forward",
+        "launch 1 of layer 0 forward",
+        "attend 0 of layer 0 forward",
+        "attend 1 of layer 0 forward",
+        "wait 0 of layer 0 forward",
+        "launch 0 of layer 1 forward",
+        "wait 1 of layer 0 forward",
+        "launch 1 of layer 1 forward",
+    ]
+    back = {"launch": "wait", "attend": "attend", "wait": "launch"}
+    expected = [Step(back[step.what], step.layer, True, 1 - step.turn) for step in reversed(forward)]
+    assert steps_of(3, is_backward=True, repeats="nothing") == expected
+
+
+@pytest.mark.parametrize("repeats", ["attention", "layers"])
+def test_what_is_repeated_comes_before_its_gradient_and_nothing_is_lost(repeats: Any) -> None:
+    alone = [Step(what, 1, False, turn) for what in ("launch", "attend", "wait") for turn in (0, 1)]
+    steps = steps_of(3, is_backward=True, repeats=repeats)
+    first = steps.index(alone[0])
+    assert steps[first : first + 6] == alone
+    assert steps[first + 6] == Step("launch", 1, True, 0)
+    assert len(steps) == len(set(steps)) == 36
+    whole = steps_of(3, is_backward=False, repeats=repeats)
+    assert (whole[6:12] == alone) == (repeats == "layers")
+    assert sorted(whole) == sorted(steps_of(3, is_backward=False, repeats="nothing"))
+
+
+def test_mirrored_transfers_take_the_way_back() -> None:
+    layout = Layout(2, pp=2, ranks_per_node=2)
+    seen = Counter[int]()
+    for lane in lanes_of(layout, "long_tail"):
+        packs = lane.packs(torch.device("cpu"))
+        there_and_back = mirrored(mirrored(packs))
+        assert there_and_back.rounds == packs.rounds
+        back = mirrored(packs)
+        assert back.divisions == packs.divisions[::-1]
+        for (half, way), one in packs.rounds.items():
+            seen[way] += 1
+            mirror = back.rounds[1 - half, {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}[way]]
+            assert (mirror.sends, mirror.receives) == (one.receives, one.sends)
+    assert set(seen) == {ACROSS, INSIDE, COLLECT, DELIVER}
+
+
+def test_a_step_out_of_turn_and_one_left_over_are_refused_with_both() -> None:
+    turns = Turns(steps_of(1, is_backward=False, repeats="nothing"), "iteration 3")
+    turns.take(Step("launch", 0, False, 0))
+    with pytest.raises(
+        DisagreementError, match=r"iteration 3: attend 0 .* as step 1 of 6, which is launch 1 of layer 0"
+    ):
+        turns.take(Step("attend", 0, False, 0))
+    with pytest.raises(DisagreementError, match=r"1 steps of layers in two halves ran, the tick has 6"):
+        turns.finish()
+
+
+def run_swapped(case: Case) -> str:
+    """Return how a rank ended, in a job whose last stage computes the gradients of the first half first."""
+    attend = HalvedLayer.attend_backward
+
+    def swap(self: HalvedLayer, half: int) -> None:
+        attend(self, 1 - half if parallel_state.is_pipeline_last_stage() else half)
+
+    HalvedLayer.attend_backward = swap  # type: ignore[method-assign]
+    try:
+        run_step(*case, None, lambda *args: run_planned(PoolCase(case, None), *args))
+    except DisagreementError as error:
+        return f"noticed: {error}"
+    except (ExchangeError, RuntimeError) as error:
+        return f"lost its peer: {error}"
+    return "nothing noticed"
+
+
+def test_another_order_on_one_rank_ends_all_of_them(reference_of: Any) -> None:
+    layout, samples = ONE_LANE, BATCHES["cut"]
+    case = Case(layout, samples, planned_step(samples, layout), reference_of(layout, "cut"))
+    first, last = run_ranks(2, run_swapped, case, timeout_s=60)
+    assert last.startswith("noticed: ")
+    assert "attend 1 of layer 1 backward is about to run" in last
+    assert "which is attend 0 of layer 1 backward on the other ranks" in last
+    assert first.startswith("lost its peer")
+
+
+def test_random_halves_are_found_from_programmes() -> None:
+    """Also those of tokens that only other servers compute."""
+    found = np.zeros(2, int)
+    for lane in lanes_of(Layout(2, pp=2), "long_tail"):
+        sends = [entries for one in lane.programme.exchanges for _, entries in one.sends]
+        sent = {number for entries in sends for number, kind in entries if kind == ROW}
+        computed = {row for tiles in lane.programme.tiles for row, _ in tiles}
+        own = {number for number, one in enumerate(lane.programme.held) if one.kind < 0}
+        assert own <= sent | computed
+        found += len(own & sent), len(own & computed)
+        halves_of_tokens(lane)
+    assert found.min() > 10
