@@ -388,6 +388,9 @@ CASES: dict[str, Callable[[], Notes]] = {
     "train with TP and PP": lambda: train(
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8, [0, 7]
     ),
+    "train with a pool": lambda: train(
+        "--max-seqlen-per-dp-cp-rank 512 --pipeline-model-parallel-size 2 --dynamic-cp-pool always", 2, [0, 1]
+    ),
     "faults are noticed": faults,
     "calibration": calibration,
 }

@@ -24,16 +24,16 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 280
-EIGHT_RANKS = "train with TP and PP"
+EIGHT_RANKS, POOL = EACH_NIGHT = "train with TP and PP", "train with a pool"
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Case -> its notes, of all cases, or all but that of eight ranks."""
+    """Case -> its notes, of all cases, or all but those of the night."""
     built = library.build(Path(request.config.cache.mkdir("fake_cuda")))
     found = tmp_path_factory.mktemp("fake_cuda") / "results.json"
-    is_asked = any(EIGHT_RANKS in item.name for item in request.session.items)
-    left_out = [] if is_asked else [EIGHT_RANKS]
+    names = [item.name for item in request.session.items]
+    left_out = [case for case in EACH_NIGHT if not any(case in name for name in names)]
     process = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *left_out],
         cwd=ROOT,
@@ -66,6 +66,7 @@ def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any]) 
     [
         ("train alone", ["rank 0"]),
         ("train on 4 lanes", ["rank 0", "rank 3"]),
+        pytest.param(POOL, ["rank 0", "rank 1"], marks=pytest.mark.nightly),
         pytest.param(EIGHT_RANKS, ["rank 0", "rank 7"], marks=pytest.mark.nightly),
     ],
 )
