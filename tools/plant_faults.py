@@ -40,6 +40,7 @@ RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
 LOGITS = "tests/trainer/test_weights.py -k logits_are_those"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
+TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
 EXPERTS = "tests/distributed/test_experts.py"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
@@ -181,6 +182,13 @@ FAULTS = {
         "candidates(with_masks(samples, cost_model.mask), way.problem)",
         "candidates(samples, way.problem)",
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
+    ),
+    "halves go back by the programme of forward": Fault(
+        "packs = self._packs_of(device)[is_backward]", "packs = self._packs_of(device)[False]", TICKS
+    ),
+    "padding of the first half is not counted": Fault("self.sizes[0] - len(rows[0])]", "0]", TICKS),
+    "both halves are rotated as the first tokens": Fault(
+        "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", TICKS
     ),
     "no static packing is tried": Fault(
         "found += self._better_static(min(one.makespan_ns for one in found))", "found += []", PROMISES

@@ -88,6 +88,7 @@ def test_a_replayed_run_is_the_recorded_one_and_one_without_a_pool_learns_the_sa
         (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (4, "--num-layers 4 --pipeline-model-parallel-size 4"),
         (4, "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"),
+        (2, "--no-dynamic-cp-ping-pong"),
         (2, "--hidden-dropout 0.1"),
     ],
 )
