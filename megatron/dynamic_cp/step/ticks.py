@@ -295,9 +295,7 @@ def _halves(params: DynamicPackedSeqParams, lane: PlacedLane, config: Any) -> Ha
     return Halves(params, lane, config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
-def begin_halves(
-    halves: Halves, lane: PlacedLane, model: Sequence[torch.nn.Module], *, is_forward: bool
-) -> None:
+def begin_halves(halves: Halves, lane: PlacedLane, model: Sequence[torch.nn.Module], *, is_forward: bool) -> None:
     """Begin a tick of layers in two halves, on all ranks with the same steps."""
     config = get_model_config(model[0])
     repeats: Repeats = "nothing"
