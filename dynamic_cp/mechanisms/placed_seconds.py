@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.mechanisms.stage_attention import Side, StageAttention
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Bools, Floats, Ints
+from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.placement.narrow import placement_under
+from dynamic_cp.placement.order import first_not_below, sorted_by
+from dynamic_cp.placement.runs import Tiles
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import fetches_of
@@ -58,11 +61,13 @@ def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequenc
 
 def _kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int) -> Floats:
     """Return [forward or backward, division, lane] seconds of kernels."""
-    homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
-    tokens = homes[:, 2] - homes[:, 1]
+    tiles = np.ascontiguousarray(placement.tiles, np.int64)
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     work = work_of_tiles(placement, samples, stage.mask)
-    sides = [_attention_s(side, work, tiles, tokens, placement.num_divisions, num_lanes, stage) for side in stage.sides]
-    return np.array(sides)
+    rates = np.array([(*side.first, *side.later) for side in stage.sides])
+    launch_s = stage.hardware.ring_step_overhead_s_per_layer
+    overheads_s = np.array([side.launches * stage.layers * launch_s for side in stage.sides])
+    return _attention_s(*work, tiles, tokens, rates, overheads_s, placement.num_divisions, num_lanes)
 
 
 def token_bytes(stage: StageAttention) -> TokenBytes:
@@ -91,35 +96,83 @@ class TileWork(NamedTuple):
 
 def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal | Full | Lambda) -> TileWork:
     """Return the work of all tiles of a placement; `mask` is that of samples that bring none."""
-    tiles = placement.tiles.astype(np.int64)
+    tiles = np.ascontiguousarray(placement.tiles, np.int64)
     wanted = tiles_between(placement, samples, mask)
-    keys = wanted.rows * len(placement.homes) + wanted.columns
-    place = np.searchsorted(keys, tiles[:, 0] * len(placement.homes) + tiles[:, 1])
-    is_causal = np.array([(sample.mask or mask.within(sample.seqlen)) == CAUSAL for sample in samples])
-    squares = (tiles[:, 0] == tiles[:, 1]) & is_causal[placement.homes[tiles[:, 0], 0]]
-    # The rates of kernels on causal squares count what is allowed, all else is computed in whole kernel tiles.
-    pairs = np.where(squares, wanted.pairs[place], wanted.touched[place])
-    return TileWork(pairs / mask.pairs_per_token2, squares.astype(np.int64))
+    homes_causal = _is_causal(samples, mask)[placement.homes[:, 0]]
+    work, is_square = _work(tiles, wanted, homes_causal)
+    return TileWork(work / mask.pairs_per_token2, is_square)
 
 
+def _is_causal(samples: Sequence[Sample], mask: Causal | Full | Lambda) -> Bools:
+    """Return [sample] -> whether it is computed as a causal one is."""
+    if mask == CAUSAL:
+        return np.array([sample.mask is None or sample.mask == CAUSAL for sample in samples])
+    return np.array([(sample.mask or mask.within(sample.seqlen)) == CAUSAL for sample in samples])
+
+
+@compiled
+def _work(tiles: Ints, wanted: Tiles, is_causal: Bools) -> tuple[Ints, Ints]:
+    """Return ([tile] pairs that its kernel computes, [tile] 1 where that is the kernel of causal squares).
+
+    Args:
+        tiles: of a placement.
+        wanted: the same tiles in their order, with their pairs.
+        is_causal: [home] whether its sample is.
+    """
+    work, is_square = np.empty(len(tiles), np.int64), np.empty(len(tiles), np.int64)
+    place = 0
+    for tile in range(len(tiles)):
+        row, column = tiles[tile, 0], tiles[tile, 1]
+        if place == len(tiles) or wanted.rows[place] != row or wanted.columns[place] != column:
+            first = first_not_below(wanted.rows, 0, len(tiles), row)
+            place = first_not_below(
+                wanted.columns, first, first_not_below(wanted.rows, first, len(tiles), row + 1), column
+            )
+        # The rates of kernels on causal squares count what is allowed, all else is computed in whole kernel tiles.
+        is_square[tile] = row == column and is_causal[row]
+        work[tile] = wanted.pairs[place] if is_square[tile] else wanted.touched[place]
+        place += 1
+    return work, is_square
+
+
+@compiled
 def _attention_s(
-    side: Side, work: TileWork, tiles: Ints, tokens: Ints, num_divisions: int, num_lanes: int, stage: StageAttention
-) -> Floats:
-    """Return [division, lane] seconds of kernels: those of the squares, and one for all other tiles of each row."""
-    first, later = side.first, side.later
-    place = tiles[:, 3] * num_lanes + tiles[:, 2]
-    squared = work.squared_tokens
-    rows = tokens[tiles[:, 0]]
-    square = first.per_token2 * (squared + first.extra_tokens * rows)
+    squared_tokens: Floats, is_square: Ints, tiles: Ints, tokens: Ints, rates: Floats, overheads_s: Floats,
+    num_divisions: int, num_lanes: int,
+) -> Floats:  # fmt: skip
+    """Return [direction, division, lane] seconds: kernels of the squares, and one for all other tiles of each row.
+
+    Args:
+        squared_tokens, is_square: `TileWork`.
+        tiles: [tile, (home of the queries, home of the keys, lane, division)].
+        tokens: of each home.
+        rates: [direction, (seconds per squared token, extra tokens) of kernels of squares, and of the others].
+        overheads_s: [direction] of each division with kernels, but the first.
+    """
+    seconds = np.zeros((2, num_divisions, num_lanes))
+    is_launched = np.zeros((num_divisions, num_lanes), np.bool_)
     # A row pays once for being short, in however many tiles its keys are.
-    row_place = place * len(tokens) + tiles[:, 0]
-    _, begins = np.unique(np.where(work.is_square, -1 - np.arange(len(tiles)), row_place), return_index=True)
-    is_first = np.zeros(len(tiles), bool)
-    is_first[begins] = True
-    other = later.per_token2 * (squared + later.extra_tokens * rows * is_first)
-    seconds = np.bincount(place, np.where(work.is_square, square, other), num_divisions * num_lanes)
-    launched = np.bincount(place, minlength=num_divisions * num_lanes) > 0
-    seconds = seconds.reshape(num_divisions, num_lanes)
-    launches = np.cumsum(launched.reshape(num_divisions, num_lanes), axis=0) > 1
-    overhead_s = side.launches * stage.layers * stage.hardware.ring_step_overhead_s_per_layer
-    return seconds + overhead_s * (launches & launched.reshape(num_divisions, num_lanes))
+    row_before = np.full((num_divisions, num_lanes), -1)
+    is_first = np.zeros(len(tiles), np.bool_)
+    by_row, _ = sorted_by(tiles[:, 0], len(tokens))
+    for tile in by_row:
+        row, lane, division = tiles[tile, 0], tiles[tile, 2], tiles[tile, 3]
+        is_launched[division, lane] = True
+        if not is_square[tile] and row_before[division, lane] != row:
+            is_first[tile] = True
+            row_before[division, lane] = row
+    for tile in range(len(tiles)):
+        row, lane, division = tiles[tile, 0], tiles[tile, 2], tiles[tile, 3]
+        for direction in range(2):
+            kernel = 0 if is_square[tile] else 2
+            extra = rates[direction, kernel + 1] * tokens[row] * (1.0 if is_square[tile] or is_first[tile] else 0.0)
+            seconds[direction, division, lane] += rates[direction, kernel] * (squared_tokens[tile] + extra)
+    for lane in range(num_lanes):
+        num_before = 0
+        for division in range(num_divisions):
+            if is_launched[division, lane]:
+                if num_before:
+                    for direction in range(2):
+                        seconds[direction, division, lane] += overheads_s[direction]
+                num_before += 1
+    return seconds

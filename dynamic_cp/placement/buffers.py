@@ -6,6 +6,37 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
+from dynamic_cp.placement.order import sorted_by
+from dynamic_cp.placement.transport import Fetches
+
+
+@compiled
+def places_in_buffers(fetches: Fetches, tokens: Ints, num_lanes: int) -> tuple[Ints, Ints]:
+    """Return the first token of each fetch in the buffer of its lane and kind, and [lane, kind] tokens of the buffers.
+
+    Args:
+        fetches: of all lanes.
+        tokens: of each home.
+        num_lanes: of the bucket.
+    """
+    num_fetches = len(fetches.lane)
+    begins, needed = np.empty(num_fetches, np.int64), np.empty(num_fetches, np.int64)
+    most = 0
+    for fetch in range(num_fetches):
+        begins[fetch] = fetches.first[fetch] - (2 if fetches.crosses[fetch] else 1)
+        needed[fetch] = tokens[fetches.home[fetch]]
+        most = max(most, begins[fetch] + 3)
+    by_begin, _ = sorted_by(begins + 2, most)
+    by_buffer, starts = sorted_by((fetches.lane * 2 + fetches.kind)[by_begin], 2 * num_lanes)
+    places, sizes = np.empty(num_fetches, np.int64), np.zeros((num_lanes, 2), np.int64)
+    for buffer in range(2 * num_lanes):
+        own = by_begin[by_buffer[starts[buffer] : starts[buffer + 1]]]
+        if len(own):
+            of_own, size = places_in_buffer(begins[own], fetches.last[own] + 2, needed[own])
+            sizes[buffer // 2, buffer % 2] = size
+            for number in range(len(own)):
+                places[own[number]] = of_own[number]
+    return places, sizes
 
 
 @compiled

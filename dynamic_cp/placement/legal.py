@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.runs import Tiles, count_tiles, runs_of
 from dynamic_cp.types import CAUSAL, Mask, Placement, Sample
@@ -60,11 +61,24 @@ def tiles_between(placement: Placement, samples: Sequence[Sample], mask: Mask) -
         placement: whose homes tile every sample.
         mask: of samples that bring none.
     """
-    last_of_sample = np.cumsum(np.bincount(placement.homes[:, 0], minlength=len(samples)))
-    starts = np.concatenate([[0], last_of_sample + np.arange(1, len(samples) + 1)])
-    seqlens = np.array([sample.seqlen for sample in samples], np.int64)
-    cuts = np.insert(placement.homes[:, 1].astype(np.int64), last_of_sample, seqlens)
-    return count_tiles(runs_of(with_masks(samples, mask)), starts, cuts)
+    runs = runs_of(with_masks(samples, mask))
+    return count_tiles(runs, *_cuts_of(np.ascontiguousarray(placement.homes, np.int64), runs.seqlens))
+
+
+@compiled
+def _cuts_of(homes: Ints, seqlens: Ints) -> tuple[Ints, Ints]:
+    """Return where homes cut their samples, as `runs.cut_samples` does."""
+    starts = np.zeros(len(seqlens) + 1, np.int64)
+    for home in range(len(homes)):
+        starts[homes[home, 0] + 1] += 1
+    for sample in range(len(seqlens)):
+        starts[sample + 1] += starts[sample] + 1
+    cuts = np.empty(len(homes) + len(seqlens), np.int64)
+    for home in range(len(homes)):
+        cuts[home + homes[home, 0]] = homes[home, 1]
+    for sample in range(len(seqlens)):
+        cuts[starts[sample + 1] - 1] = seqlens[sample]
+    return starts, cuts
 
 
 def with_masks(samples: Sequence[Sample], mask: Mask) -> Sequence[Sample]:

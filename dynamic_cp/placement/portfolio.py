@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,23 +33,19 @@ def place_whole(samples: Sequence[Sample], problem: PlacementProblem) -> Placed:
 
 def place_zigzag(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
     """Return blocks dealt to lanes 0, 1, ..., K - 1, K - 1, ..., 0 and so on; a tile is where its queries are."""
-    blocks = _blocks_of(samples, problem, block_size)
-    turns = np.arange(len(blocks.graph.tokens)) % (2 * problem.num_lanes)
-    homes = np.minimum(turns, 2 * problem.num_lanes - 1 - turns)
-    return placed_of(f"zigzag {block_size}", blocks, homes, homes[blocks.graph.ends[0]], problem)
+    return _zigzag(_Cut.of(samples, problem, block_size), problem)
 
 
 def place_greedily(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
     """Return whole documents where they fit, the others split over few nodes and lanes; nothing is moved any more."""
-    return _searched(f"greedy {block_size}", samples, problem, block_size, Effort(_NUM_STARTS, 0, 0, problem.seed))
+    return _greedy(_Cut.of(samples, problem, block_size), problem)
 
 
 def search_placement(
     samples: Sequence[Sample], problem: PlacementProblem, block_size: int, *, moves_rows: bool = True
 ) -> Placed:
     """Return what a local search over rows (with `moves_rows`) and then over tiles makes of such a beginning."""
-    effort = Effort(_NUM_STARTS, _NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, problem.seed)
-    return _searched(f"{'search' if moves_rows else 'tiles'} {block_size}", samples, problem, block_size, effort)
+    return _search(_Cut.of(samples, problem, block_size), problem, moves_rows=moves_rows)
 
 
 def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Placed]:
@@ -60,30 +57,52 @@ def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator
     mean = max(1, sum(sample.seqlen for sample in samples) // problem.num_lanes)
     half, quarter = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (2, 4))
     uneven, even = (replace(problem, work_tolerance=times * problem.work_tolerance) for times in (4.0, 0.2))
-    yield search_placement(samples, uneven, quarter)
-    yield search_placement(samples, problem, quarter)
+    cut = _Cut.of(samples, problem, quarter)
+    yield _search(cut, uneven)
+    yield _search(cut, problem)
     if quarter != half:
-        yield search_placement(samples, uneven, half)
-        yield search_placement(samples, problem, half)
-    yield place_greedily(samples, problem, half)
-    yield search_placement(samples, problem, half, moves_rows=False)
-    yield search_placement(samples, even, half)
-    yield place_zigzag(samples, problem, half)
+        cut = _Cut.of(samples, problem, half)
+        yield _search(cut, uneven)
+        yield _search(cut, problem)
+    yield _greedy(cut, problem)
+    yield _search(cut, problem, moves_rows=False)
+    yield _search(cut, even)
+    yield _zigzag(cut, problem)
     yield place_whole(samples, problem)
 
 
-def _searched(
-    name: str, samples: Sequence[Sample], problem: PlacementProblem, block_size: int, effort: Effort
-) -> Placed:
-    blocks = _blocks_of(samples, problem, block_size)
+class _Cut(NamedTuple):
+    """A micro-batch cut into blocks of at most so many tokens."""
+
+    block_size: int
+    blocks: Blocks
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> _Cut:
+        return cls(block_size, blocks_of(samples, block_size, problem.row_bytes, problem.column_bytes))
+
+
+def _zigzag(cut: _Cut, problem: PlacementProblem) -> Placed:
+    graph = cut.blocks.graph
+    turns = np.arange(len(graph.tokens)) % (2 * problem.num_lanes)
+    homes = np.minimum(turns, 2 * problem.num_lanes - 1 - turns)
+    return placed_of(f"zigzag {cut.block_size}", cut.blocks, homes, homes[graph.ends[0]], problem)
+
+
+def _greedy(cut: _Cut, problem: PlacementProblem) -> Placed:
+    return _searched("greedy", cut, problem, Effort(_NUM_STARTS, 0, 0, problem.seed))
+
+
+def _search(cut: _Cut, problem: PlacementProblem, *, moves_rows: bool = True) -> Placed:
+    effort = Effort(_NUM_STARTS, _NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, problem.seed)
+    return _searched("search" if moves_rows else "tiles", cut, problem, effort)
+
+
+def _searched(name: str, cut: _Cut, problem: PlacementProblem, effort: Effort) -> Placed:
     homes, lanes = place_graph(
-        blocks.graph, problem.num_lanes, problem.node_lanes, problem.token_tolerance, problem.work_tolerance, effort
+        cut.blocks.graph, problem.num_lanes, problem.node_lanes, problem.token_tolerance, problem.work_tolerance, effort
     )
-    return placed_of(name, blocks, homes, lanes, problem)
-
-
-def _blocks_of(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Blocks:
-    return blocks_of(samples, block_size, problem.row_bytes, problem.column_bytes)
+    return placed_of(f"{name} {cut.block_size}", cut.blocks, homes, lanes, problem)
 
 
 @compiled

@@ -18,7 +18,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.placement.buffers import places_in_buffer
+from dynamic_cp.placement.buffers import places_in_buffers
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
 from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement
@@ -176,7 +176,7 @@ def _programmes(
     for number, home in enumerate(homes):
         own[home[3]].append(number)
     of_lane = _by_lane(fetches, num_lanes)
-    places, buffers = _places(fetches, placement, of_lane)
+    places, buffers = _places(fetches, placement, num_lanes)
     held: list[list[Held]] = []
     number_of: list[dict[tuple[int, int], int]] = []
     for lane in range(num_lanes):
@@ -207,7 +207,7 @@ def _programmes(
             held=tuple(held[lane]),
             tiles=tuple(map(tuple, tiles[lane])),
             exchanges=tuple(exchanges[lane]),
-            buffer_tokens=buffers[lane],
+            buffer_tokens=(int(buffers[lane, ROW]), int(buffers[lane, COLUMN])),
         )
         for lane in range(num_lanes)
     ]
@@ -219,7 +219,7 @@ def buffer_tokens_of(placement: Placement, num_lanes: int, first_lane: int, node
     for mask in placement.layer_masks or (CAUSAL,):
         own = placement_under(placement, mask, num_lanes, node_lanes)
         fetches = fetches_of(own, first_lane, node_lanes)
-        of_masks.append(_places(fetches, own, _by_lane(fetches, num_lanes))[1])
+        of_masks.append(_places(fetches, own, num_lanes)[1])
     largest = np.max(of_masks, axis=0).tolist()
     return [(rows, columns) for rows, columns in largest]
 
@@ -252,23 +252,11 @@ def _exchanges(
     return rounds
 
 
-def _places(fetches: Fetches, placement: Placement, of_lane: Sequence[Ints]) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return where each fetch lies in the buffer of its kind, and the tokens of both buffers of each lane.
+def _places(fetches: Fetches, placement: Placement, num_lanes: int) -> tuple[Ints, Ints]:
+    """Return where each fetch lies in the buffer of its kind, and [lane, kind] tokens of the buffers.
 
     A place is taken from the round that fills it, begun two divisions ahead (one inside the node), until what is given
     back for it has been sent, which is waited for before the division after the next.
     """
-    tokens = (placement.homes[:, 2] - placement.homes[:, 1])[fetches.home]
-    begins = fetches.first - np.where(fetches.crosses > 0, 2, 1)
-    ends = fetches.last + 2
-    places = np.zeros(len(tokens), np.int64)
-    buffers = []
-    for own in of_lane:
-        sizes = {}
-        for kind in (ROW, COLUMN):
-            mine = own[fetches.kind[own] == kind]
-            mine = mine[np.argsort(begins[mine], kind="stable")]
-            places[mine], size = places_in_buffer(begins[mine], ends[mine], tokens[mine])
-            sizes[kind] = int(size)
-        buffers.append((sizes[ROW], sizes[COLUMN]))
-    return places, buffers
+    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    return places_in_buffers(fetches, tokens, num_lanes)

@@ -18,6 +18,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.order import ascending, sorted_by
 from dynamic_cp.types import Placement
 
 ROW, COLUMN = 0, 1
@@ -52,11 +53,24 @@ def fetches_of(placement: Placement, first_lane: int, node_lanes: int) -> Fetche
         first_lane: of the bucket; decides where nodes begin.
         node_lanes: lanes of a node.
     """
-    homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
-    lane, division = tiles[:, 2], tiles[:, 3]
-    used = np.concatenate([(lane * 2 + kind) * len(homes) + tiles[:, kind] for kind in (ROW, COLUMN)])
-    remote = np.concatenate([homes[tiles[:, kind], 3] != lane for kind in (ROW, COLUMN)])
-    return fetches_used(homes[:, 3], used[remote], np.concatenate([division, division])[remote], first_lane, node_lanes)
+    homes = np.ascontiguousarray(placement.homes, np.int64)
+    tiles = np.ascontiguousarray(placement.tiles, np.int64)
+    return fetches_used(homes[:, 3], *_used(homes, tiles), first_lane, node_lanes)
+
+
+@compiled
+def _used(homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
+    """Return what tiles use that their lane does not hold, as `fetches_used` takes it, and in which division."""
+    used, divisions = np.empty(2 * len(tiles), np.int64), np.empty(2 * len(tiles), np.int64)
+    count = 0
+    for kind in range(2):
+        for tile in range(len(tiles)):
+            home, lane = tiles[tile, kind], tiles[tile, 2]
+            if homes[home, 3] != lane:
+                used[count] = (lane * 2 + kind) * len(homes) + home
+                divisions[count] = tiles[tile, 3]
+                count += 1
+    return used[:count].copy(), divisions[:count].copy()
 
 
 def fetches_used(holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int) -> Fetches:
@@ -67,34 +81,57 @@ def fetches_used(holder: Ints, used: Ints, divisions: Ints, first_lane: int, nod
         used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
         first_lane, node_lanes: as in `fetches_of`.
     """
+    return Fetches(*_fetches(np.ascontiguousarray(holder), used, divisions, first_lane, node_lanes))
+
+
+@compiled
+def _fetches(
+    holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
+    """Return the columns of `fetches_used`."""
     num_homes = len(holder)
-    keys, first, last = _grouped(used, divisions)
-    user, home = keys // num_homes // 2, keys % num_homes
-    kind = keys // num_homes % 2
-    node, holder_node = (first_lane + user) // node_lanes, (first_lane + holder[home]) // node_lanes
-    source, crosses = holder[home].copy(), node != holder_node
-    if crosses.any():
-        of_node = (node * 2 + kind) * num_homes + home
-        # The relay is who needs it first; among equals another one for each home, so that they share the work.
-        order = np.lexsort(((user + home) % node_lanes, first, of_node))
-        order = order[crosses[order]]
-        begins = np.flatnonzero(np.diff(of_node[order], prepend=-1))
-        relay = np.repeat(order[begins], np.diff(begins, append=len(order)))
-        source[order] = np.where(order == relay, source[order], user[relay])
-        crosses[order] = order == relay
-        np.maximum.at(last, relay, last[order])
-    return Fetches(user, kind, home, source, crosses.astype(np.int64), first, last)
-
-
-def _grouped(keys: Ints, divisions: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return different `keys`, ascending, with the least and the largest division of each."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-    if not len(begins):
-        return ordered, ordered, ordered
-    of_key = divisions[order]
-    return ordered[begins], np.minimum.reduceat(of_key, begins), np.maximum.reduceat(of_key, begins)
+    num_lanes = 0
+    for index in range(len(used)):
+        num_lanes = max(num_lanes, used[index] // num_homes // 2 + 1)
+    by_home, _ = sorted_by(used % num_homes, num_homes)
+    by_user, _ = sorted_by(used[by_home] // num_homes, 2 * num_lanes)
+    columns = np.empty((7, len(used)), np.int64)
+    user, kind, home, source, crosses, first, last = columns
+    # The relay is who needs it first; among equals another one for each home, so that they share the work.
+    relays = np.full(((first_lane + num_lanes) // node_lanes + 1, 2 * num_homes), -1)
+    count = 0
+    for place in by_user:
+        key, division = used[by_home[place]], divisions[by_home[place]]
+        if (
+            count
+            and user[count - 1] == key // num_homes // 2
+            and (kind[count - 1] == key // num_homes % 2 and home[count - 1] == key % num_homes)
+        ):
+            first[count - 1] = min(first[count - 1], division)
+            last[count - 1] = max(last[count - 1], division)
+            continue
+        user[count], kind[count], home[count] = key // num_homes // 2, key // num_homes % 2, key % num_homes
+        source[count], first[count], last[count] = holder[home[count]], division, division
+        crosses[count] = (first_lane + user[count]) // node_lanes != (first_lane + source[count]) // node_lanes
+        count += 1
+    for fetch in range(count):
+        if crosses[fetch]:
+            node, thing = (first_lane + user[fetch]) // node_lanes, kind[fetch] * num_homes + home[fetch]
+            best = relays[node, thing]
+            if best < 0 or (first[fetch], (user[fetch] + home[fetch]) % node_lanes) < (
+                first[best], (user[best] + home[best]) % node_lanes
+            ):  # fmt: skip
+                relays[node, thing] = fetch
+    for fetch in range(count):
+        if crosses[fetch]:
+            relay = relays[(first_lane + user[fetch]) // node_lanes, kind[fetch] * num_homes + home[fetch]]
+            if relay != fetch:
+                source[fetch], crosses[fetch] = user[relay], 0
+                last[relay] = max(last[relay], last[fetch])
+    return (
+        user[:count].copy(), kind[:count].copy(), home[:count].copy(), source[:count].copy(), crosses[:count].copy(),
+        first[:count].copy(), last[:count].copy(),
+    )  # fmt: skip
 
 
 def divide(
@@ -118,23 +155,55 @@ def divide(
         bytes_per_token: of a fetched (row, column).
         num_lanes: of the bucket, whose first lane begins a node; node_lanes: of a node.
     """
-    division = np.zeros(len(tiles), np.int64)
     if num_divisions == 1:
-        return division
-    num_homes = len(holder)
-    used = np.concatenate([(tiles[:, 2] * 2 + kind) * num_homes + tiles[:, kind] for kind in (ROW, COLUMN)])
-    remote = np.concatenate([holder[tiles[:, kind]] != tiles[:, 2] for kind in (ROW, COLUMN)])
-    keys = np.unique(used[remote])
-    lane, kind, home = keys // num_homes // 2, keys // num_homes % 2, keys % num_homes
-    num_bytes = tokens[home] * bytes_per_token[kind]
-    crosses = lane // node_lanes != holder[home] // node_lanes
-    order = np.lexsort((keys, -num_bytes, ~crosses))
-    chosen = _least_busy(lane[order], holder[home[order]], num_bytes[order], crosses[order], num_divisions, num_lanes)
-    of_fetch = np.empty(len(keys), np.int64)
-    of_fetch[order] = chosen
-    place = np.minimum(np.searchsorted(keys, used), max(len(keys) - 1, 0))
-    needed = np.where(remote, of_fetch[place] if len(keys) else 0, 0)
-    return np.maximum(needed[: len(tiles)], needed[len(tiles) :])
+        return np.zeros(len(tiles), np.int64)
+    contiguous = np.ascontiguousarray(holder), np.ascontiguousarray(tokens), np.ascontiguousarray(tiles)
+    return _divisions(*contiguous, bytes_per_token, num_divisions, num_lanes, node_lanes)
+
+
+@compiled
+def _divisions(
+    holder: Ints, tokens: Ints, tiles: Ints, bytes_per_token: Floats, num_divisions: int, num_lanes: int,
+    node_lanes: int,
+) -> Ints:  # fmt: skip
+    """Return what `divide` does, for two divisions or more."""
+    num_homes, num_tiles = len(holder), len(tiles)
+    group, home = np.empty(2 * num_tiles, np.int64), np.empty(2 * num_tiles, np.int64)
+    of_tile = np.empty(2 * num_tiles, np.int64)
+    count = 0
+    for kind in range(2):
+        for tile in range(num_tiles):
+            if holder[tiles[tile, kind]] != tiles[tile, 2]:
+                group[count], home[count] = tiles[tile, 2] * 2 + kind, tiles[tile, kind]
+                of_tile[count] = tile
+                count += 1
+    in_order, _ = sorted_by(home[:count], num_homes)
+    in_order = in_order[sorted_by(group[in_order], 2 * num_lanes)[0]]
+    # Who fetches which home is counted once, in however many tiles.
+    fetch_of = np.empty(count, np.int64)
+    receivers, senders = np.empty(count, np.int64), np.empty(count, np.int64)
+    num_bytes, crosses = np.empty(count), np.empty(count, np.int64)
+    num_fetches, before = 0, -1
+    for entry in in_order:
+        if before < 0 or group[entry] != group[before] or home[entry] != home[before]:
+            receivers[num_fetches], senders[num_fetches] = group[entry] // 2, holder[home[entry]]
+            num_bytes[num_fetches] = tokens[home[entry]] * bytes_per_token[group[entry] % 2]
+            is_inside = receivers[num_fetches] // node_lanes == senders[num_fetches] // node_lanes
+            crosses[num_fetches] = 0 if is_inside else 1
+            num_fetches += 1
+        fetch_of[entry] = num_fetches - 1
+        before = entry
+    order = ascending(-num_bytes[:num_fetches])
+    order = order[sorted_by(1 - crosses[order], 2)[0]]
+    chosen = _least_busy(receivers[order], senders[order], num_bytes[order], crosses[order], num_divisions, num_lanes)
+    of_fetch = np.empty(num_fetches, np.int64)
+    for place in range(num_fetches):
+        of_fetch[order[place]] = chosen[place]
+    division = np.zeros(num_tiles, np.int64)
+    for entry in range(count):
+        tile = of_tile[entry]
+        division[tile] = max(division[tile], of_fetch[fetch_of[entry]])
+    return division
 
 
 @compiled
@@ -183,22 +252,56 @@ def messages_of(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> 
         tokens: of each home.
         there, back: bytes per token of a fetched (row, column), and of what is given back for one.
     """
-    fetch_round = np.where(fetches.crosses, ACROSS, INSIDE)
-    back_round = np.where(fetches.crosses, DELIVER, COLLECT)
-    of_home = tokens[fetches.home]
-    division = np.concatenate([fetches.first, fetches.last])
-    when = np.concatenate([fetch_round, back_round])
-    sender = np.concatenate([fetches.source, fetches.lane])
-    receiver = np.concatenate([fetches.lane, fetches.source])
-    num_bytes = np.concatenate([of_home * there[fetches.kind], of_home * back[fetches.kind]])
-    num_lanes = int(max(sender.max(initial=0), receiver.max(initial=0))) + 1
-    key = ((division * 4 + when) * num_lanes + sender) * num_lanes + receiver
-    order = np.argsort(key, kind="stable")
-    order = order[num_bytes[order] > 0]
-    begins = np.flatnonzero(np.diff(key[order], prepend=-1))
-    if not len(begins):
-        none = np.zeros(0, np.int64)
-        return Messages(none, none, none, none, np.zeros(0))
-    one = order[begins]
-    sums = np.add.reduceat(num_bytes[order], begins)
-    return Messages(division[one], when[one], sender[one], receiver[one], sums)
+    return Messages(*_messages(fetches, tokens, there, back))
+
+
+@compiled
+def _messages(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> tuple[Ints, Ints, Ints, Ints, Floats]:
+    """Return the columns of `messages_of`."""
+    num_fetches, num_lanes, num_divisions = len(fetches.lane), 0, 0
+    for fetch in range(num_fetches):
+        num_lanes = max(num_lanes, max(fetches.lane[fetch], fetches.source[fetch]) + 1)
+        num_divisions = max(num_divisions, fetches.last[fetch] + 1)
+    # First all that is fetched, then all that is given back.
+    slot, sender = np.empty(2 * num_fetches, np.int64), np.empty(2 * num_fetches, np.int64)
+    receiver, num_bytes = np.empty(2 * num_fetches, np.int64), np.empty(2 * num_fetches)
+    count = 0
+    for is_back in range(2):
+        for fetch in range(num_fetches):
+            kind, crosses = fetches.kind[fetch], fetches.crosses[fetch]
+            taken = tokens[fetches.home[fetch]] * (back[kind] if is_back else there[kind])
+            if not taken > 0.0:
+                continue
+            if is_back:
+                slot[count] = fetches.last[fetch] * 4 + (DELIVER if crosses else COLLECT)
+                sender[count], receiver[count] = fetches.lane[fetch], fetches.source[fetch]
+            else:
+                slot[count] = fetches.first[fetch] * 4 + (ACROSS if crosses else INSIDE)
+                sender[count], receiver[count] = fetches.source[fetch], fetches.lane[fetch]
+            num_bytes[count] = taken
+            count += 1
+    order, _ = sorted_by(receiver[:count], num_lanes)
+    order = order[sorted_by(sender[order], num_lanes)[0]]
+    order = order[sorted_by(slot[order], 4 * num_divisions)[0]]
+    found = np.empty((4, count), np.int64)
+    sums = np.empty(count)
+    last = -1
+    for entry in order:
+        if (
+            last >= 0
+            and slot[entry] == 4 * found[0, last] + found[1, last]
+            and (sender[entry] == found[2, last] and receiver[entry] == found[3, last])
+        ):
+            sums[last] += num_bytes[entry]
+            continue
+        last += 1
+        found[0, last], found[1, last] = slot[entry] // 4, slot[entry] % 4
+        found[2, last], found[3, last], sums[last] = sender[entry], receiver[entry], num_bytes[entry]
+    last += 1
+    return (
+        found[0, :last].copy(),
+        found[1, :last].copy(),
+        found[2, :last].copy(),
+        found[3, :last].copy(),
+        sums[:last].copy(),
+    )

@@ -172,11 +172,20 @@ class CostModel:
             with_padding: else lanes have even shares of the true tokens, which costs as much in the mean.
             with_exchange: else attention is its kernels alone.
         """
+        seconds, tokens = self.seconds_lane_by_lane(
+            bucket, micro_batch, with_padding=with_padding, with_exchange=with_exchange
+        )
+        forward_s, backward_s = seconds.tolist()
+        return [self._with_edges(*lane) for lane in zip(forward_s, backward_s, tokens, strict=True)]
+
+    def seconds_lane_by_lane(
+        self, bucket: Bucket, micro_batch: MicroBatch, *, with_padding: bool = True, with_exchange: bool = True
+    ) -> tuple[Floats, Sequence[float]]:
+        """Return ([forward or backward, lane] seconds, tokens of each lane) of `costs_lane_by_lane`, without edges."""
         tokens: Sequence[float] = [bucket.num_tokens / bucket.cp_size] * bucket.cp_size
         if with_padding:
             tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
-        seconds = self._stage.lane_costs(bucket, micro_batch, tokens, with_exchange=with_exchange)
-        return [self._with_edges(*both, rank_tokens) for both, rank_tokens in zip(seconds, tokens, strict=True)]
+        return self._stage.lane_costs(bucket, micro_batch, tokens, with_exchange=with_exchange), tokens
 
     @property
     def stage(self) -> StagePrices:

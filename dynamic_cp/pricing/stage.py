@@ -15,10 +15,11 @@ Routed experts themselves are on top: here, where a lane has all that its tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
+from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear, merged
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
@@ -155,8 +156,8 @@ class StagePrices:
 
     def lane_costs(
         self, bucket: Bucket, micro_batch: MicroBatch, tokens: Sequence[float], *, with_exchange: bool = True
-    ) -> list[tuple[float, float]]:
-        """Return (forward, backward) seconds of each lane of a bucket whose mechanism has no closed form.
+    ) -> Floats:
+        """Return [forward or backward, lane] seconds of a bucket whose mechanism has no closed form.
 
         Args:
             bucket, micro_batch: as in `Mechanism.lane_seconds`.
@@ -168,17 +169,11 @@ class StagePrices:
             attention = mechanism.lane_seconds(self._attention, bucket, micro_batch)
         else:
             attention = mechanism.kernel_seconds(self._attention, bucket)
-        costs = []
-        for lane_tokens, (forward_s, backward_s) in zip(tokens, attention.T.tolist(), strict=True):
-            both = self._with_attention((Convex(Linear(forward_s)), Convex(Linear(backward_s))), 1)
-            forward, backward = (side.linear for side in both)
-            costs.append(
-                (
-                    forward.constant + forward.per_token * lane_tokens,
-                    backward.constant + backward.per_token * lane_tokens,
-                )
-            )
-        return costs
+        # The numbers of all lanes take the place of one.
+        of_lanes = [Convex(Linear(cast(float, seconds))) for seconds in attention]
+        both = self._with_attention((of_lanes[0], of_lanes[1]), 1)
+        held = np.array(tokens, np.float64)
+        return np.array([side.linear.constant + side.linear.per_token * held for side in both])
 
     def _with_attention(self, of_attention: tuple[Convex, Convex], cp_size: int) -> tuple[Convex, Convex]:
         """Return (forward, backward) of all layers from those of attention, for tokens that `cp_size` lanes share."""

@@ -24,7 +24,7 @@ from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_tokens, round_up
 from dynamic_cp.pricing.capacity import may_span_all
-from dynamic_cp.pricing.cost_model import CostModel, lane_costs
+from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     PLACED,
     Bucket,
@@ -137,15 +137,23 @@ def placed_plans(
     most = _NUM_CANDIDATES[cost_model.options.search] // (len(rows) + sum(numbers))
     if most == 0:
         numbers, most = [fewest], 1
+    known: dict[tuple[int, ...], MicroBatch | None] = {}
+
+    def place(row: Sequence[Sample]) -> MicroBatch | None:
+        names = tuple(sample.sample_id for sample in row)
+        if names not in known:
+            known[names] = place_row(row, cost_model, most)
+        return known[names]
+
     chosen = [
-        _faster(row if may_stay else None, place_row(of_row, cost_model, most), cost_model)
+        _faster(row if may_stay else None, place(of_row), cost_model)
         for row, of_row, may_stay in zip(rows, of_rows, fixed, strict=True)
     ]
     yield from _plan_of("", chosen, plan, cost_model)
     for num_rows in numbers:
         level = _level_rows(samples, num_rows, cost_model)
         if level is not None:
-            yield from _plan_of("level ", [place_row(row, cost_model, most) for row in level], plan, cost_model)
+            yield from _plan_of("level ", [place(row) for row in level], plan, cost_model)
 
 
 def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_model: CostModel) -> Iterator[PlacedPlan]:
@@ -176,6 +184,9 @@ def _faster(one: MicroBatch | None, other: MicroBatch | None, cost_model: CostMo
 
 def _slowest_s(row: MicroBatch, cost_model: CostModel) -> float:
     """Return forward and backward on the slowest lane."""
+    (bucket, *others) = row.buckets
+    if not others and is_priced_lane_by_lane(bucket):
+        return float(cost_model.seconds_lane_by_lane(bucket, row)[0].sum(axis=0).max())
     return max(cost.forward_s + cost.backward_s for _, cost in lane_costs(row, cost_model))
 
 
@@ -214,16 +225,25 @@ def place_row(
     ways = [_Way.of(inner, cost_model) for inner in _inner_sizes(cost_model)]
     found = zip_longest(*(candidates(with_masks(samples, cost_model.mask), way.problem) for way in ways))
     tried = ((way, placed) for row in found for way, placed in zip(ways, row, strict=True) if placed is not None)
+    known: dict[tuple[int, int, bytes, bytes], tuple[float, MicroBatch] | None] = {}
+
+    def price(way: _Way, placed: Placed, num_divisions: int) -> tuple[float, MicroBatch] | None:
+        # Small micro-batches are placed alike in several ways.
+        key = way.inner_cp_size, num_divisions, placed.homes.tobytes(), placed.tiles.tobytes()
+        if key not in known:
+            known[key] = _priced(samples, placed, num_divisions, way, cost_model)
+        return known[key]
+
     best: list[tuple[float, int, MicroBatch]] = []
     fitting: list[tuple[float, int, _Way, Placed]] = []
     for way, placed in islice(tried, most_candidates):
-        priced = _priced(samples, placed, _DIVISIONS[0], way, cost_model)
+        priced = price(way, placed, _DIVISIONS[0])
         if priced is not None:
             fitting.append((priced[0], len(fitting), way, placed))
             best.append((priced[0], len(best), priced[1]))
     for _, _, way, placed in sorted(fitting, key=lambda one: one[:2])[:_NUM_DIVIDED]:
         for num_divisions in _DIVISIONS[1:]:
-            priced = _priced(samples, placed, num_divisions, way, cost_model)
+            priced = price(way, placed, num_divisions)
             assert priced is not None
             best.append((priced[0], len(best), priced[1]))
     for _, _, row in sorted(best, key=lambda one: one[:2]):
@@ -278,26 +298,28 @@ def _priced(
 ) -> tuple[float, MicroBatch] | None:
     """Return (seconds of the slowest lane, the micro-batch); None where a lane holds more than the limit."""
     problem, topology = way.problem, cost_model.topology
-    undivided = Placement(placed.homes, np.insert(placed.tiles, 3, 0, axis=1))
+    tiles = np.zeros((len(placed.tiles), Placement.columns), np.int32)
+    tiles[:, :3] = placed.tiles
+    undivided = Placement(placed.homes, tiles)
     if isinstance(cost_model.mask, Lambda):
         undivided = trimmed(undivided, cost_model.mask)
-    homes, tiles = undivided.homes.astype(np.int64), undivided.tiles.astype(np.int64)
-    bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
-    division = divide(
-        homes[:, 3], homes[:, 2] - homes[:, 1], tiles, bytes_per_token, num_divisions, problem.num_lanes,
-        problem.node_lanes,
-    )  # fmt: skip
     layer_masks = cost_model.model.layer_masks if cost_model.model.window is not None else ()
-    tiles[:, 3] = division
     bucket = Bucket(
         first_lane=0,
         cp_size=topology.num_lanes,
         cp_comm_type=PLACED[0],
         inner_cp_size=way.inner_cp_size,
         samples=tuple(samples),
-        placement=Placement(undivided.homes, tiles.astype(np.int32), layer_masks),
+        placement=Placement(undivided.homes, undivided.tiles, layer_masks),
     )
     if max(placed_tokens(bucket, topology.rank_token_multiple)) > cost_model.options.max_tokens_per_rank:
         return None
+    homes, tiles = undivided.homes.astype(np.int64), undivided.tiles
+    bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
+    # Nobody else has these arrays yet.
+    tiles[:, 3] = divide(
+        homes[:, 3], homes[:, 2] - homes[:, 1], tiles.astype(np.int64), bytes_per_token, num_divisions,
+        problem.num_lanes, problem.node_lanes,
+    )  # fmt: skip
     row = MicroBatch(buckets=(bucket,))
     return _slowest_s(row, cost_model), row

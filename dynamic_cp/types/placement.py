@@ -77,10 +77,12 @@ class Placement:
 
     def home_tokens(self, num_lanes: int) -> list[int]:
         """Return how many tokens each lane holds."""
-        tokens = [0] * num_lanes
-        for _, start, stop, lane in self.homes.tolist():
-            tokens[lane] += stop - start
-        return tokens
+        import numpy as np
+
+        tokens = np.zeros(num_lanes, np.int64)
+        np.add.at(tokens, self.homes[:, 3], self.homes[:, 2] - self.homes[:, 1])
+        held: list[int] = tokens.tolist()
+        return held
 
     def samples_of(self, lane: int) -> list[int]:
         """Return the samples of which a lane holds or computes anything, ascending."""
