@@ -198,6 +198,16 @@ FAULTS = {
         "return virtual == pp_size * vp_size - 1, virtual == 0",
         "tests/unit/pipeline",
     ),
+    "chunks of a pool go forward order back": Fault(
+        "return Unit(micro_batch, chunk if is_forward else vp_size - 1 - chunk)",
+        "return Unit(micro_batch, chunk)",
+        "tests/unit/pipeline/test_ticks.py",
+    ),
+    "tasks made on other stages stay there": Fault(
+        "(rows[:, servers] + turn * self._num_lanes)",
+        "(rows[:, servers] + 0 * self._num_lanes)",
+        "tests/unit/disaggregation/test_task_plans.py -k made_once",
+    ),
     "padded tokens of a rank are too few": Fault(
         "round_up(units * multiple // bucket.cp_size,",
         "round_up(units * multiple // bucket.cp_size - bucket.cp_size // 2,",

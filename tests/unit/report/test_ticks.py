@@ -19,7 +19,7 @@ from dynamic_cp.report.tick_trace import tick_events
 from tests.unit.disaggregation.test_task_plans import batch_of, cost_model_of
 from tests.unit.report.trace_format_check import check_events
 
-JOB = ["--global-batch-size", "24", "--lanes", "4", "--tp", "8", "--pp", "2", "--vpp", "2", "--recompute", "full"]
+JOB = ["--global-batch-size", "8", "--lanes", "4", "--tp", "8", "--pp", "2", "--vpp", "2", "--recompute", "full"]
 JOB += ["--lengths", "prolong", "--max-seqlen", "32768", "--max-tokens-per-rank", "16384", "--policy", "dynamic,pool"]
 
 
