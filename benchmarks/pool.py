@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pool, two halves": {"pool": "always", "ping_pong": True},
     "pool, one stream": {"pool": "always", "ping_pong": False},
 }
-"""Name -> options of the planner."""
+"""Name -> options of the planner; with `--vpp` 1F1B is interleaved."""
 MODEL = (
     "--hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --lr 1e-4 --train-iters 1 "
@@ -67,6 +67,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=2, help="stages")
+    parser.add_argument("--vpp", type=int, default=1, help="model chunks of a stage")
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--short", type=int, default=128, help="tokens of a short document")
     parser.add_argument("--num-short", type=int, default=64)
@@ -77,8 +78,9 @@ def main() -> None:
     by_rank, is_emulated = _run(args)
     link = f"NIC of {args.rate} per rank" if is_emulated else "not throttled"
     print(
-        f"PP {args.pp}, {args.lanes} lanes, {args.layers} layers a stage, a document of {TIMES_AS_LONG * args.short} "
-        f"tokens and {args.num_short} of {args.short}; {args.pp} nodes of {args.lanes} ranks, {link}; "
+        f"PP {args.pp}, VPP {args.vpp}, {args.lanes} lanes, {args.layers} layers a stage, a document of "
+        f"{TIMES_AS_LONG * args.short} tokens and {args.num_short} of {args.short}; {args.pp} nodes of {args.lanes} "
+        f"ranks, {link}; "
         f"{args.repeat} repetitions, {os.cpu_count()} cores\n"
     )
     print(
@@ -89,7 +91,7 @@ def main() -> None:
     for index, kind in enumerate(KINDS):
         found = [outcomes[index] for outcomes in by_rank]
         slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
-        laid_out_s = _laid_out_s(kind, found, args.pp, args.lanes)
+        laid_out_s = _laid_out_s(kind, found, args.pp, args.vpp, args.lanes)
         figures = found[0].predicted_s, laid_out_s, statistics.median(slowest), min(slowest)
         first = first or figures
         nics = f"{sum(one.nic_bytes or 0 for one in found) / 1e6:.1f}" if is_emulated else "-"
@@ -100,21 +102,21 @@ def main() -> None:
         )
 
 
-def _laid_out_s(kind: str, found: Sequence[Outcome], pp_size: int, num_lanes: int) -> float:
+def _laid_out_s(kind: str, found: Sequence[Outcome], pp_size: int, vp_size: int, num_lanes: int) -> float:
     """Return the longest path through the schedule, of CPU seconds; lanes wait for each other in every operation."""
     each = np.array([one.operations_s for one in found]).reshape(pp_size, num_lanes, -1).max(axis=1)
     if KINDS[kind]["pool"] == "always":
         return float(each.max(axis=0).sum())
     rows = found[0].num_microbatches
     ends: dict[tuple[int, Operation], float] = {}
-    operations = [stage_operations(stage, pp_size, rows) for stage in range(pp_size)]
+    operations = [stage_operations(stage, pp_size, rows, vp_size) for stage in range(pp_size)]
     places, free_s = [0] * pp_size, [0.0] * pp_size
-    while len(ends) < 2 * rows * pp_size:
+    while len(ends) < 2 * rows * pp_size * vp_size:
         for stage, own in enumerate(operations):
             if places[stage] == len(own):
                 continue
             operation = own[places[stage]]
-            need = needed_operation(stage, operation, pp_size, 1)
+            need = needed_operation(stage, operation, pp_size, vp_size)
             if need is not None and (need.stage, need.operation) not in ends:
                 continue
             ready_s = 0.0 if need is None else ends[need.stage, need.operation]
@@ -175,6 +177,7 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(args.lanes)}
     words = (
         f"{MODEL} --seq-length {longest} --num-layers {args.layers * args.pp} --pipeline-model-parallel-size {args.pp} "
+        f"--num-virtual-stages-per-pipeline-rank {args.vpp} "
         f"--max-seqlen-per-dp-cp-rank {longest} --global-batch-size {args.num_short + 1}"
     )
     job = set_up(parse_args(words.split(), num_ranks))

@@ -183,6 +183,15 @@ FAULTS = {
         "candidates(samples, way.problem)",
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
+    "in a pool gradients are summed up before the last backward": Fault(
+        "self._begin_by_themselves and unit.micro_batch == self._last)",
+        "self._begin_by_themselves and unit.micro_batch == 0)",
+        TICKS,
+    ),
+    "in a pool the sums of the first chunk begin for all": Fault(
+        "self._begin[first.chunk](self._model[first.chunk]", "self._begin[0](self._model[0]", TICKS
+    ),
+    "a lane takes its ticks for those of one chunk": Fault("vp_size=len(self._chunks),", "vp_size=1,", TICKS),
     "halves go back by the programme of forward": Fault(
         "packs = self._packs_of(device)[is_backward]", "packs = self._packs_of(device)[False]", TICKS
     ),
