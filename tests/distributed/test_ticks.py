@@ -72,13 +72,6 @@ LAYOUTS = {
     ),
 }
 EACH_NIGHT = {
-    "pp2_cut_selective_recompute": Layout(1, pp=2, config=SELECTIVE_RECOMPUTE),
-    "tp2_sp_pp2_full_recompute": Layout(2, tp=2, sp=True, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True),
-    "tp2_sp_pp2_selective_recompute": Layout(2, tp=2, sp=True, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE),
-    "pp2_norms_recomputed": Layout(2, pp=2, config=NORMS_RECOMPUTE),
-    "pp2_gated": Layout(2, pp=2, variant="gated"),
-    "pp2_unrotated": Layout(2, pp=2, variant="unrotated"),
-    "pp2_fp32_residual": Layout(2, pp=2, variant="fp32_residual_gpt2"),
     "pp4": Layout(2, pp=4, ranks_per_node=4),
     "pp4_tied": Layout(2, pp=4, variant="llama_tied", config=FULL_RECOMPUTE),
     "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, overlap_grad_reduce=True),
@@ -89,6 +82,16 @@ EACH_NIGHT = {
     "tp2_sp_pp2_vpp2": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
     "pp2_vpp4": Layout(4, pp=2, vpp=4, config={**EIGHT_LAYERS, **SELECTIVE_RECOMPUTE}),
 }
+IN_HALVES = {
+    "pp2_cut_selective_recompute": Layout(1, pp=2, config=SELECTIVE_RECOMPUTE),
+    "tp2_sp_pp2_full_recompute": Layout(2, tp=2, sp=True, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True),
+    "tp2_sp_pp2_selective_recompute": Layout(2, tp=2, sp=True, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE),
+    "pp2_norms_recomputed": Layout(2, pp=2, config=NORMS_RECOMPUTE),
+    "pp2_gated": Layout(2, pp=2, variant="gated"),
+    "pp2_unrotated": Layout(2, pp=2, variant="unrotated"),
+    "pp2_fp32_residual": Layout(2, pp=2, variant="fp32_residual_gpt2"),
+}
+"""Ways through a layer that halves have to take, too."""
 RANDOM_ROWS: dict[str, tuple[int, ...]] = {
     "pp2_full_recompute": (),
     "pp2_vpp2": (1,),
@@ -100,11 +103,10 @@ RANDOM_ROWS: dict[str, tuple[int, ...]] = {
 """Micro-batches of the steps that are placed at random, where they are not `ROWS`: with chunks too few for all stages,
 or for the last group of them."""
 ROWS = (4,)
-
-
 BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
 IN_ONE_STREAM = ("pp2_one_lane",)
 """Layouts that are planned without ping-pong, too."""
+
 
 Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
 """Who computes what in each tick, and the samples of its micro-batches, stage after stage."""
@@ -122,7 +124,9 @@ class PoolCase(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    "layouts", [LAYOUTS, pytest.param(EACH_NIGHT, marks=pytest.mark.nightly)], ids=["four", "eight"]
+    "layouts",
+    [LAYOUTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in (EACH_NIGHT, IN_HALVES))],
+    ids=["four", "eight", "halves"],
 )
 def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
     """With tasks that are scattered at random, and with those that are planned."""
