@@ -2,6 +2,7 @@
 
     python -m benchmarks.placement                # tables of all ways to place, and of planning times
     python -m benchmarks.placement --partitioner  # ours beside mtkahypar (MIT; pip install mtkahypar==1.7.post1)
+    python -m benchmarks.placement --plans        # what planning whole global batches with masks takes
 
 Batches are filled to 131072 tokens with documents as they come, and used if they are three quarters full. 8 nodes of 8
 lanes, 4096 bytes per token of queries and outputs, 1024 of keys and values (8 query heads, 2 KV heads, 128 channels,
@@ -26,6 +27,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.placement import (
     Placed,
     PlacementProblem,
@@ -39,12 +41,21 @@ from dynamic_cp.placement.levels import caps_of, part_of
 from dynamic_cp.placement.placed import placed_of
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
-from dynamic_cp.types import Sample, parse_mask_rule
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import PlanOptions, Problem, Sample, Topology, parse_mask_rule
 
 DATA = ("sft_longalign", "github_bal", "prolong")
 MASKS = ("causal", "lambda:64,4096", "causal_blockwise:256,2", "shared_question:4x0.2")
 NUM_TOKENS = 131072
 NODES_OF_8 = PlacementProblem(num_lanes=64, node_lanes=8, row_bytes=4096, column_bytes=1024)
+PLANS = (
+    (8, 1, 32, "github_bal", "lambda:64,1024"),
+    (8, 4, 32, "github_bal", "lambda:64,1024"),
+    (32, 1, 64, "sft_longalign", "lambda:64,4096"),
+    (32, 1, 64, "sft_longalign", "shared_question:4x0.2"),
+    (32, 4, 128, "sft_longalign", "lambda:64,4096"),
+)
+"""Lanes, stages, samples, lengths and masks of global batches."""
 NUM_REPEATS = 5
 _WEIGHT = 1 << 22
 
@@ -52,6 +63,7 @@ _WEIGHT = 1 << 22
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--partitioner", action="store_true", help="compare with mtkahypar instead")
+    parser.add_argument("--plans", action="store_true", help="measure plans of whole global batches instead")
     parser.add_argument("--compile", action="store_true", help="only compile the planner of placements")
     parser.add_argument("--batches", type=int, default=3, help="of each data set (3)")
     parser.add_argument("--block-size", type=int, default=1024, help="for the comparison with mtkahypar (1024)")
@@ -62,6 +74,8 @@ def main() -> None:
         return
     if args.partitioner:
         compare(args.batches, args.block_size)
+    elif args.plans:
+        print_plans()
     else:
         print_ways(args.batches)
         print_times()
@@ -117,6 +131,29 @@ def print_times() -> None:
             samples = samples_of(seqlens, mask)
             took_s = min(timed(lambda: search_placement(samples, problem, block_size)) for _ in range(NUM_REPEATS))  # noqa: B023
             print(f"| {what} | {mask} | {problem.num_lanes} | {block_size} | {1e3 * took_s:.1f} |", flush=True)
+
+
+def print_plans() -> None:
+    """Print the CPU time of `plan_problem`, the least of some, and of what it takes without placed attention."""
+    print("| lanes | PP | samples | lengths | mask | CPU s, with placed attention | without |\n" + "|---" * 7 + "|")
+    model, hardware = load_model("llama-3-8b"), load_hardware("h100")
+    for lanes, pp_size, num_samples, name, mask in PLANS:
+        topology = Topology(num_lanes=lanes, tp_size=4, pp_size=pp_size, sequence_parallel=True)
+        seqlens = sorted(draw_lengths(name, num_samples, 0, NUM_TOKENS, min_seqlen=1).tolist(), reverse=True)
+        samples = samples_of(seqlens, mask)
+        took_s = []
+        for exchanges in (("a2a", "blocks"), ("a2a",)):
+            options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=exchanges)
+            problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+            took_s.append(min(cpu_s(lambda: plan_problem(problem, samples)) for _ in range(NUM_REPEATS)))  # noqa: B023
+        cells = (lanes, pp_size, num_samples, name, mask, *(f"{one:.2f}" for one in took_s))
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def cpu_s(run: Callable[[], object]) -> float:
+    started_s = time.process_time()
+    run()
+    return time.process_time() - started_s
 
 
 def timed(run: Callable[[], Placed]) -> float:

@@ -10,7 +10,9 @@ from dynamic_cp.types import CpCommType, PlanOptions, PoolUse, Recompute, Search
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""
 
-TASK_POLICIES = ("stage-tasks", "pool", "pool-quota", "pool-distca", "with-pool")
+DEDICATED = "pool-dedicated"
+"""The policy in which some ranks hold no weights and only serve; how many stands in `TaskOptions.attention_servers`."""
+TASK_POLICIES = ("stage-tasks", "pool", "pool-quota", "pool-distca", DEDICATED, "with-pool")
 """Policies whose attention is tasks of servers (`dynamic_cp.disaggregation`)."""
 POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
 """Those that can be planned with and run, and the dynamic policy's use of the pool that they are."""

@@ -55,14 +55,23 @@ Examples:
         show_default=True,
         metavar="NAME,..",
         help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
-        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, with-pool.",
+        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, pool-dedicated, with-pool.",
     ),
     noise_margin_option(),
     ping_pong_option(),
+    one_option(
+        "--attention-servers",
+        type=int,
+        metavar="N",
+        help="Add policy pool-dedicated: N of the ranks of a tensor-parallel place (lanes by stages) hold no weights "
+        "and compute nothing but attention. Priced only; it is not faster while ranks are alike.",
+    ),
 )
 @planner_options
 @json_option
-def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | None, **given: Any) -> None:
+def command(
+    policy: str, noise_margin: float, no_ping_pong: bool, attention_servers: int | None, json: str | None, **given: Any
+) -> None:
     """Plan the same global batches with several policies; say how long each takes, where its time goes and what to
     choose.
 
@@ -72,7 +81,13 @@ def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | No
     longest sample, unless --static-cp-size sets another.
     """
     check_writable(json)
-    comparison, batch = compared(policy, given, noise_margin=noise_margin, ping_pong=not no_ping_pong)
+    comparison, batch = compared(
+        policy,
+        given,
+        noise_margin=noise_margin,
+        ping_pong=not no_ping_pong,
+        attention_servers=attention_servers,
+    )
     if json:
         from dynamic_cp.comparison import to_dict
 
@@ -96,15 +111,24 @@ def policies_in(policy: str) -> tuple[str, ...]:
 
 
 def compared(
-    policy: str, given: dict[str, Any], *, noise_margin: float = NOISE_MARGIN, ping_pong: bool = True
+    policy: str,
+    given: dict[str, Any],
+    *,
+    noise_margin: float = NOISE_MARGIN,
+    ping_pong: bool = True,
+    attention_servers: int | None = None,
 ) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
     from dynamic_cp.comparison import PEERS, compare_policies
     from dynamic_cp.disaggregation.prices import TaskOptions
-    from dynamic_cp.setting import TASK_POLICIES
+    from dynamic_cp.setting import DEDICATED, TASK_POLICIES
 
     names = policies_in(policy)
-    tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)
+    if attention_servers is not None:
+        names = tuple(dict.fromkeys((*names, DEDICATED)))
+    elif DEDICATED in names:
+        raise InvalidInputError(f"policy {DEDICATED} has 0 dedicated servers: give some (--attention-servers N)")
+    tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong, attention_servers=attention_servers or 0)
     others = (*PEERS, *TASK_POLICIES)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()

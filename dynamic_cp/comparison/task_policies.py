@@ -4,6 +4,7 @@ stage-tasks     tasks for the lanes of a stage, on the stock schedule, as placed
 pool            tasks for the servers of all stages, in ticks
 pool-quota      the same ticks and homes, every lane computes its own queries
 pool-distca     the same ticks, documents in order and DistCA's rule
+pool-dedicated  ticks in which some ranks hold no weights and only serve (`TaskOptions.attention_servers`)
 with-pool       the faster of dynamic and pool, batch by batch
 """
 
@@ -16,12 +17,14 @@ from dataclasses import replace
 from dynamic_cp.comparison.job import Job, batch_outcome, rates
 from dynamic_cp.comparison.parts import PricesByPart
 from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
+from dynamic_cp.disaggregation.dedicated import plan_dedicated
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.search.choice import choose
+from dynamic_cp.setting import DEDICATED
 from dynamic_cp.types import PLACED, PlannedBatch, PlanOptions, Problem, Sample
 
 _METHODS = {"pool": "pool", "pool-quota": "quota", "pool-distca": "paper"}
@@ -39,7 +42,13 @@ def outcome_of_tasks(
     memory = job.memory(options, None)
     known = memory if job.hardware.hbm_bytes else None
     prices = job.prices(placed if name == "stage-tasks" else options)
-    problem = Problem(topology=job.topology, model=job.model, hardware=job.hardware, options=options)
+    problem = Problem(
+        topology=job.topology,
+        model=job.model,
+        hardware=job.hardware,
+        options=options,
+        distributed_optimizer=job.distributed_optimizer,
+    )
     batches = []
     for batch in job.batches:
         start_s = time.perf_counter()
@@ -53,6 +62,10 @@ def outcome_of_tasks(
                 batches.append(_outcome(job, batch, choice.planned, prices, memory, plan_s, choice.reason))
             else:
                 batches.append(batch_outcome(job, choice.planned, prices, memory, plan_s, choice.reason))
+        elif name == DEDICATED:
+            found = plan_dedicated(batch, problem, task_options, knows_memory=known is not None)
+            plan_s = time.perf_counter() - start_s
+            batches.append(_outcome(job, batch, found, prices, memory, plan_s, found.reason))
         else:
             found = plan_tasks(batch, prices.all, task_options, method=_METHODS[name], memory=known)
             plan_s = time.perf_counter() - start_s

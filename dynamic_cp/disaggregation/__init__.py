@@ -14,4 +14,5 @@ and sends. Read in this order:
 - `timeline`: when ticks run
 - `rows`: which samples share a micro-batch
 - `search`: the fastest plan of tasks; `dynamic_cp.search.choice` compares it with plans without a pool
+- `dedicated`: what ranks that only serve would take
 """

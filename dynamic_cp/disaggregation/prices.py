@@ -39,12 +39,15 @@ class TaskOptions:
         noise_margin: share by which ticks last longer than planned, >= 0.
         tolerances: shares by which servers may exceed the mean work, each >= 0; a tick takes the fastest.
         tile_tokens: tasks are cut at multiples of it.
+        attention_servers: of policy pool-dedicated: ranks of a tensor-parallel place that hold no weights and only
+            serve; 0: none, as of all others.
     """
 
     ping_pong: bool = True
     noise_margin: float = NOISE_MARGIN
     tolerances: tuple[float, ...] = TOLERANCES
     tile_tokens: int = 128
+    attention_servers: int = 0
 
     def __post_init__(self) -> None:
         if not self.noise_margin >= 0:
@@ -78,17 +81,35 @@ class TickSeconds(NamedTuple):
         attention_s: on the most loaded server, half by half.
         exchange_s: on the busiest link.
         exposed_s: what of the exchange nothing hides.
+        beside_s: how long both kinds of ranks compute at once, where linear layers and attention have ranks of their
+            own (`on_their_own`).
     """
 
     linear_s: float
     attention_s: float
     exchange_s: float
     exposed_s: float
+    beside_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """How long the tick lasts."""
-        return self.linear_s + self.attention_s + self.exposed_s
+        return self.linear_s + self.attention_s + self.exposed_s - self.beside_s
+
+    def on_their_own(self, num_layers: float, *, is_in_halves: bool) -> TickSeconds:
+        """Return the same of linear layers and attention on ranks of their own, as `dedicated.py` says.
+
+        Args:
+            num_layers: of the tick.
+            is_in_halves: layers of one half run beside attention of the other one.
+        """
+        linear_s, attention_s, exchange_s = self.linear_s, self.attention_s, self.exchange_s
+        one_by_one_s = linear_s + attention_s + exchange_s
+        total_s = one_by_one_s
+        if is_in_halves:
+            longest_s = max(linear_s, attention_s, exchange_s, one_by_one_s / 2)
+            total_s = min(one_by_one_s, longest_s + (attention_s + exchange_s) / (2 * max(num_layers, 1.0)))
+        return self._replace(exposed_s=exchange_s, beside_s=one_by_one_s - total_s)
 
 
 class TickPrices:
@@ -120,6 +141,11 @@ class TickPrices:
         of = self._token_bytes
         return 2 * of.query + of.lse, of.kv
 
+    @property
+    def layers_of_tick(self) -> float:
+        """Layers of a model chunk."""
+        return self._attention.layers / self._chunks
+
     def seconds(self, tasks: Tasks, direction: int, num_servers: int, rank_tokens: int) -> TickSeconds:
         """Return what `tasks` take forward (0) or backward (1) in the layers of a chunk, recomputation included.
 
@@ -140,7 +166,7 @@ class TickPrices:
         exposed_s = exchange_s
         if self.options.ping_pong:
             too_long_s = max(exchange_s - linear_s - attention_s, 0.0)
-            exposed_s = too_long_s + exchange_s / (2 * max(self._attention.layers / self._chunks, 1.0))
+            exposed_s = too_long_s + exchange_s / (2 * max(self.layers_of_tick, 1.0))
         return TickSeconds(linear_s, attention_s, exchange_s, exposed_s)
 
     def linear_s(self, direction: int, rank_tokens: Ints) -> Floats:

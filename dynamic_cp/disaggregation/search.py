@@ -56,7 +56,7 @@ _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
 _STAGE_ROWS = (1, 2, 4)
 """The same, as multiples of the pipeline's stages."""
-_PATIENCE = 2
+PATIENCE = 2
 """Ever larger numbers that are slower, one after the other, after which no more are tried."""
 _PAPER_TOLERANCE = 0.1
 _DIVISIONS = (1, 2, 4)
@@ -97,7 +97,7 @@ class PlannedTasks(NamedTuple):
         )
 
 
-class _Row(NamedTuple):
+class TaskRow(NamedTuple):
     """A micro-batch on its lanes.
 
     Attributes:
@@ -115,10 +115,10 @@ class _Row(NamedTuple):
     lane_tokens: list[int]
 
 
-_Way = Callable[["_Search", int, Sequence[tuple[int, _Row]]], Iterator[Tasks]]
+_Way = Callable[["TaskSearch", int, Sequence[tuple[int, TaskRow]]], Iterator[Tasks]]
 
 
-class _Search(NamedTuple):
+class TaskSearch(NamedTuple):
     """What all plans of a batch share."""
 
     prices: TickPrices
@@ -156,13 +156,13 @@ def plan_tasks(
         InfeasibleSampleError: no plan keeps the limits of tokens and memory.
     """
     topology = cost_model.topology
-    _refuse_masks(samples)
+    refuse_masks(samples)
     prices = TickPrices(cost_model, options or TaskOptions())
-    search = _Search(prices, method, topology.num_lanes * topology.pp_size, memory)
+    search = TaskSearch(prices, method, topology.num_lanes * topology.pp_size, memory)
     ordered = longest_first(samples) if method != "paper" else list(samples)
     best: PlannedTasks | None = None
     tried = num_slower = 0
-    for number in num_microbatches or _numbers(ordered, cost_model):
+    for number in num_microbatches or numbers_of_rows(ordered, cost_model):
         found = _planned(search, ordered, number)
         if found is None:
             continue
@@ -171,14 +171,14 @@ def plan_tasks(
             best, num_slower = found, 0
         else:
             num_slower += 1
-        if num_slower == _PATIENCE:
+        if num_slower == PATIENCE:
             break
     if best is None:
-        raise _infeasible(ordered, cost_model, ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size)
+        raise infeasible(ordered, cost_model, ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size)
     return best._replace(reason=f"{method}: m={best.plan.num_microbatches} of {tried} numbers of micro-batches")
 
 
-def _refuse_masks(samples: Sequence[Sample]) -> None:
+def refuse_masks(samples: Sequence[Sample]) -> None:
     masked = next((sample for sample in samples if sample.mask is not None), None)
     if masked is not None:
         raise UnsupportedFeatureError(
@@ -187,7 +187,7 @@ def _refuse_masks(samples: Sequence[Sample]) -> None:
         )
 
 
-def _numbers(samples: Sequence[Sample], cost_model: CostModel) -> list[int]:
+def numbers_of_rows(samples: Sequence[Sample], cost_model: CostModel) -> list[int]:
     """Return the numbers of micro-batches that are tried."""
     topology = cost_model.topology
     limit = cost_model.options.max_tokens_per_rank * topology.num_lanes
@@ -198,7 +198,7 @@ def _numbers(samples: Sequence[Sample], cost_model: CostModel) -> list[int]:
     return sorted({min(round_up(max(number, fewest), multiple), len(samples)) for number in wanted})
 
 
-def _infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: float) -> InfeasibleSampleError:
+def infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: float) -> InfeasibleSampleError:
     longest = max(sample.seqlen for sample in samples)
     limit = cost_model.options.max_tokens_per_rank * cost_model.topology.num_lanes
     return InfeasibleSampleError(
@@ -226,13 +226,13 @@ def plan_stage_tasks(
         UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`.
     """
     topology, options = cost_model.topology, TaskOptions(ping_pong=False, tolerances=(tolerance,))
-    search = _Search(TickPrices(cost_model, options), "pool", topology.num_lanes, None)
+    search = TaskSearch(TickPrices(cost_model, options), "pool", topology.num_lanes, None)
     limit, node_lanes = cost_model.options.max_tokens_per_rank, lanes_in_one_node(topology)
     ordered = longest_first(samples)
-    _refuse_masks(ordered)
+    refuse_masks(ordered)
     best: tuple[float, Plan] | None = None
-    for number in num_microbatches or _numbers(ordered, cost_model):
-        rows = _rows(search, ordered, round_up(number, topology.num_microbatches_multiple))
+    for number in num_microbatches or numbers_of_rows(ordered, cost_model):
+        rows = rows_of(search, ordered, round_up(number, topology.num_microbatches_multiple))
         if rows is None:
             continue
         found = [next(_by_our_rule(search, 0, [(0, row)])) for row in rows]
@@ -240,18 +240,18 @@ def plan_stage_tasks(
             continue
         for num_divisions in _DIVISIONS:
             placements = [_divided(one, num_divisions, topology.num_lanes, node_lanes) for one in found]
-            plan = _plan_of(rows, placements, topology, limit, "tasks")
+            plan = plan_of(rows, placements, topology, limit, "tasks")
             seconds = makespan_ns(plan, cost_model) / 1e9
             if best is None or seconds < best[0]:
                 best = seconds, plan
     if best is None:
-        raise _infeasible(ordered, cost_model, 1)
+        raise infeasible(ordered, cost_model, 1)
     check_plan(best[1], samples)
     return best
 
 
-def _plan_of(
-    rows: Sequence[_Row], placements: Sequence[Placement], topology: Topology, limit: int, policy: str,
+def plan_of(
+    rows: Sequence[TaskRow], placements: Sequence[Placement], topology: Topology, limit: int, policy: str,
     pool: PoolTasks | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan whose micro-batches are one bucket each, placed on all lanes."""
@@ -282,9 +282,9 @@ def _divided(tasks: Tasks, num_divisions: int, num_lanes: int, node_lanes: int) 
     return Placement(placement.homes, tiles.astype(np.int32))
 
 
-def _planned(search: _Search, samples: Sequence[Sample], number: int) -> PlannedTasks | None:
+def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | None:
     """Return the plan with about so many micro-batches; None where they do not fit."""
-    rows = _rows(search, samples, number)
+    rows = rows_of(search, samples, number)
     if rows is None:
         return None
     topology, num_rows = search.cost_model.topology, len(rows)
@@ -293,17 +293,17 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
     made = _Made(search)
     busy_s = np.zeros(topology.num_lanes)
     for tick in tick_order(topology.pp_size, topology.vp_size, num_rows):
-        running = _running(tick, topology, rows)
+        running = running_in(tick, topology, rows)
         tasks, one, lanes_s = made.of_tick(tick, running)
         sides[tick.kind][tick.number] = tasks
         seconds.append(one)
-        times.append(_tick_time(search, tick, one, running))
+        times.append(tick_time(search, tick, one, running))
         for part_s in lanes_s:
             busy_s += part_s
     spans = tick_timeline(times, topology.pp_size, topology.vp_size, num_rows)
     limit = search.cost_model.options.max_tokens_per_rank
     forward, backward = (tuple(sides[kind][index] for index in range(len(sides[kind]))) for kind in KINDS)
-    plan = _plan_of(
+    plan = plan_of(
         rows,
         [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows],
         topology,
@@ -335,7 +335,7 @@ def _planned(search: _Search, samples: Sequence[Sample], number: int) -> Planned
     )
 
 
-def _rows(search: _Search, samples: Sequence[Sample], number: int) -> list[_Row] | None:
+def rows_of(search: TaskSearch, samples: Sequence[Sample], number: int) -> list[TaskRow] | None:
     topology, options = search.cost_model.topology, search.cost_model.options
     lanes, limit, tile = topology.num_lanes, options.max_tokens_per_rank, search.prices.options.tile_tokens
     # Padding of sequence parallelism takes up to a multiple of each lane.
@@ -363,7 +363,7 @@ def _rows(search: _Search, samples: Sequence[Sample], number: int) -> list[_Row]
         halves = np.insert(homes, 4, 0, axis=1)
         if search.prices.options.ping_pong and not is_paper:
             halves = halved(homes, lanes, tile)
-        rows.append(_Row(tuple(row), homes, annuli, halves, padded))
+        rows.append(TaskRow(tuple(row), homes, annuli, halves, padded))
     return rows
 
 
@@ -375,11 +375,11 @@ def _most_tokens(samples: Sequence[Sample], number: int, lanes: int, limit: int,
     return min(lanes * limit, max(ceil(1.02 * total / number), longest))
 
 
-_Running = Mapping[int, tuple[Unit, _Row]]
+Running = Mapping[int, tuple[Unit, TaskRow]]
 """Stage -> the unit that it runs in a tick, and the row of that; stages that only serve are not there."""
 
 
-def _running(tick: Tick, topology: Topology, rows: Sequence[_Row]) -> _Running:
+def running_in(tick: Tick, topology: Topology, rows: Sequence[TaskRow]) -> Running:
     pp_size, vp_size = topology.pp_size, topology.vp_size
     units = {stage: tick.unit(stage, pp_size, vp_size, len(rows)) for stage in range(pp_size)}
     return {stage: (unit, rows[unit.micro_batch]) for stage, unit in units.items() if unit is not None}
@@ -392,7 +392,7 @@ class _Made:
     micro-batches in the same order are the same on other servers.
     """
 
-    def __init__(self, search: _Search) -> None:
+    def __init__(self, search: TaskSearch) -> None:
         self._search = search
         self._num_lanes = search.cost_model.topology.num_lanes
         topology = search.cost_model.topology
@@ -400,7 +400,7 @@ class _Made:
         self._num_turns = topology.pp_size if are_alike else 1
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, TickSeconds, list[Floats]]] = {}
 
-    def of_tick(self, tick: Tick, running: _Running) -> tuple[Tasks, TickSeconds, list[Floats]]:
+    def of_tick(self, tick: Tick, running: Running) -> tuple[Tasks, TickSeconds, list[Floats]]:
         """Return the tasks of a tick, its seconds, and parts of those that each lane computes, on all stages."""
         pp_size = self._search.cost_model.topology.pp_size
         on = tuple(running[stage][0].micro_batch if stage in running else -1 for stage in range(pp_size))
@@ -416,7 +416,7 @@ class _Made:
         self._made[tick.kind, on] = tasks, seconds, busy_s
         return tasks, seconds, busy_s
 
-    def _turned(self, tasks: Tasks, turn: int, running: _Running) -> Tasks:
+    def _turned(self, tasks: Tasks, turn: int, running: Running) -> Tasks:
         """Return tasks of the micro-batches of `running` that were `turn` stages earlier when tasks were made."""
         pp_size = self._search.cost_model.topology.pp_size
         counts = {stage: len(row.samples) for stage, (_, row) in running.items()}
@@ -432,7 +432,7 @@ class _Made:
         return Tasks(rows[np.lexsort((rows[:, START], rows[:, SAMPLE]))].astype(np.int32))
 
 
-def _fastest(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> tuple[Tasks, TickSeconds]:
+def _fastest(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> tuple[Tasks, TickSeconds]:
     """Return the tasks with which a tick is fastest, and its seconds."""
     tokens = max(max(row.lane_tokens) for _, row in parts)
     best: tuple[Tasks, TickSeconds] | None = None
@@ -445,7 +445,7 @@ def _fastest(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]])
     return best
 
 
-def _merged(search: _Search, parts: Sequence[tuple[int, _Row]], which: str) -> Ints:
+def merged(search: TaskSearch, parts: Sequence[tuple[int, TaskRow]], which: str) -> Ints:
     """Return homes, halves or annuli of all rows of a tick, samples and servers counted over all of them."""
     found, first = [], 0
     for stage, row in parts:
@@ -457,9 +457,9 @@ def _merged(search: _Search, parts: Sequence[tuple[int, _Row]], which: str) -> I
     return np.concatenate(found)
 
 
-def _by_our_rule(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> Iterator[Tasks]:
+def _by_our_rule(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> Iterator[Tasks]:
     """Yield tasks of growing tolerance, which end where the tick gets no faster: then fewer bytes help no more."""
-    homes, halves = _merged(search, parts, "homes"), _merged(search, parts, "halves")
+    homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     query_bytes, kv_bytes = search.prices.task_bytes
     extra = search.prices.profiles[direction].extra_tokens
     for tolerance in search.prices.options.tolerances:
@@ -472,13 +472,13 @@ def _by_our_rule(search: _Search, direction: int, parts: Sequence[tuple[int, _Ro
         yield tasks_of(homes, tasks)
 
 
-def _at_home(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> Iterator[Tasks]:
-    homes, halves = _merged(search, parts, "homes"), _merged(search, parts, "halves")
+def _at_home(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> Iterator[Tasks]:
+    homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     yield tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
 
 
-def _by_papers_rule(search: _Search, direction: int, parts: Sequence[tuple[int, _Row]]) -> Iterator[Tasks]:
-    homes, annuli = _merged(search, parts, "homes"), _merged(search, parts, "annuli")
+def _by_papers_rule(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> Iterator[Tasks]:
+    homes, annuli = merged(search, parts, "homes"), merged(search, parts, "annuli")
     seqlens = np.array([sample.seqlen for _, row in parts for sample in row.samples], np.int64)
     query_bytes, kv_bytes = search.prices.task_bytes
     moved = schedule_as_paper(annuli, seqlens, search.num_servers, _PAPER_TOLERANCE, query_bytes, kv_bytes)
@@ -489,7 +489,7 @@ METHODS: Mapping[str, _Way] = {"pool": _by_our_rule, "quota": _at_home, "paper":
 """Name -> how a tick's tasks are made."""
 
 
-def _tick_time(search: _Search, tick: Tick, seconds: TickSeconds, running: _Running) -> TickTime:
+def tick_time(search: TaskSearch, tick: Tick, seconds: TickSeconds, running: Running) -> TickTime:
     """Return a tick in nanoseconds, with its margin, embedding and head."""
     topology, table = search.cost_model.topology, search.cost_model.table
     pp_size = topology.pp_size

@@ -17,7 +17,7 @@ from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.choice import choose, plan_batch
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.setting import POOL_POLICIES, TASK_POLICIES
+from dynamic_cp.setting import DEDICATED, POOL_POLICIES, TASK_POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology, num_ticks
 from tests.unit.disaggregation.test_task_plans import HARDWARE, MODEL, K
 
@@ -64,7 +64,7 @@ def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_s
 
 
 def test_policies_of_tasks_are_compared_with_all_others() -> None:
-    names = ("dynamic", "wlb", "wlb-exposed", *TASK_POLICIES)
+    names = ("dynamic", "wlb", "wlb-exposed", *(name for name in TASK_POLICIES if name != DEDICATED))
     problem = problem_of(4)
     comparison = compare_policies(
         [ONE_GIANT], topology=problem.topology, model=MODEL, hardware=HARDWARE, options=OPTIONS, policies=names
