@@ -213,8 +213,8 @@ FAULTS = {
         "tests/unit/pipeline/test_ticks.py",
     ),
     "tasks made on other stages stay there": Fault(
-        "(rows[:, servers] + turn * self._num_lanes)",
-        "(rows[:, servers] + 0 * self._num_lanes)",
+        "(rows[:, servers] + turn * topology.num_lanes)",
+        "(rows[:, servers] + 0 * topology.num_lanes)",
         "tests/unit/disaggregation/test_task_plans.py -k made_once",
     ),
     "padded tokens of a rank are too few": Fault(

@@ -32,6 +32,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_share, round_up
 from dynamic_cp.plans.pool import MOST_FETCHED_IN_POOL, fetched_in_ticks, why_too_much_fetched
+from dynamic_cp.plans.turns import num_turns, turned_tasks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import (
@@ -50,7 +51,7 @@ from dynamic_cp.types import (
     Unit,
     tick_order,
 )
-from dynamic_cp.types.tasks import HOLDER, SAMPLE, SERVER, START
+from dynamic_cp.types.tasks import HOLDER
 
 _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
@@ -388,48 +389,34 @@ def running_in(tick: Tick, topology: Topology, rows: Sequence[TaskRow]) -> Runni
 class _Made:
     """Tasks of ticks, each made once: with chunks the same micro-batches meet again, also one stage further on.
 
-    Servers of a tick are alike but for the nodes on which they lie. So where stages are whole nodes, tasks of the same
-    micro-batches in the same order are the same on other servers.
+    There they are the same on other servers (`plans.turns`).
     """
 
     def __init__(self, search: TaskSearch) -> None:
         self._search = search
-        self._num_lanes = search.cost_model.topology.num_lanes
-        topology = search.cost_model.topology
-        are_alike = topology.vp_size > 1 and topology.num_lanes % lanes_in_one_node(topology) == 0
-        self._num_turns = topology.pp_size if are_alike else 1
+        self._topology = search.cost_model.topology
+        self._num_turns = num_turns(self._topology)
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, TickSeconds, list[Floats]]] = {}
 
     def of_tick(self, tick: Tick, running: Running) -> tuple[Tasks, TickSeconds, list[Floats]]:
         """Return the tasks of a tick, its seconds, and parts of those that each lane computes, on all stages."""
-        pp_size = self._search.cost_model.topology.pp_size
+        pp_size = self._topology.pp_size
         on = tuple(running[stage][0].micro_batch if stage in running else -1 for stage in range(pp_size))
         for turn in range(self._num_turns):
             earlier = self._made.get((tick.kind, on[turn:] + on[:turn]))
             if earlier is not None:
-                return (self._turned(earlier[0], turn, running) if turn else earlier[0]), *earlier[1:]
+                tasks, seconds, busy_s = earlier
+                if turn:
+                    counts = [len(running[stage][1].samples) if stage in running else 0 for stage in range(pp_size)]
+                    tasks = turned_tasks(tasks, counts, turn, self._topology)
+                return tasks, seconds, busy_s
         parts, direction = [(stage, row) for stage, (_, row) in running.items()], KINDS.index(tick.kind)
         prices, num_servers = self._search.prices, self._search.num_servers
         tasks, seconds = _fastest(self._search, direction, parts)
-        busy_s: list[Floats] = [prices.attention_s(tasks, direction, num_servers).reshape(pp_size, -1).sum(axis=0)]
+        busy_s = [prices.attention_s(tasks, direction, num_servers).reshape(pp_size, -1).sum(axis=0)]
         busy_s += [prices.linear_s(direction, np.array(row.lane_tokens)) for _, row in parts]
         self._made[tick.kind, on] = tasks, seconds, busy_s
         return tasks, seconds, busy_s
-
-    def _turned(self, tasks: Tasks, turn: int, running: Running) -> Tasks:
-        """Return tasks of the micro-batches of `running` that were `turn` stages earlier when tasks were made."""
-        pp_size = self._search.cost_model.topology.pp_size
-        counts = {stage: len(row.samples) for stage, (_, row) in running.items()}
-        now = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
-        moved, first = np.zeros(sum(counts.values()), np.int64), 0
-        for stage in sorted(counts, key=lambda stage: (stage - turn) % pp_size):
-            moved[first : first + counts[stage]] = now[stage] + np.arange(counts[stage])
-            first += counts[stage]
-        rows = tasks.rows.astype(np.int64)
-        rows[:, SAMPLE] = moved[rows[:, SAMPLE]]
-        servers = (HOLDER, SERVER)
-        rows[:, servers] = (rows[:, servers] + turn * self._num_lanes) % self._search.num_servers
-        return Tasks(rows[np.lexsort((rows[:, START], rows[:, SAMPLE]))].astype(np.int32))
 
 
 def _fastest(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> tuple[Tasks, TickSeconds]:

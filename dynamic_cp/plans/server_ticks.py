@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.programme import Programme, programmes_of
-from dynamic_cp.types import KINDS, Plan, Sample, Tasks
+from dynamic_cp.plans.turns import num_turns, turned_programmes, turned_tasks
+from dynamic_cp.types import KINDS, Plan, Sample, Tasks, Tick
 
 
 class ServerTick(NamedTuple):
@@ -41,25 +42,54 @@ def encode_ticks(plan: Plan) -> list[list[str]]:
     """Return [lane][stage] texts of a plan with a pool, for `decode_ticks`."""
     topology = plan.topology
     found: list[dict[str, list[Any]]] = [{kind: [] for kind in KINDS} for _ in range(plan.num_servers)]
-    made: dict[Tasks, tuple[list[Any], list[list[int]]]] = {}
+    made = _Programmes(plan)
     known: list[dict[tuple[Tasks, tuple[int, ...]], int]] = [{} for _ in range(plan.num_servers)]
     for tick, tasks in sorted(plan.ticks(), key=lambda one: (one[0].kind != KINDS[0], one[0].number)):
-        samples = plan.samples_of(tick)
-        if tasks not in made:
-            placement = tasks.placement()
-            programmes = programmes_of(placement, plan.num_servers, 0, lanes_in_one_node(topology))
-            made[tasks] = (
-                [programme.as_json() for programme in programmes],
-                [placement.samples_of(server) for server in range(plan.num_servers)],
-            )
-        for server, (programme, numbers) in enumerate(zip(*made[tasks], strict=True)):
-            own = [[samples[number].sample_id, samples[number].seqlen] for number in numbers]
+        for server, (programme, own) in enumerate(zip(*made.of_tick(tick, tasks), strict=True)):
             count = len(known[server])
             earlier = known[server].setdefault((tasks, tuple(number for number, _ in own)), count)
             is_new = earlier == count or topology.vp_size == 1
             found[server][tick.kind].append([programme, own] if is_new else earlier)
     texts = [_text([one[kind] for kind in KINDS]) for one in found]
     return [texts[lane :: topology.num_lanes] for lane in range(topology.num_lanes)]
+
+
+_Parts = tuple[list[list[Any]], list[list[list[int]]]]
+"""[server] JSON of its programme; [server] (identity, length) of the samples, as the programme numbers them."""
+
+
+class _Programmes:
+    """Programmes of ticks, each made once: with chunks the same micro-batches meet again."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._num_turns = num_turns(plan.topology)
+        self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, _Parts]] = {}
+
+    def of_tick(self, tick: Tick, tasks: Tasks) -> _Parts:
+        """Return what each server does in a tick, and the samples that it knows."""
+        plan, topology = self._plan, self._plan.topology
+        rows = dict(plan.micro_batches_of(tick))
+        on = tuple(rows.get(stage, -1) for stage in range(topology.pp_size))
+        for turn in range(self._num_turns):
+            earlier, parts = self._made.get((tick.kind, on[turn:] + on[:turn]), (None, None))
+            if earlier is None or parts is None:
+                continue
+            counts = [0 if row < 0 else len(plan.micro_batches[row].buckets[0].samples) for row in on]
+            if turned_tasks(earlier, counts, turn, topology) == tasks:
+                programmes, own = parts
+                first = plan.num_servers - turn * topology.num_lanes
+                return turned_programmes(programmes, turn, topology), own[first:] + own[:first]
+        placement, samples = tasks.placement(), plan.samples_of(tick)
+        programmes = [
+            one.as_json() for one in programmes_of(placement, plan.num_servers, 0, lanes_in_one_node(topology))
+        ]
+        own = [
+            [[samples[number].sample_id, samples[number].seqlen] for number in placement.samples_of(server)]
+            for server in range(plan.num_servers)
+        ]
+        self._made[tick.kind, on] = tasks, (programmes, own)
+        return programmes, own
 
 
 def _text(data: list[Any]) -> str:
