@@ -87,10 +87,11 @@ def measure(case: Case, seed: int = 0) -> Row:
 def _add_chunks(row: Row, case: Case, samples: Sequence[Sample]) -> None:
     """Add the ways with model chunks; where the pool is faster with two, its busiest server is that of this plan."""
     row |= dict.fromkeys(("dynamic VPP 2", "pool VPP 2", *DEEPER))
+    num_layers = case.problem().model.num_layers
     for vp_size in (2, *CHUNKS):
-        problem = case.problem(vp_size)
-        if case.pp == 1 or problem.model.num_layers % (case.pp * vp_size):
+        if case.pp == 1 or num_layers % (case.pp * vp_size):
             continue
+        problem = case.problem(vp_size)
         names = ("dynamic VPP 2", "pool VPP 2") if vp_size == 2 else DEEPER
         row[names[0]] = _faster(row[names[0]], _dynamic_s(problem, samples))
         try:

@@ -43,6 +43,10 @@ def test_every_way_has_a_time_and_baselines_are_at_their_best(row: Row) -> None:
     assert all(row[name] > 0 for name in steps.DEEPER)
     assert steps.without_s(row, *steps.DEEPER[:1]) <= steps.without_s(row)
     assert steps.pool_s(row, *steps.DEEPER[1:]) <= pool_s
+    # One stage has no chunks.
+    alone: Row = {}
+    steps._add_chunks(alone, QUICK._replace(pp=1), QUICK.samples())
+    assert alone == dict.fromkeys(("dynamic VPP 2", "pool VPP 2", *steps.DEEPER))
 
 
 def test_queues_hold_long_documents_until_there_is_one_for_each_micro_batch() -> None:
