@@ -40,6 +40,7 @@ RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
 LOGITS = "tests/trainer/test_weights.py -k logits_are_those"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
+HALVES = "tests/distributed/test_halves.py -k every_token or positions"
 TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
 EXPERTS = "tests/distributed/test_experts.py"
 FAULTS = {
@@ -195,9 +196,9 @@ FAULTS = {
     "halves go back by the programme of forward": Fault(
         "packs = self._packs_of(device)[is_backward]", "packs = self._packs_of(device)[False]", TICKS
     ),
-    "padding of the first half is not counted": Fault("self.sizes[0] - len(rows[0])]", "0]", TICKS),
+    "padding of the first half is not counted": Fault("self.sizes[0] - len(rows[0])]", "0]", HALVES),
     "both halves are rotated as the first tokens": Fault(
-        "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", TICKS
+        "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", HALVES
     ),
     "no static packing is tried": Fault(
         "found += self._better_static(min(one.makespan_ns for one in found))", "found += []", PROMISES
