@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
 from benchmarks.planner.report import Row, table
-from dynamic_cp.disaggregation.dedicated import plan_dedicated
+from dynamic_cp.disaggregation.dedicated import plan_dedicated, problem_without
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import InfeasibleSampleError
@@ -43,7 +43,8 @@ def _dedicated(case: Case, samples: Sequence[Sample], problem: Problem) -> Itera
     for gone in range(1, problem.topology.num_lanes):
         options = TaskOptions(attention_servers=gone * case.pp)
         try:
-            found = plan_dedicated(samples, problem, options, knows_memory=True)
+            left = problem_without(problem, options.attention_servers)
+            found = plan_dedicated(samples, cost_model_of(left), options, memory=memory_of(left))
         except InfeasibleSampleError:
             continue
         yield gone * case.pp, found.makespan_s, found.peak_bytes

@@ -127,7 +127,9 @@ def compared(
     if attention_servers is not None:
         names = tuple(dict.fromkeys((*names, DEDICATED)))
     elif DEDICATED in names:
-        raise InvalidInputError(f"policy {DEDICATED} has 0 dedicated servers: give some (--attention-servers N)")
+        raise InvalidInputError(
+            f"policy {DEDICATED} has 0 dedicated servers: give some (dynamic-cp simulate --attention-servers N)"
+        )
     tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong, attention_servers=attention_servers or 0)
     others = (*PEERS, *TASK_POLICIES)
     batch, job = taken(given, BatchInput), taken(given, JobInput)

@@ -17,13 +17,15 @@ from dataclasses import replace
 from dynamic_cp.comparison.job import Job, batch_outcome, rates
 from dynamic_cp.comparison.parts import PricesByPart
 from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
-from dynamic_cp.disaggregation.dedicated import plan_dedicated
+from dynamic_cp.disaggregation.dedicated import plan_dedicated, problem_without
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.choice import choose
+from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.setting import DEDICATED
 from dynamic_cp.types import PLACED, PlannedBatch, PlanOptions, Problem, Sample
 
@@ -63,7 +65,7 @@ def outcome_of_tasks(
             else:
                 batches.append(batch_outcome(job, choice.planned, prices, memory, plan_s, choice.reason))
         elif name == DEDICATED:
-            found = plan_dedicated(batch, problem, task_options, knows_memory=known is not None)
+            found = _with_dedicated(batch, problem, task_options, knows_memory=known is not None)
             plan_s = time.perf_counter() - start_s
             batches.append(_outcome(job, batch, found, prices, memory, plan_s, found.reason))
         else:
@@ -76,6 +78,20 @@ def outcome_of_tasks(
         batches=tuple(batches),
         available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
     )
+
+
+def _with_dedicated(
+    batch: Sequence[Sample], problem: Problem, task_options: TaskOptions, *, knows_memory: bool
+) -> PlannedTasks:
+    """Return the fastest way with dedicated servers, of the lanes that are left."""
+    left = problem_without(problem, task_options.attention_servers)
+    cost_model = CostModel(left.model, left.hardware, left.topology, options_of_prices(left.options, left.model))
+    memory = None
+    if knows_memory:
+        memory = MemoryModel(
+            left.model, left.hardware, left.topology, left.options, distributed_optimizer=left.distributed_optimizer
+        )
+    return plan_dedicated(batch, cost_model, task_options, memory=memory)
 
 
 def _stage_plan(batch: Sequence[Sample], prices: PricesByPart) -> PlannedBatch:
@@ -109,6 +125,6 @@ def _outcome(
         sent_across_nodes_bytes=None,
         plan_s=plan_s,
         note=note,
-        pool=found,
+        pool=found if found.plan.pool is not None else None,
         **rates(job, tuple(batch), found.makespan_s, prices),
     )

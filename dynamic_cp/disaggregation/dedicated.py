@@ -55,7 +55,6 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.types import KINDS, Placement, Problem, Sample, Tasks, Topology, tick_order
 from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, START, STOP
 
@@ -73,7 +72,7 @@ class _Work(NamedTuple):
 
 
 def plan_dedicated(
-    samples: Sequence[Sample], problem: Problem, options: TaskOptions, *, knows_memory: bool = False
+    samples: Sequence[Sample], cost_model: CostModel, options: TaskOptions, *, memory: MemoryModel | None = None
 ) -> PlannedTasks:
     """Return the fastest way found to run a global batch with `options.attention_servers` dedicated servers.
 
@@ -81,28 +80,16 @@ def plan_dedicated(
 
     Args:
         samples: at least one, with the causal mask.
-        problem: the job with all its lanes.
-        options: halves, margin, tolerances, and how many servers.
-        knows_memory: leave out what ranks with weights cannot hold.
+        cost_model: of the lanes that are left, `problem_without`.
+        options: halves, margin, tolerances, and how many servers there are besides.
+        memory: of the same lanes; what they cannot hold is left out.
 
     Raises:
-        InvalidInputError: a number of servers that cannot be.
         UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`.
     """
-    smaller = problem_without(problem, options.attention_servers)
-    topology = smaller.topology
     refuse_masks(samples)
-    cost_model = CostModel(smaller.model, smaller.hardware, topology, options_of_prices(smaller.options, smaller.model))
-    memory = None
-    if knows_memory:
-        memory = MemoryModel(
-            smaller.model,
-            smaller.hardware,
-            topology,
-            smaller.options,
-            distributed_optimizer=smaller.distributed_optimizer,
-        )
-    num_servers = problem.topology.num_lanes * topology.pp_size
+    topology = cost_model.topology
+    num_servers = topology.num_lanes * topology.pp_size + options.attention_servers
     search = TaskSearch(TickPrices(cost_model, options), "pool", num_servers, memory)
     ordered = longest_first(samples)
     best: PlannedTasks | None = None

@@ -11,12 +11,21 @@ from dynamic_cp.disaggregation.dedicated import plan_dedicated, problem_without
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSeconds
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_tasks
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import Lambda, Sample
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.types import Lambda, Problem, Sample
 from tests.unit.disaggregation.test_choice import prices, problem_of
 from tests.unit.disaggregation.test_task_plans import HARDWARE, K
 
 IDEAL = TaskOptions(noise_margin=0.0)
 ONE_GIANT = [Sample(sample_id=number, seqlen=120 * K if number == 0 else 8 * K) for number in range(90)]
+
+
+def planned(samples: list[Sample], problem: Problem, number: int, *, knows_memory: bool = False) -> PlannedTasks:
+    left = problem_without(problem, number)
+    job = left.model, left.hardware, left.topology, left.options
+    memory = MemoryModel(*job) if knows_memory else None
+    return plan_dedicated(samples, CostModel(*job), replace(IDEAL, attention_servers=number), memory=memory)
 
 
 def seconds_of(found: PlannedTasks, part: str) -> float:
@@ -27,10 +36,7 @@ def seconds_of(found: PlannedTasks, part: str) -> float:
 def by_number() -> dict[int, PlannedTasks]:
     """Dedicated servers of 16 -> what they take."""
     problem = problem_of(4)
-    return {
-        number: plan_dedicated(ONE_GIANT, problem, replace(IDEAL, attention_servers=number), knows_memory=True)
-        for number in (4, 8)
-    }
+    return {number: planned(ONE_GIANT, problem, number, knows_memory=True) for number in (4, 8)}
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +104,13 @@ def test_ranks_with_weights_have_more_to_do_as_they_get_fewer(by_number: dict[in
 
 def test_micro_batches_keep_their_tokens_as_far_as_memory_holds_them() -> None:
     """12 of 16 servers leave one lane: four times the tokens of a rank, of 7 micro-batches at once."""
-    options = replace(IDEAL, attention_servers=12)
     assert problem_without(problem_of(4), 12).options.max_tokens_per_rank == 4 * 64 * K
-    found = plan_dedicated(ONE_GIANT, problem_of(4), options)
+    found = planned(ONE_GIANT, problem_of(4), 12)
     assert max(sum(one.seqlen for one in row.buckets[0].samples) for row in found.plan.micro_batches) > 64 * K
-    small = replace(HARDWARE, hbm_bytes=16 * 10**9)
-    held = plan_dedicated(ONE_GIANT, replace(problem_of(4), hardware=small), replace(options, attention_servers=4))
-    assert held.plan.num_tokens == found.plan.num_tokens
+    small = replace(problem_of(4), hardware=replace(HARDWARE, hbm_bytes=16 * 10**9))
+    assert planned(ONE_GIANT, small, 4).plan.num_tokens == found.plan.num_tokens
     with pytest.raises(InfeasibleSampleError, match="within memory"):
-        plan_dedicated(ONE_GIANT, replace(problem_of(4), hardware=small), options, knows_memory=True)
+        planned(ONE_GIANT, small, 12, knows_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_numbers_that_cannot_be_are_refused_with_the_numbers(number: int, said: 
 def test_masks_are_refused_as_for_any_pool() -> None:
     masked = [Sample(sample_id=0, seqlen=8 * K, mask=Lambda(0, 512))]
     with pytest.raises(UnsupportedFeatureError, match="use placed attention"):
-        plan_dedicated(masked, problem_of(4), replace(IDEAL, attention_servers=4))
+        planned(masked, problem_of(4), 4)
 
 
 JOB = (
