@@ -6,7 +6,8 @@ What is checked stands in tests/property/instances.py (`check_case`): legality, 
 the samples, never slower than what the plan contains, not below the bound. The last line counts what was covered; a
 failure prints the instance as Python, its index and its traceback, and the exit code is 1. --first INDEX --instances 1
 runs one instance again. 100 000 instances take about an hour on two cores, half of that with --light. With --masks
-samples bring masks and attention may be placed (`check_masked_case`); with --experts lanes share experts.
+samples bring masks and attention may be placed (`check_masked_case`, 0.17 CPU s each: 100 000 take 2.5 hours on two
+cores); with --experts lanes share experts.
 """
 
 from __future__ import annotations
