@@ -65,9 +65,9 @@ newest:
 parity: kernels
 	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py -k layouts
 
-# The whole suite, and what each test costs into tests/costs.json.
+# The whole suite, and what each test costs into tests/costs.json, whose names of before are not asked for.
 costs: kernels
-	$(BIN)/python -m pytest --measure-costs -q $(PARALLEL)
+	$(BIN)/python -m pytest --measure-costs -q --ignore tests/unit/test_costs.py $(PARALLEL)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dynamic_vs_static.py
