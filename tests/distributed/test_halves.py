@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,19 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from dynamic_cp.disaggregation.layer_steps import Repeats, Step, steps_of
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, ROW
 from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.plans.server_ticks import decode_ticks, encode_ticks
 from megatron.dynamic_cp.attention.halves import HalvedLayer, Halves, halves_of_tokens
-from megatron.dynamic_cp.attention.mechanisms.halves import Step, Turns, mirrored, steps_of
+from megatron.dynamic_cp.attention.mechanisms.halves import Turns, mirrored
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import BATCHES, Case, Layout, run_step
-from tests.distributed.test_ticks import PoolCase, planned_step, run_planned
+from tests.distributed.parity import BATCHES, TOLERANCE, Case, Layout, in_jobs_of_their_own, run_step
+from tests.distributed.test_ticks import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, PoolCase, planned_step, run_planned
 
 ONE_LANE = Layout(1, pp=2)
 
@@ -108,17 +110,39 @@ def test_backward_mirrors_forward_step_by_step() -> None:
     assert steps_of(3, is_backward=True, repeats="nothing") == expected
 
 
+def brief(steps: list[Step]) -> str:
+    """Return steps in a line; those of a layer that is computed again begin with +."""
+    return " ".join(f"{'' if one.is_backward else '+'}{one.what}{one.turn}/{one.layer}" for one in steps)
+
+
+BACKWARD_OF_TWO: dict[Repeats, tuple[str, ...]] = {
+    "attention": (
+        "+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
+        "+launch0/0 +launch1/0 attend0/1 attend1/1 +attend0/0 +attend1/0",
+        "wait0/1 +wait0/0 +wait1/0 launch0/0 wait1/1 launch1/0",
+        "attend0/0 attend1/0 wait0/0 wait1/0",
+    ),
+    "layers": (
+        "+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
+        "+launch0/0 +launch1/0 attend0/1 attend1/1 +attend0/0 +attend1/0",
+        "wait0/1 wait1/1 +wait0/0 +wait1/0 launch0/0 launch1/0",
+        "attend0/0 attend1/0 wait0/0 wait1/0",
+    ),
+}
+
+
 @pytest.mark.parametrize("repeats", ["attention", "layers"])
-def test_what_is_repeated_comes_before_its_gradient_and_nothing_is_lost(repeats: Any) -> None:
-    alone = [Step(what, 1, False, turn) for what in ("launch", "attend", "wait") for turn in (0, 1)]
+def test_what_is_repeated_runs_beside_the_layer_behind_and_nothing_is_lost(repeats: Repeats) -> None:
+    assert brief(steps_of(2, is_backward=True, repeats=repeats)) == " ".join(BACKWARD_OF_TWO[repeats])
     steps = steps_of(3, is_backward=True, repeats=repeats)
-    first = steps.index(alone[0])
-    assert steps[first : first + 6] == alone
-    assert steps[first + 6] == Step("launch", 1, True, 0)
     assert len(steps) == len(set(steps)) == 36
-    whole = steps_of(3, is_backward=False, repeats=repeats)
-    assert (whole[6:12] == alone) == (repeats == "layers")
-    assert sorted(whole) == sorted(steps_of(3, is_backward=False, repeats="nothing"))
+    if repeats == "attention":  # gradients come as where nothing is repeated
+        assert [one for one in steps if one.is_backward] == steps_of(3, is_backward=True, repeats="nothing")
+    # Of every layer attention is there again before its gradient goes out.
+    for layer in range(3):
+        last, first = Step("wait", layer, False, 1), Step("launch", layer, True, 0)
+        assert steps.index(first) == steps.index(last) + 1
+    assert steps_of(3, is_backward=False, repeats=repeats) == steps_of(3, is_backward=False, repeats="nothing")
 
 
 def test_mirrored_transfers_take_the_way_back() -> None:
@@ -187,3 +211,45 @@ def test_random_halves_are_found_from_programmes() -> None:
         found += len(own & sent), len(own & computed)
         halves_of_tokens(lane)
     assert found.min() > 10
+
+
+WITH_DROPOUT = {"hidden_dropout": 0.1}
+REPEATED = {"nothing": {}, "attention": SELECTIVE_RECOMPUTE, "layers": FULL_RECOMPUTE}
+
+
+def gradients_with_dropout(cases: Mapping[str, Case]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+    """Return how far a rank's gradients are from those without dropout, and what they are."""
+    found = {}
+    for name, case in in_jobs_of_their_own(cases):
+        gradients: dict[str, torch.Tensor] = {}
+
+        def schedule(model: list[Any], *args: Any, case: Case = case, into: Any = gradients) -> None:
+            run_planned(PoolCase(case, None), model, *args)
+            for chunk in model:
+                into |= {name: one.main_grad.clone() for name, one in chunk.named_parameters()}
+
+        found[name] = run_step(*case, None, schedule).gradient_error, gradients
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(1, pp=2), pytest.param(Layout(1, tp=2, sp=True, pp=2), marks=pytest.mark.nightly)],
+    ids=["pp2", "tp2_sp_pp2"],
+)
+def test_what_is_computed_again_drops_what_forward_dropped(layout: Layout, reference_of: Any) -> None:
+    """States of random numbers come back, although pieces of neighbouring layers are computed between each other."""
+    samples, cases = BATCHES["long_tail"], {}
+    for name, recompute in REPEATED.items():
+        one = replace(layout, config={**WITH_DROPOUT, **recompute})
+        cases[name] = Case(one, samples, planned_step(samples, one), reference_of(layout, "long_tail"))
+    compared = 0
+    for of_rank in run_ranks(layout.topology.world_size, gradients_with_dropout, cases, timeout_s=120):
+        error, wanted = of_rank.pop("nothing")
+        assert error > 0.01  # it drops
+        for _, found in of_rank.values():
+            assert found.keys() == wanted.keys()
+            for name, one in found.items():
+                assert (one - wanted[name]).abs().max() <= TOLERANCE * wanted[name].abs().max(), name
+                compared += 1
+    assert compared > 60

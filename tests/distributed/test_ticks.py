@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from dynamic_cp.disaggregation.layer_steps import Step
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
@@ -31,7 +32,7 @@ from dynamic_cp.plans.server_ticks import ServerTicks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
-from megatron.dynamic_cp.attention.mechanisms.halves import Step, Turns
+from megatron.dynamic_cp.attention.mechanisms.halves import Turns
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.data import micro_batches, pool
@@ -64,7 +65,9 @@ LAYOUTS = {
     "pp2_cut": Layout(1, pp=2),
     "pp2_one_lane": Layout(1, pp=2),
     "pp2": Layout(2, pp=2, ranks_per_node=2),
-    "pp2_full_recompute": Layout(2, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True),
+    "pp2_full_recompute": Layout(
+        2, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
+    ),
     "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
     "pp2_vpp2": Layout(2, pp=2, vpp=2, ranks_per_node=2),
     "pp2_vpp2_full_recompute": Layout(

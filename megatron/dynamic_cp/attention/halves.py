@@ -2,7 +2,8 @@
 
 The backward pass of `wait` launches the gradient of the output, that of `attend` computes, and that of `launch` waits
 for the gradients of queries and keys. autograd runs nodes that are ready in the reverse order of their making, so that
-backward interleaves halves and layers as forward did; `mechanisms.halves.Turns` proves it in every tick.
+backward interleaves halves and layers as forward did; what it computes again of the next layer (`Beside`) goes out
+before the gradients of this one are computed. `mechanisms.halves.Turns` proves the order in every tick.
 
 Tokens go from node to node in buffers of the layer (`HalvedLayer`), not as tensors of the graph: a node gets *tickets*,
 empty tensors, of those that must have run before it.
@@ -12,20 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynamic_cp.disaggregation.layer_steps import NUM_HALVES, Repeats, steps_of
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.placement.transport import ROW
 from dynamic_cp.plans.padding import round_up
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
-from megatron.dynamic_cp.attention.mechanisms.halves import NUM_HALVES, Repeats, Turns, TwoHalves, mirrored, steps_of
+from megatron.dynamic_cp.attention.mechanisms.halves import Turns, TwoHalves, mirrored
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
@@ -170,6 +172,16 @@ class Halves:
         return programme._replace(held=tuple(held))
 
 
+class Beside(Protocol):
+    """Attention of the layer before, which backward computes again beside the gradients of this one."""
+
+    def launch_again(self) -> None:
+        """Begin to send both halves."""
+
+    def attend_again(self) -> None:
+        """Compute what is this rank's of both halves."""
+
+
 class HalvedLayer:
     """Attention of one layer of a micro-batch, from its first forward step to its last backward one.
 
@@ -177,11 +189,16 @@ class HalvedLayer:
         halves: of the micro-batch.
         core: the layer's attention; layer: its number on the stage.
         keeps: backward will come; repeats: and computes attention again.
+
+    Attributes:
+        repeats: as given; beside: what is computed again beside this layer's gradients.
     """
+
+    beside: Beside | None = None
 
     def __init__(self, halves: Halves, core: TorchTHDAttention, layer: int, *, keeps: bool, repeats: bool) -> None:
         self._halves, self._core, self._layer = halves, core, layer
-        self._keeps, self._repeats = keeps, repeats
+        self._keeps, self.repeats = keeps, repeats
         self._brought: list[tuple[Tensor, ...]] = []
         self._found: list[tuple[Tensor, Tensor]] = []
         self._running: TwoHalves | None = None
@@ -198,10 +215,7 @@ class HalvedLayer:
     def wait(self, half: int) -> Tensor:
         """Return the output of a half."""
         self._direction.wait(half)
-        sums, rows = self._direction.one.sums, self._halves.range_of(half)
-        out_THD = sums.out_THD[rows].to(self._brought[half][0].dtype, copy=True)
-        if self._keeps and not self._repeats:
-            self._found.append((out_THD.detach(), sums.lse_HT[:, rows].t().contiguous()))
+        out_THD = self._output(half, keep=self._keeps and not self.repeats)
         if half == NUM_HALVES - 1:
             self._running = None
             if not self._keeps:
@@ -211,8 +225,8 @@ class HalvedLayer:
     def launch_backward(self, grad_THD: Tensor, half: int) -> None:
         """Send the gradient of the output of a half, and with the second one, which is first, all keys."""
         if half == NUM_HALVES - 1:
-            if self._repeats:
-                self._repeat()
+            if self.repeats:
+                self._wait_again()
             self._running = self._halves.direction(self._core, self._layer, is_backward=True)
             for each in range(NUM_HALVES):
                 self._fill(self._running.one.fetched[1], self._brought[each][1:], each)
@@ -221,8 +235,23 @@ class HalvedLayer:
         self._direction.launch(_turn(half))
 
     def attend_backward(self, half: int) -> None:
-        """Compute what is this rank's of the gradients of a half."""
+        """Compute what is this rank's of the gradients of a half, and beside both what is computed again."""
+        if self.beside is not None and half == NUM_HALVES - 1:
+            self.beside.launch_again()
         self._direction.attend(_turn(half))
+        if self.beside is not None and half == 0:
+            self.beside.attend_again()
+            self.beside = None
+
+    def launch_again(self) -> None:
+        """Send queries, keys and values of both halves a second time: their outputs were not kept."""
+        for half in range(NUM_HALVES):
+            self._launch_forward(half)
+
+    def attend_again(self) -> None:
+        """Compute what is this rank's of both halves a second time."""
+        for half in range(NUM_HALVES):
+            self._direction.attend(half)
 
     def gradients(self, half: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values of a half."""
@@ -252,17 +281,22 @@ class HalvedLayer:
         for buffer, of_half in zip(buffers, values, strict=True):
             buffer[self._halves.range_of(half)].copy_(of_half)
 
-    def _repeat(self) -> None:
-        """Compute outputs again, which were not kept."""
-        for half in range(NUM_HALVES):
-            self._launch_forward(half)
-        for half in range(NUM_HALVES):
-            self._direction.attend(half)
+    def _wait_again(self) -> None:
+        """Have the outputs, which were computed again beside the layer behind; those of the last layer beside none."""
+        if self._running is None:
+            self.launch_again()
+            self.attend_again()
         for half in range(NUM_HALVES):
             self._direction.wait(half)
-            sums, rows = self._direction.one.sums, self._halves.range_of(half)
-            out_THD = sums.out_THD[rows].to(self._brought[half][0].dtype, copy=True)
-            self._found.append((out_THD, sums.lse_HT[:, rows].t().contiguous()))
+            self._output(half, keep=True)
+
+    def _output(self, half: int, *, keep: bool) -> Tensor:
+        """Return the output of a half, and keep for backward what it needs of it."""
+        sums, rows = self._direction.one.sums, self._halves.range_of(half)
+        out_THD: Tensor = sums.out_THD[rows].to(self._brought[half][0].dtype, copy=True)
+        if keep:
+            self._found.append((out_THD.detach(), sums.lse_HT[:, rows].t().contiguous()))
+        return out_THD
 
 
 def _turn(half: int) -> int:

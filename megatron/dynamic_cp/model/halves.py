@@ -6,17 +6,19 @@ and comes back (`attention.halves`), and the end of a layer is one stretch with 
     before 0, launch 0, before 1, launch 1, attend 0, attend 1,
     wait 0, after 0 and the next layer's before 0, launch 0, wait 1, after 1 and the next layer's before 1, ...
 
-Layers that are recomputed as a whole end where they begin.
+With full recomputation forward runs the same way and keeps what goes into each layer (`_RunTwice`). Backward goes from
+layer to layer, and beside the gradients of each the one before is computed again as far as its attention (`_Repeated`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -24,8 +26,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.halves import Attend, HalvedLayer, Halves, Launch, Wait
-from megatron.dynamic_cp.attention.mechanisms.halves import NUM_HALVES
+from dynamic_cp.disaggregation.layer_steps import NUM_HALVES
+from megatron.dynamic_cp.attention.halves import Attend, Beside, HalvedLayer, Halves, Launch, Wait
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
@@ -58,33 +60,31 @@ class BlockInHalves(TransformerBlock):
 
     def _through_layers(self, states: list[Tensor], halves: Halves, rotary: Tensor | None) -> list[Tensor]:
         """Return what comes out of the last layer, [half]."""
+        numbered = list(enumerate(self.layers))
         if self.config.recompute_granularity == "full" and self.training:
-            for number, layer in enumerate(self.layers):
-                alone = partial(_run, {number: layer}, halves, rotary)
-                states = list(tensor_parallel.checkpoint(alone, False, *states))
-            return states
-        return list(_run(dict(enumerate(self.layers)), halves, rotary, *states))
+            repeated = [_Repeated(layer, number, halves, rotary) for number, layer in numbered]
+            return list(_RunTwice.apply(repeated, *states))
+        return _run((_Layer(layer, number, halves, rotary) for number, layer in numbered), states)
 
 
-def _run(layers: dict[int, Any], halves: Halves, rotary: Tensor | None, *states: Tensor) -> tuple[Tensor, ...]:
+def _run(layers: Iterable[_Layer], states: Sequence[Tensor]) -> list[Tensor]:
     """Return what comes out of the last one of neighbouring layers, [half].
 
     Args:
-        layers: number on the stage -> layer.
-        rotary: the whole table of angles.
         states: what goes into the first one, [half].
     """
     found, behind = list(states), None
-    for number, layer in layers.items():
-        ahead = _Layer(layer, number, halves)
+    for ahead in layers:
         for half in range(NUM_HALVES):
             if behind is not None:
                 found[half] = behind.end(half)
-            ahead.begin(found[half], half, rotary)
+            ahead.begin(found[half], half)
         ahead.attend()
+        if behind is not None and ahead.exchange.repeats:
+            ahead.exchange.beside = behind.exchange
         behind = ahead
     assert behind is not None, "a stage has layers"
-    return tuple(behind.end(half) for half in range(NUM_HALVES))
+    return [behind.end(half) for half in range(NUM_HALVES)]
 
 
 class _Begun(NamedTuple):
@@ -96,28 +96,52 @@ class _Begun(NamedTuple):
     ticket: Tensor
 
 
-class _Layer:
-    """One layer of a micro-batch."""
+class _Kept(NamedTuple):
+    """What a layer is computed again from.
 
-    def __init__(self, layer: Any, number: int, halves: Halves) -> None:
-        self._layer, self._halves = layer, halves
+    Attributes:
+        states: [half] what went into it.
+        random: [half] states of random numbers behind its attention; none where the layer draws none.
+    """
+
+    states: list[Tensor]
+    random: list[Any]
+
+
+class _Layer:
+    """One layer of a micro-batch, which backward follows if gradients are enabled.
+
+    Args:
+        kept: is filled.
+
+    Attributes:
+        exchange: its attention.
+    """
+
+    def __init__(
+        self, layer: Any, number: int, halves: Halves, rotary: Tensor | None, kept: _Kept | None = None
+    ) -> None:
+        self._layer, self._halves, self._rotary, self._kept = layer, halves, rotary, kept
         attention = layer.self_attention
         repeats = attention.checkpoint_core_attention and layer.training
         keeps = torch.is_grad_enabled()
-        self._exchange = HalvedLayer(halves, attention.core_attention, number, keeps=keeps, repeats=repeats)
+        self.exchange = HalvedLayer(halves, attention.core_attention, number, keeps=keeps, repeats=repeats)
         self._begun: list[_Begun] = []
         self._tickets: list[Tensor] = []
 
-    def begin(self, state: Tensor, half: int, rotary: Tensor | None) -> None:
+    def begin(self, state: Tensor, half: int) -> None:
         """Run a half up to its attention, and send that out."""
         layer, norm = self._layer, None
+        if self._kept is not None:
+            self._kept.states.append(state)
         if layer.recompute_input_layernorm:
             norm = tensor_parallel.CheckpointWithoutOutput()
             normed = norm.checkpoint(layer.input_layernorm, state)
         else:
             normed = layer.input_layernorm(state)
-        query, key, value, gate = layer.self_attention.queries_keys_values(normed, rotary, self._halves.params_of(half))
-        ticket = Launch.apply(query, key, value, self._exchange, half)
+        params = self._halves.params_of(half)
+        query, key, value, gate = layer.self_attention.queries_keys_values(normed, self._rotary, params)
+        ticket = Launch.apply(query, key, value, self.exchange, half)
         residual = state.float() if layer.config.fp32_residual_connection else state
         self._begun.append(_Begun(residual, gate, norm, ticket))
 
@@ -125,12 +149,14 @@ class _Layer:
         """Attend to what is this rank's of both halves; the second one needs keys of the first."""
         tickets = [one.ticket for one in self._begun]
         for half in range(NUM_HALVES):
-            self._tickets.append(Attend.apply(self._exchange, half, *tickets[: half + 1]))
+            self._tickets.append(Attend.apply(self.exchange, half, *tickets[: half + 1]))
 
     def end(self, half: int) -> Tensor:
         """Return what comes out of the layer, once a half's attention is back."""
         layer, begun = self._layer, self._begun[half]
-        out_THD = Wait.apply(self._exchange, half, self._tickets[half])
+        if self._kept is not None and layer.hidden_dropout > 0.0:
+            self._kept.random.append(random._get_all_rng_states())
+        out_THD = Wait.apply(self.exchange, half, self._tickets[half])
         context = out_THD.reshape(len(out_THD), 1, -1)
         projected = layer.self_attention.projected(context, begun.gate)
         if begun.norm is not None:
@@ -138,6 +164,80 @@ class _Layer:
         add = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)
         state: Tensor = layer._forward_mlp(add(projected, begun.residual, layer.hidden_dropout))
         return state
+
+
+class _Repeated:
+    """A layer that forward runs without a graph, and backward again."""
+
+    def __init__(self, layer: Any, number: int, halves: Halves, rotary: Tensor | None) -> None:
+        self._given, self._kept = (layer, number, halves, rotary), _Kept([], [])
+        self._running: _Layer | None = None
+
+    def first_run(self) -> _Layer:
+        """Return the layer for forward."""
+        return _Layer(*self._given, self._kept)
+
+    def launch_again(self) -> None:
+        """Run both halves up to their attention, and send that out."""
+        with torch.enable_grad():
+            self._running = _Layer(*self._given)
+            for half, state in enumerate(self._kept.states):
+                self._kept.states[half] = state.detach().requires_grad_()
+                self._running.begin(self._kept.states[half], half)
+
+    def attend_again(self) -> None:
+        """Attend to what is this rank's of both halves."""
+        with torch.enable_grad():
+            self._layer.attend()
+
+    def backward(self, gradients: Sequence[Tensor], beside: Beside | None) -> list[Tensor]:
+        """Run the rest of the layer again, then the layer backward; return [half] the gradient of what went in.
+
+        Args:
+            gradients: [half] of what came out.
+            beside: the layer before, which runs again meanwhile.
+        """
+        self._layer.exchange.beside = beside
+        with torch.enable_grad():
+            states = [self._end_again(half) for half in range(NUM_HALVES)]
+        self._running = None
+        torch.autograd.backward(states, gradients)
+        return [state.grad for state in self._kept.states]
+
+    @property
+    def _layer(self) -> _Layer:
+        assert self._running is not None, "a layer runs again before it runs backward"
+        return self._running
+
+    def _end_again(self, half: int) -> Tensor:
+        """Return what comes out of the layer, from the random numbers that forward had."""
+        if not self._kept.random:
+            return self._layer.end(half)
+        with random._fork_rng():
+            random._set_all_rng_states(*self._kept.random[half])
+            return self._layer.end(half)
+
+
+class _RunTwice(torch.autograd.Function):
+    """All layers of a chunk with full recomputation: as megatron-core's CheckpointFunction, layer by layer."""
+
+    @staticmethod
+    def forward(ctx: Any, repeated: list[_Repeated], *states: Tensor) -> tuple[Tensor, ...]:
+        ctx.repeated = repeated
+        return tuple(_run((one.first_run() for one in repeated), states))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("layers are recomputed by .backward(), not by .grad()")
+        found: Sequence[Tensor] = gradients
+        layers: list[_Repeated] = ctx.repeated
+        layers[-1].launch_again()
+        layers[-1].attend_again()
+        while layers:  # what a layer kept goes with it
+            layer = layers.pop()
+            found = layer.backward(found, layers[-1] if layers else None)
+        return None, *found
 
 
 def _apart(hidden_states: Tensor, halves: Halves, is_sharded: bool) -> list[Tensor]:

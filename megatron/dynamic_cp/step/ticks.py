@@ -24,10 +24,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from dynamic_cp.disaggregation.layer_steps import Repeats
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.types import KINDS, Tick, Unit, num_ticks, tick_order
 from megatron.dynamic_cp.attention.halves import Halves
-from megatron.dynamic_cp.attention.mechanisms.halves import Repeats
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.serving import serve, serve_halves
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention

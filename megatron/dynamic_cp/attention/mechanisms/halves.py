@@ -2,21 +2,19 @@
 
 The halves are the two divisions of a programme; rows of the first need no columns of the second. A layer has six steps
 in each direction: `launch` what others fetch of a half, `attend` to what this lane computes of it, and `wait` for what
-others computed. Between them the lane does the rest of the layer for either half:
-
-    forward    launch 0, launch 1, attend 0, attend 1, wait 0, the next layer's launch 0, wait 1, its launch 1, ...
-    backward   the same with turns for halves: turn 0 is half 1, turn 1 is half 0
+others computed. Between them the lane does the rest of the layer for either half.
 
 Backward runs the programme mirrored: columns that both halves use are fetched for the second half, and their gradients
-given back with those of the first. Every member of the group takes the same steps in the same order (`steps_of`), also
-those without tokens; a rank on which another one comes up says so before it sends anything (`Turns`).
+given back with those of the first. Every member of the group takes the same steps in the same order
+(`dynamic_cp.disaggregation.layer_steps`), also those without tokens; a rank on which another one comes up says so
+before it sends anything (`Turns`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
+from dynamic_cp.disaggregation.layer_steps import NUM_HALVES, Step, What
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
@@ -24,61 +22,8 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
-NUM_HALVES = 2
-What = Literal["launch", "attend", "wait"]
-Repeats = Literal["nothing", "attention", "layers"]
-"""What backward computes again."""
-
 _BACK = {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}
 """Round -> the one that takes the opposite way."""
-
-
-class Step(NamedTuple):
-    """One step of a layer; prints as `launch 0 of layer 3 backward`.
-
-    Attributes:
-        what: which.
-        layer: of the stage, from 0.
-        is_backward: its direction.
-        turn: 0 or 1: the half, or in backward 1 less it.
-    """
-
-    what: What
-    layer: int
-    is_backward: bool
-    turn: int
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.turn} of layer {self.layer} {'backward' if self.is_backward else 'forward'}"
-
-
-def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[Step]:
-    """Return the steps of all layers of a stage in one tick, in their order.
-
-    Layers are interleaved at their ends: what one half gets back travels while the other one's next layer begins. Those
-    that are recomputed as a whole are not.
-
-    Args:
-        repeats: what this tick, or the backward one to come, computes again.
-    """
-    steps: list[Step] = []
-    waits: list[Step] = []
-    for layer in reversed(range(num_layers)) if is_backward else range(num_layers):
-        *launches, first, second, wait, last_wait = _alone(layer, is_backward)
-        repeated = _alone(layer, False) if is_backward and repeats != "nothing" else []
-        if repeats == "layers":
-            steps += [*repeated, *launches, first, second, wait, last_wait]
-            continue
-        # The forward pass that is repeated comes with the gradient of what leaves the layer first.
-        steps += [*waits[:1], *repeated, launches[0], *waits[1:], launches[1], first, second]
-        waits = [wait, last_wait]
-    return steps + waits
-
-
-def _alone(layer: int, is_backward: bool) -> list[Step]:
-    """Return the steps of a layer that no other one interleaves."""
-    kinds: tuple[What, ...] = ("launch", "attend", "wait")
-    return [Step(what, layer, is_backward, turn) for what in kinds for turn in range(NUM_HALVES)]
 
 
 class Turns:
