@@ -200,6 +200,16 @@ FAULTS = {
     "both halves are rotated as the first tokens": Fault(
         "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", HALVES
     ),
+    "what halves compute again drops something else": Fault(
+        "            random._set_all_rng_states(*self._kept.random[half])\n",
+        "",
+        "tests/distributed/test_halves.py -k drops",
+    ),
+    "in halves the layer before is computed again behind the gradients": Fault(
+        "if self.beside is not None and half == NUM_HALVES - 1:",
+        "if self.beside is not None and half == 0:",
+        TICKS,
+    ),
     "no static packing is tried": Fault(
         "found += self._better_static(min(one.makespan_ns for one in found))", "found += []", PROMISES
     ),
