@@ -102,6 +102,7 @@ class Messages:
         sends: Sequence[tuple[int, Sequence[Tensor]]],
         receives: Sequence[tuple[int, Sequence[Expected]]],
         params: DynamicPackedSeqParams,
+        _tag: int = 0,
     ) -> None:
         group: Any = params.cp_group
         self._board, own, post = group.board, group.rank(), group.post

@@ -148,7 +148,7 @@ class Halves:
         if is_backward:
             lse_HT = torch.empty(heads[0], 0, device=device)
             rows = RowGradients(query, query, query, lse_HT, kernel, core.softmax_scale)
-            one = BackwardPass(rows, torch.stack((key, key)), packs)
+            one = BackwardPass(rows, torch.stack((key, key)), packs, keeps_apart=packs.relays)
         else:
             one = ForwardPass(RowSums(query, kernel, core.softmax_scale), torch.stack((key, key)), packs)
         return TwoHalves(one, packs, self.params, self.turns, layer, is_backward=is_backward)
@@ -258,7 +258,7 @@ class HalvedLayer:
         self._direction.wait(_turn(half))
         one, rows, dtype = self._direction.one, self._halves.range_of(half), self._brought[half][0].dtype
         grad_q_THD = one.rows.grad_q_THD[rows].to(dtype, copy=True)
-        grad_k_THD, grad_v_THD = one.grad_2SHD[:, rows].to(dtype, copy=True)
+        grad_k_THD, grad_v_THD = one.grad_of_columns(rows).to(dtype, copy=True)
         if half == 0:
             self._running, self._brought, self._found = None, [], []
         return grad_q_THD, grad_k_THD, grad_v_THD

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.placement.programme import Held, Programme
-from dynamic_cp.placement.transport import COLUMN, ROW
+from dynamic_cp.placement.transport import COLUMN, INSIDE, ROW
 from dynamic_cp.types import CAUSAL, FULL, Mask, Sample
 from megatron.dynamic_cp.attention.packs import Pack, to_device
 
@@ -117,6 +117,7 @@ class PlacedPacks(NamedTuple):
         row_room, column_room: tokens of the buffers behind them.
         divisions: packs of each.
         rounds: (division, round) -> what travels, where anything does.
+        relays: whether the lane hands on to its node what it fetches, and gives back what its node gives it.
     """
 
     num_tokens: int
@@ -124,6 +125,7 @@ class PlacedPacks(NamedTuple):
     column_room: int
     divisions: tuple[tuple[Pack, ...], ...]
     rounds: dict[tuple[int, int], Round]
+    relays: bool = False
 
 
 def build_placed_packs(
@@ -160,6 +162,13 @@ def build_placed_packs(
         rounds={
             (one.division, one.round): Round(messages(one.sends), messages(one.receives)) for one in programme.exchanges
         },
+        relays=any(
+            held[number].kind >= 0
+            for one in programme.exchanges
+            if one.round == INSIDE
+            for _, entries in one.sends
+            for number, _ in entries
+        ),
     )
 
 

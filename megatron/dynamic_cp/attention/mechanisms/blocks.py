@@ -11,7 +11,7 @@ sides; what is fetched for later divisions travels while this one is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -89,8 +89,8 @@ class _Pass(Protocol):
     def to_come_back(self, one: Message) -> list[Expected]:
         """Return what another lane's `given_back` is like."""
 
-    def add(self, one: Message, came: Sequence[Tensor]) -> None:
-        """Add sums that came back."""
+    def add(self, one: Message, came: Sequence[Tensor], *, is_collected: bool) -> None:
+        """Add sums that came back; `is_collected`: from the node."""
 
     def attend(self, pack: Pack) -> None:
         """Add the rectangles of a pack."""
@@ -117,7 +117,7 @@ class ForwardPass:
         number, (heads, dim) = len(one.rows), self.sums.out_THD.shape[1:]
         return [Expected((number, heads), SUM_DTYPE), Expected((number, heads, dim), self._kv_2SHD.dtype)]
 
-    def add(self, one: Message, came: Sequence[Tensor]) -> None:
+    def add(self, one: Message, came: Sequence[Tensor], *, is_collected: bool) -> None:
         lse_TH, out_THD = came
         if len(one.rows):
             self.sums.add(one.rows, out_THD, lse_TH.t())
@@ -127,13 +127,19 @@ class ForwardPass:
 
 
 class BackwardPass:
-    """Gradients of all rows and columns that the lane works with."""
+    """Gradients of all rows and columns that the lane works with.
 
-    def __init__(self, own: RowGradients, kv_2THD: Tensor, packs: PlacedPacks) -> None:
+    Args:
+        keeps_apart: what the node gives back of columns is added to a sum of its own. A column that later divisions use
+            may get some of it while they are computed: elsewhere, and so always in the same order.
+    """
+
+    def __init__(self, own: RowGradients, kv_2THD: Tensor, packs: PlacedPacks, *, keeps_apart: bool = False) -> None:
         with_room = [_with_room(tensor, packs.row_room) for tensor in own.tensors]
         self._kv_2SHD = _with_room(kv_2THD, packs.column_room, dim=1)
         self.rows = own.over(*with_room)
         self.grad_2SHD = torch.zeros_like(self._kv_2SHD, dtype=SUM_DTYPE)
+        self._collected_2SHD = torch.zeros_like(self.grad_2SHD) if keeps_apart else None
         self.fetched = tuple(with_room), (self._kv_2SHD[0], self._kv_2SHD[1])
 
     def clear(self, one: Message) -> None:
@@ -142,7 +148,10 @@ class BackwardPass:
 
     def given_back(self, one: Message) -> list[Tensor]:
         grad_q_THD = self.rows.grad_q_THD.index_select(0, one.rows)
-        grad_k_SHD, grad_v_SHD = self.grad_2SHD.index_select(1, one.columns)
+        grad_2SHD = self.grad_2SHD.index_select(1, one.columns)
+        if self._collected_2SHD is not None:
+            grad_2SHD += self._collected_2SHD.index_select(1, one.columns)
+        grad_k_SHD, grad_v_SHD = grad_2SHD
         return [one.to(self._kv_2SHD.dtype) for one in (grad_q_THD, grad_k_SHD, grad_v_SHD)]
 
     def to_come_back(self, one: Message) -> list[Expected]:
@@ -150,13 +159,19 @@ class BackwardPass:
         shapes = (len(one.rows), *of_row), (len(one.columns), *of_column), (len(one.columns), *of_column)
         return [Expected(shape, self._kv_2SHD.dtype) for shape in shapes]
 
-    def add(self, one: Message, came: Sequence[Tensor]) -> None:
+    def add(self, one: Message, came: Sequence[Tensor], *, is_collected: bool) -> None:
         grad_q_THD, grad_k_SHD, grad_v_SHD = came
         self.rows.grad_q_THD.index_add_(0, one.rows, grad_q_THD.to(SUM_DTYPE))
-        self.grad_2SHD.index_add_(1, one.columns, torch.stack((grad_k_SHD, grad_v_SHD)).to(SUM_DTYPE))
+        total_2SHD = self.grad_2SHD if self._collected_2SHD is None or not is_collected else self._collected_2SHD
+        total_2SHD.index_add_(1, one.columns, torch.stack((grad_k_SHD, grad_v_SHD)).to(SUM_DTYPE))
 
     def attend(self, pack: Pack) -> None:
         self.rows.attend(pack, self._kv_2SHD, self.grad_2SHD)
+
+    def grad_of_columns(self, tokens: slice) -> Tensor:
+        """Return the gradient of keys and values of some of the lane's own tokens, float32 [2, T, heads, dim]."""
+        grad_2THD = self.grad_2SHD[:, tokens]
+        return grad_2THD if self._collected_2SHD is None else grad_2THD + self._collected_2SHD[:, tokens]
 
 
 def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
@@ -189,10 +204,20 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
 
 
 class Rounds:
-    """The transfers of a pass; rounds without messages of this lane are none."""
+    """The transfers of a pass; rounds without messages of this lane are none.
 
-    def __init__(self, one: _Pass, rounds: dict[tuple[int, int], Round], params: DynamicPackedSeqParams) -> None:
-        self._pass, self._rounds, self._params = one, rounds, params
+    Args:
+        tag_of: (round, division) -> the tag of its messages; by default they come in the order of their sending.
+    """
+
+    def __init__(
+        self,
+        one: _Pass,
+        rounds: dict[tuple[int, int], Round],
+        params: DynamicPackedSeqParams,
+        tag_of: Callable[[int, int], int] = lambda which, division: 0,
+    ) -> None:
+        self._pass, self._rounds, self._params, self._tag_of = one, rounds, params, tag_of
         self._pending: dict[tuple[int, int], LaneMessages] = {}
 
     def begin(self, which: int, division: int) -> None:
@@ -207,20 +232,21 @@ class Rounds:
             (member(one.lane), self._pass.to_come_back(one) if back else self._to_be_fetched(one))
             for one in found.receives
         ]
-        self._pending[division, which] = LaneMessages(sends, receives, self._params)
+        self._pending[division, which] = LaneMessages(sends, receives, self._params, self._tag_of(which, division))
 
-    def finish(self, which: int, division: int) -> None:
-        """Wait for a round, and put what came where it belongs."""
+    def finish(self, which: int, division: int) -> LaneMessages | None:
+        """Wait for a round, and put what came where it belongs; return what the device reads it from."""
         pending = self._pending.pop((division, which), None)
         if pending is None:
-            return
+            return None
         for one, came in zip(self._rounds[division, which].receives, pending.wait(), strict=True):
             if which in (COLLECT, DELIVER):
-                self._pass.add(one, came)
+                self._pass.add(one, came, is_collected=which == COLLECT)
                 continue
             for (into, tokens), values in zip(self._buffers(one), came, strict=True):
                 into.index_copy_(0, tokens, values)
             self._pass.clear(one)
+        return pending
 
     def give_back(self, division: int) -> None:
         """Add up what lanes of the node give back, and hand on what goes to other nodes."""

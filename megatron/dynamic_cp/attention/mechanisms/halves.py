@@ -13,17 +13,23 @@ before it sends anything (`Turns`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from dynamic_cp.disaggregation.layer_steps import NUM_HALVES, Step, What
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
+from megatron.dynamic_cp.attention.mechanisms import chains
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
+from megatron.dynamic_cp.attention.mechanisms.transfers import LaneMessages
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
 _BACK = {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}
 """Round -> the one that takes the opposite way."""
+_NUM_ROUNDS = len(_BACK)
+_BEHIND = {ACROSS: INSIDE, COLLECT: DELIVER}
+"""Round -> the one that hands on what came in it."""
 
 
 class Turns:
@@ -68,6 +74,16 @@ def mirrored(packs: PlacedPacks) -> PlacedPacks:
     return packs._replace(divisions=packs.divisions[::-1], rounds=rounds)
 
 
+def tag_of(layer: int, is_backward: bool, which: int, turn: int) -> int:
+    """Return the tag of the messages of a round, from 1 to 32; 0 is that of all other ones.
+
+    Rounds that are begun by the thread of `chains` and by the one that computes have no common order. Of each direction
+    at most two layers are under way on a rank, neighbours; a later one with the same tags begins when all of an earlier
+    one is sent, so that messages with one tag keep their order.
+    """
+    return 1 + ((layer % 2 * 2 + is_backward) * NUM_HALVES + turn) * _NUM_ROUNDS + which
+
+
 class TwoHalves:
     """One direction of one layer.
 
@@ -90,33 +106,57 @@ class TwoHalves:
     ) -> None:
         self.one, self._packs, self._turns = one, packs, turns
         self._layer, self._is_backward = layer, is_backward
-        self._rounds = Rounds(one, packs.rounds, params)
+        self._rounds = Rounds(one, packs.rounds, params, partial(tag_of, layer, is_backward))
+        self._device = params.positions.device
+        self._chains: dict[tuple[int, int], chains.Chain] = {}
 
     def launch(self, turn: int) -> None:
-        """Begin to send what others fetch of a half."""
+        """Begin to send what others fetch of a half, over relays, too."""
         self._take("launch", turn)
-        self._rounds.begin(ACROSS, turn)
-        if turn > 0:  # what came for the half before goes on inside the node
-            self._rounds.finish(ACROSS, 0)
-            self._rounds.begin(INSIDE, 0)
+        self._begin(ACROSS, turn)
 
     def attend(self, turn: int) -> None:
-        """Compute what this lane does of a half, and begin to give it back."""
+        """Compute what this lane does of a half, and begin to give it back, over relays, too."""
         self._take("attend", turn)
-        if turn > 0:
-            self._rounds.finish(ACROSS, turn)
-            self._rounds.begin(INSIDE, turn)
-        self._rounds.finish(INSIDE, turn)
+        self._finish(ACROSS, turn)
         with span("half %d of 2", turn):
             for pack in self._packs.divisions[turn]:
                 self.one.attend(pack)
-        self._rounds.begin(COLLECT, turn)
-        self._rounds.give_back(turn)
+        self._begin(COLLECT, turn)
 
     def wait(self, turn: int) -> None:
-        """Add up what others computed of a half, and wait for it."""
+        """Wait for what others computed of a half, and add it up."""
         self._take("wait", turn)
-        self._rounds.finish(DELIVER, turn)
+        self._finish(COLLECT, turn)
+
+    def _begin(self, first: int, turn: int) -> None:
+        """Begin a round, and the one behind it: at once where nothing of the first one is handed on."""
+        self._rounds.begin(first, turn)
+        if self._packs.relays:
+            self._chains[first, turn] = chains.begin(partial(self._hand_on, first, turn), self._device)
+        else:
+            self._rounds.begin(_BEHIND[first], turn)
+
+    def _hand_on(self, first: int, turn: int) -> LaneMessages | None:
+        """Wait for a round and begin the one behind it, beside what is computed.
+
+        That reads and writes other rows than this: those of a half have places of their own (`places_in_buffers` uses
+        none a second time within two divisions), and who fetches a row does so in its half. Columns are fetched before
+        anyone needs them and given back once all have added to them. But columns of the half that comes last are in use
+        while the node gives back what it computed of them in the other half: that is kept apart (`BackwardPass`).
+        """
+        came = self._rounds.finish(first, turn)
+        self._rounds.begin(_BEHIND[first], turn)
+        return came
+
+    def _finish(self, first: int, turn: int) -> None:
+        """Wait for a round and the one behind it, and put what came where it belongs."""
+        chain = self._chains.pop((first, turn), None)
+        if chain is None:
+            self._rounds.finish(first, turn)
+        else:
+            chain.wait()
+        self._rounds.finish(_BEHIND[first], turn)
 
     def run(self, what: What, turn: int) -> None:
         """Take one of the steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -78,6 +79,10 @@ class Expected(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+_POSTING = threading.Lock()
+"""Messages are sent by the thread that computes and by that of `chains`: one at a time, and each is counted once."""
+
+
 class LaneMessages:
     """One message to each of some members of a group and one from each of some; `wait()` returns what came.
 
@@ -86,6 +91,8 @@ class LaneMessages:
     Args:
         sends: (member of the CP group, tensors for it).
         receives: (member of the CP group, what it sends).
+        tag: the same on both sides. Messages of two ranks with one tag come in the order of their sending; others do so
+            with NCCL only, which knows no tags.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class LaneMessages:
         sends: Sequence[tuple[int, Sequence[Tensor]]],
         receives: Sequence[tuple[int, Sequence[Expected]]],
         params: DynamicPackedSeqParams,
+        tag: int = 0,
     ) -> None:
         group, self._params, device = params.cp_group, params, params.positions.device
         ranks = dist.get_process_group_ranks(group)
@@ -104,16 +112,17 @@ class LaneMessages:
             for expected in self._receives
         ]
         operations = [
-            dist.P2POp(operation, message, ranks[member], group)
+            dist.P2POp(operation, message, ranks[member], group, tag)
             for operation, side, messages in ((dist.isend, sends, self._sent), (dist.irecv, receives, self._received))
             for (member, _), message in zip(side, messages, strict=True)
             if len(message)
         ]
-        try:
-            self._pending = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:
-            raise _failed(group, params, error) from error
-        params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)
+        with _POSTING:
+            try:
+                self._pending = dist.batch_isend_irecv(operations) if operations else []
+            except RuntimeError as error:
+                raise _failed(group, params, error) from error
+            params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)
 
     def wait(self) -> list[list[Tensor]]:
         """Return the tensors of each member of `receives`."""
