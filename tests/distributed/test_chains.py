@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +29,10 @@ from megatron.dynamic_cp.attention.halves import HalvedLayer
 from megatron.dynamic_cp.attention.mechanisms import chains
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
 from megatron.dynamic_cp.attention.mechanisms.halves import TwoHalves, mirrored, tag_of
-from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, LaneMessages
+from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, Expected, LaneMessages
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
-from tests.distributed.harness import run_ranks
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.parity import BATCHES, Case, Comparison, Layout, assert_equal_to_reference, run_step
 from tests.distributed.test_halves import lanes_of
 from tests.distributed.test_ticks import (
@@ -252,6 +256,56 @@ def test_what_a_chain_meets_is_raised_where_it_is_waited_for_and_ends_all(which:
         # A relay may meet the end of the other one before it waits for its own chain.
         assert "exchange was lost" in said or "onnection" in said or "closed" in said, (said, failed)
     assert any("exchange was lost" in said for said, _ in ended)
+
+
+def run_dying(case: Case) -> None:
+    """Run a step in which a relay of the second stage is gone while it hands something on."""
+    finish = Rounds.finish
+
+    def die(self: Rounds, one: int, division: int) -> Any:
+        if is_in_chain() and dist.get_rank() > 1:
+            os._exit(9)
+        return finish(self, one, division)
+
+    with mock.patch.object(Rounds, "finish", die):
+        run_step(*case, None, lambda *args: run_planned(PoolCase(case, None), *args))
+
+
+def test_a_relay_that_dies_ends_all_with_an_error_that_names_the_place(reference_of: Any) -> None:
+    samples = BATCHES["long_tail"]
+    case = Case(NODES_OF_TWO, samples, planned_step(samples, NODES_OF_TWO), reference_of(NODES_OF_TWO, "long_tail"))
+    with pytest.raises(RankError) as caught:
+        run_ranks(4, run_dying, case, timeout_s=60)
+    said = re.split(r"^rank \d:", str(caught.value), flags=re.MULTILINE)[1:]
+    assert len(said) == 4
+    assert sum("died without a word" in one for one in said) in (1, 2)
+    for one in said:
+        assert "died without a word" in one or "RuntimeError" in one or "ExchangeError" in one, one
+        assert "nothing after" not in one
+    assert any(re.search(r"exchange in .* failed at .*micro-batch", one) for one in said)
+
+
+def wait_for_a_hung_peer() -> tuple[str, float]:
+    """Return the error of a chain, and the seconds until it came, where the other rank is silent."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return "", 0.0
+    params = DynamicPackedSeqParams(cp_group=group, positions=torch.arange(2), label="step 7")
+    messages = LaneMessages([], [(1, [Expected((2, 4), torch.float32)])], params, 5)
+    began = time.monotonic()
+    chain = chains.begin(messages.wait, CPU)
+    with pytest.raises(ExchangeError) as caught:
+        chain.wait()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.slow  # it waits
+def test_a_hung_peer_of_a_chain_is_noticed_within_the_timeout() -> None:
+    (said, waited_s), _ = run_ranks(2, wait_for_a_hung_peer, timeout_s=20)
+    assert "failed at step 7" in said
+    assert "imed out" in said
+    assert 0.5 < waited_s < 3.5
 
 
 BLOCKED = """
