@@ -14,6 +14,7 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.models import catalog
 from dynamic_cp.placement.traffic import bytes_of_tasks
 from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.pool import servers_of
 from dynamic_cp.types import KINDS, Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
 
 
@@ -56,12 +57,14 @@ def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int 
     options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
     hardware = catalog.load_hardware("h100")
     problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)
-    node_servers = lanes_in_one_node(plan.topology)
-    chunk = StageAttention(model.stages(plan.topology.pp_size * plan.topology.vp_size)[0], problem, node_servers)
+    assert plan.pool is not None
+    servers = servers_of(plan.topology, plan.pool.relay_servers)
+    chunk = StageAttention(model.stages(plan.topology.pp_size * plan.topology.vp_size)[0], problem, servers.of_node)
     (kind,) = chunk.kinds
     total = np.zeros(plan.num_servers)
     for tick, tasks in plan.ticks():
         directions = [0] if tick.kind == KINDS[0] else [0, 1] if repeats else [1]
-        sent = bytes_of_tasks(tasks, directions, plan.num_servers, node_servers, token_bytes(kind))
+        is_kept = repeats and plan.pool.num_halves == 2  # backward uses what was fetched again just before
+        sent = bytes_of_tasks(tasks, directions, servers, token_bytes(kind), is_kept=is_kept)
         total += sent[:, :, 0].sum(axis=(0, 1))
     return total

@@ -18,7 +18,7 @@ from dynamic_cp.disaggregation.rows import even_homes, longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule, work_of
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.placement.traffic import bytes_of_tasks
+from dynamic_cp.placement.traffic import Servers, bytes_of_tasks
 from dynamic_cp.types.tasks import SERVER, START, STOP, Tasks
 
 SERVERS, TOKENS = (64, 256, 512), (16 * K, 64 * K, 128 * K)
@@ -47,7 +47,7 @@ def judged(tasks: Tasks, num_servers: int) -> dict[str, float]:
     """Return max / mean work, bytes of all, and the busiest server's bytes over the mean (the larger side of each)."""
     rows = tasks.rows.astype(np.float64)
     loads = np.bincount(tasks.rows[:, SERVER], work_of(rows[:, START], rows[:, STOP], 0.0), num_servers)
-    sent = bytes_of_tasks(tasks, (0,), num_servers, 1, LAYER)[0].sum(axis=0)
+    sent = bytes_of_tasks(tasks, (0,), Servers(num_servers, 1, 1), LAYER)[0].sum(axis=0)
     busiest = sent.max(axis=0)
     return {
         "load": float(loads.max() / loads.mean()),
@@ -72,10 +72,10 @@ def measure(data: str, servers: int, tokens: int, seed: int = 0) -> Row:
     tile = 2 * 128 * float(seqlens[0]) / (float((seqlens.astype(np.float64) ** 2).sum()) / servers)
     row["tile"] = tile
     for name, own in (("order", homes), ("quota", quota)):
-        tasks, milliseconds = timed(lambda own=own: schedule(own, own, NONE, servers, rules(0.1)))  # type: ignore[misc]
+        tasks, milliseconds = timed(lambda own=own: schedule(own, own, NONE, np.zeros(servers), rules(0.1)))  # type: ignore[misc]
         row[name] = judged(tasks_of(own, [tasks]), servers) | {"ms": milliseconds}
         # As even as the paper's rule leaves it.
-        equal = schedule(own, own, NONE, servers, rules(max(paper["load"] - 1.0, 0.0)))
+        equal = schedule(own, own, NONE, np.zeros(servers), rules(max(paper["load"] - 1.0, 0.0)))
         row[f"{name}_equal"] = judged(tasks_of(own, [equal]), servers)
     return row
 
@@ -142,7 +142,7 @@ def tolerance_markdown(tolerances: Sequence[float] = (0.0, 0.05, 0.1, 0.15, 0.2,
         for tolerance in tolerances:
             moved = schedule_as_paper(annuli, in_order, 16, tolerance, 2 * LAYER.query, LAYER.kv)
             paper.append(judged(tasks_of(ranges_of(annuli, in_order), [ranges_of(moved, in_order)]), 16)["gb"])
-            tasks = schedule(homes, homes, NONE, 16, rules(tolerance))
+            tasks = schedule(homes, homes, NONE, np.zeros(16), rules(tolerance))
             ours.append(judged(tasks_of(homes, [tasks]), 16)["gb"])
         lines += [(data, who, *(f"{one / gb[0]:.2f}" for one in gb)) for who, gb in (("paper", paper), ("ours", ours))]
     return table("documents | rule | " + " | ".join(f"{one:g}" for one in tolerances), lines, left=2)
@@ -157,7 +157,7 @@ def tile_markdown(tiles: Sequence[int] = (128, 256, 512)) -> str:
         for tile in tiles:
             homes: Ints | None = even_homes(samples, 64, 64 * K, tile, 1)
             assert homes is not None
-            found = judged(tasks_of(homes, [schedule(homes, homes, NONE, 64, rules(0.02, tile))]), 64)
+            found = judged(tasks_of(homes, [schedule(homes, homes, NONE, np.zeros(64), rules(0.02, tile))]), 64)
             cells.append(f"{found['load']:.3f}, {found['gb']:.1f} GB")
         lines.append((data, *cells))
     return table("documents | " + " | ".join(map(str, tiles)), lines)

@@ -16,10 +16,10 @@ from dynamic_cp.comparison import compare_policies
 from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import plan_stage_tasks, plan_tasks
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement.traffic import bytes_of_tasks
+from dynamic_cp.plans.pool import servers_of
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import KINDS, Plan, Problem, Sample
@@ -120,10 +120,11 @@ def _per_document_s(problem: Problem, samples: Sequence[Sample]) -> float:
 
 def busiest(plan: Plan, cost_model: CostModel) -> float:
     """Return what the server that sends or receives most in each tick moves, over the mean; all ticks together."""
-    of_token, node_servers = token_bytes(cost_model.stage.attention), lanes_in_one_node(cost_model.topology)
+    assert plan.pool is not None
+    of_token, servers = token_bytes(cost_model.stage.attention), servers_of(plan.topology, plan.pool.relay_servers)
     most = mean = 0.0
     for tick, tasks in plan.ticks():
-        sent = bytes_of_tasks(tasks, (KINDS.index(tick.kind),), plan.num_servers, node_servers, of_token)
+        sent = bytes_of_tasks(tasks, (KINDS.index(tick.kind),), servers, of_token)
         of_servers = sent.sum(axis=(0, 1)).max(axis=0)
         most, mean = most + float(of_servers.max()), mean + float(of_servers.mean())
     return most / mean if mean else 1.0

@@ -10,6 +10,7 @@ and sends. Read in this order:
 - `paper`: the rule of DistCA, to compare with
 - `tasks`: the result as a value
 - `profile`: seconds of tasks
+- `layer_steps`: steps of layers in two halves, in which order they come and what they take
 - `prices`: what a tick takes
 - `timeline`: when ticks run
 - `rows`: which samples share a micro-batch

@@ -40,6 +40,7 @@ from dynamic_cp.disaggregation.search import (
     PlannedTasks,
     Running,
     TaskSearch,
+    held_by_servers,
     infeasible,
     merged,
     numbers_of_rows,
@@ -53,7 +54,9 @@ from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import tick_timeline
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.placement.traffic import Servers
 from dynamic_cp.plans.padding import round_up
+from dynamic_cp.plans.pool import servers_of
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import KINDS, Placement, Problem, Sample, Tasks, Topology, tick_order
 from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, START, STOP
@@ -90,7 +93,10 @@ def plan_dedicated(
     refuse_masks(samples)
     topology = cost_model.topology
     num_servers = topology.num_lanes * topology.pp_size + options.attention_servers
-    search = TaskSearch(TickPrices(cost_model, options), "pool", num_servers, memory)
+    node_servers = servers_of(topology, 0).of_node
+    search = TaskSearch(
+        TickPrices(cost_model, options), "pool", Servers(num_servers, node_servers, node_servers), memory
+    )
     ordered = longest_first(samples)
     best: PlannedTasks | None = None
     num_slower = 0
@@ -171,7 +177,7 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
             return None
     placements = [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows]
     limit = search.cost_model.options.max_tokens_per_rank
-    num_servers, num_dedicated = search.num_servers, search.num_servers - num_holders
+    num_servers, num_dedicated = search.servers.number, search.servers.number - num_holders
     of_layers_s, of_attention_s, in_place_s = _Work(layers_s, attention_s).ideal(num_servers, num_dedicated)
     return PlannedTasks(
         plan=plan_of(rows, placements, topology, limit, "pool"),
@@ -197,17 +203,17 @@ def _busy_s(search: TaskSearch, held: Ints) -> list[float]:
 def _fastest(search: TaskSearch, direction: int, running: Running, num_holders: int) -> tuple[TickSeconds, _Work]:
     """Return what a tick takes with the tolerance with which it is fastest, and what its ranks compute."""
     prices = search.prices
-    tokens = max(max(row.lane_tokens) for _, row in running.values())
+    held = held_by_servers(search, [(stage, row) for stage, (_, row) in running.items()])
     best: tuple[TickSeconds, Tasks] | None = None
     for tasks in _tasks(search, direction, running, num_holders):
-        one = prices.seconds(tasks, direction, search.num_servers, tokens)
+        one = prices.seconds(tasks, direction, held, search.servers)
         one = one.on_their_own(prices.layers_of_tick, is_in_halves=prices.options.ping_pong)
         if best is not None and one.total_s >= best[0].total_s:
             break
         best = one, tasks
     assert best is not None
     layers_s = sum(float(prices.linear_s(direction, np.array(row.lane_tokens)).sum()) for _, row in running.values())
-    attention_s = float(prices.attention_s(best[1], direction, search.num_servers).sum())
+    attention_s = float(prices.attention_s(best[1], direction, search.servers.number).sum())
     return best[0], _Work(layers_s, attention_s)
 
 
@@ -215,7 +221,7 @@ def _tasks(search: TaskSearch, direction: int, running: Running, num_holders: in
     """Yield tasks of growing tolerance, all of them on servers behind the holders."""
     parts = [(stage, row) for stage, (_, row) in running.items()]
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
-    options, num_dedicated = search.prices.options, search.num_servers - num_holders
+    options, num_dedicated = search.prices.options, search.servers.number - num_holders
     query_bytes, kv_bytes = search.prices.task_bytes
     extra = search.prices.profiles[direction].extra_tokens
     spread = _spread(homes, num_dedicated, options)
@@ -230,7 +236,7 @@ def _tasks(search: TaskSearch, direction: int, running: Running, num_holders: in
         tasks: list[Ints] = []
         for of_half in queries:
             earlier = tasks[0] if tasks else np.zeros((0, 4), np.int64)
-            tasks.append(schedule(spread, np.ascontiguousarray(of_half), earlier, num_dedicated, rules))
+            tasks.append(schedule(spread, np.ascontiguousarray(of_half), earlier, np.zeros(num_dedicated), rules))
         yield tasks_of(homes, [of_half + np.array([0, 0, 0, num_holders]) for of_half in tasks])
 
 

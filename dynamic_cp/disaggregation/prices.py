@@ -1,9 +1,12 @@
 """What a tick takes: layers of the fullest lane, attention of the most loaded server, transfers of the busiest link.
 
-    layers    = linear of the fullest lane + attention of the most loaded server, in each half, of one model chunk
-    tick      = max(layers, busiest link) + what the first half fetches and the last one gives back, in two halves
-              = layers + busiest link, in one
+    tick      = max(steps of all layers of a model chunk, busiest link) in two halves (`layer_steps.seconds_of_steps`)
+              = linear of the fullest lane + attention of the most loaded server + busiest link, in one
     seconds   = tick * (1 + noise margin) + embedding, head and hop of the stages that pay them
+
+Steps are priced server by server: one with little that is not attention, as on a stage without a micro-batch, has time
+for more of that. Transfers of either half take as long as those of the busiest link, round by round: where relays hand
+keys on, one round comes after the other.
 
 Every layer waits for the slowest of all servers. With a jitter of sigma for each server and layer, the slowest of N is
 sigma * E[max of N normals] late in every layer; without such a barrier lanes average over layers. The difference is
@@ -18,11 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.disaggregation.layer_steps import NUM_HALVES, Repeats, seconds_of_steps, step_table
 from dynamic_cp.disaggregation.profile import AttentionProfile
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
-from dynamic_cp.placement.traffic import bytes_of_tasks
+from dynamic_cp.placement.traffic import Servers, bytes_of_rounds, fetches_of_tasks
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, NOISE_MARGIN, ModelShape, Tasks
 
@@ -80,9 +84,9 @@ class TickSeconds(NamedTuple):
         linear_s: what is not attention, on the fullest lane.
         attention_s: on the most loaded server, half by half.
         exchange_s: on the busiest link.
-        exposed_s: what of the exchange nothing hides.
-        beside_s: how long both kinds of ranks compute at once, where linear layers and attention have ranks of their
-            own (`on_their_own`).
+        exposed_s: how much longer the tick is than both, because of what of the exchange nothing hides.
+        beside_s: how much shorter it is, because some ranks compute the one while others compute the other: of two
+            halves, or where both have ranks of their own (`on_their_own`).
     """
 
     linear_s: float
@@ -130,10 +134,12 @@ class TickPrices:
         stage = cost_model.stage
         self._attention = stage.attention
         self._linear = stage.without_attention()
-        self._repeats = stage.repeats_attention
+        self._repeats: Repeats = "nothing"
+        if stage.repeats_attention:
+            self._repeats = "layers" if cost_model.options.recompute == "full" else "attention"
+        self._shares = np.array([stage.share_before_attention, 1.0 - stage.share_before_attention])
         self._token_bytes = token_bytes(self._attention)
         self.profiles = AttentionProfile.of(self._attention, 0), AttentionProfile.of(self._attention, 1)
-        self._node_servers = lanes_in_one_node(cost_model.topology)
 
     @property
     def task_bytes(self) -> tuple[float, float]:
@@ -146,50 +152,101 @@ class TickPrices:
         """Layers of a model chunk."""
         return self._attention.layers / self._chunks
 
-    def seconds(self, tasks: Tasks, direction: int, num_servers: int, rank_tokens: int) -> TickSeconds:
+    def seconds(self, tasks: Tasks, direction: int, held: Ints, servers: Servers) -> TickSeconds:
         """Return what `tasks` take forward (0) or backward (1) in the layers of a chunk, recomputation included.
 
         Args:
             tasks: of a tick.
             direction: which.
-            num_servers: that share them.
-            rank_tokens: padded tokens of the fullest lane.
+            held: [server] padded tokens; 0 where it only serves.
+            servers: that share the tasks.
         """
-        computed = (0, 1) if direction == 1 and self._repeats else (direction,)
-        sent = bytes_of_tasks(tasks, computed, num_servers, self._node_servers, self._token_bytes)
-        attention_s = sum(
-            float(self.profiles[one].server_seconds(tasks, num_servers).max(axis=1).sum()) for one in computed
-        )
-        attention_s /= self._chunks
-        exchange_s = sum(map(self._exchange_s, sent)) / self._chunks
-        linear_s = float(self.linear_s(direction, np.array(rank_tokens)))
-        exposed_s = exchange_s
-        if self.options.ping_pong:
-            too_long_s = max(exchange_s - linear_s - attention_s, 0.0)
-            exposed_s = too_long_s + exchange_s / (2 * max(self.layers_of_tick, 1.0))
-        return TickSeconds(linear_s, attention_s, exchange_s, exposed_s)
+        attention = {one: self.profiles[one].server_seconds(tasks, servers.number) for one in self._passes(direction)}
+        rounds = self._rounds_of(tasks, direction, servers)
+        linear_s = float(self.linear_s(direction, held).max())
+        attention_s = sum(float(seconds.max(axis=1).sum()) for seconds in attention.values()) / self._chunks
+        exchange_s = sum(self._exchange_s(one.sum(axis=(0, 1))) for one in rounds.values()) / self._chunks
+        if not self.options.ping_pong:
+            one_by_one_s = sum(float(self._rounds_s(one).sum()) for one in rounds.values()) / self._chunks
+            return TickSeconds(linear_s, attention_s, exchange_s, one_by_one_s)
+        longer_s = max(self._steps_s(direction, held, attention, rounds), exchange_s) - linear_s - attention_s
+        return TickSeconds(linear_s, attention_s, exchange_s, max(longer_s, 0.0), max(-longer_s, 0.0))
 
     def linear_s(self, direction: int, rank_tokens: Ints) -> Floats:
         """Return the seconds of what is not attention in a chunk, on lanes with so many padded tokens."""
         linear = self._linear[direction]
         stage_s = self.options.num_halves * linear.constant + linear.per_token * rank_tokens
-        return np.asarray(stage_s / self._chunks, np.float64)
+        return np.where(rank_tokens > 0, stage_s / self._chunks, 0.0)
 
     def attention_s(self, tasks: Tasks, direction: int, num_servers: int) -> Floats:
         """Return [server] seconds of its tasks, recomputation included; arguments as those of `seconds`."""
-        computed = (0, 1) if direction == 1 and self._repeats else (direction,)
-        each = [self.profiles[one].server_seconds(tasks, num_servers).sum(axis=0) for one in computed]
+        each = [self.profiles[one].server_seconds(tasks, num_servers).sum(axis=0) for one in self._passes(direction)]
         total: Floats = np.array(each).sum(axis=0).astype(np.float64) / self._chunks
         return total
+
+    def work_beside(self, direction: int, held: Ints) -> Floats:
+        """Return [server] what a half takes that is not attention, as work of attention (`scheduler.work_of`)."""
+        if not self.options.ping_pong:
+            return np.zeros(len(held))  # attention begins when all are done with it
+        per_work_s = sum(self.profiles[one].causal_s_per_token2 for one in self._passes(direction))
+        return self.linear_s(direction, held) * self._chunks / (2 * per_work_s)
+
+    def _passes(self, direction: int) -> tuple[int, ...]:
+        """Return the directions in which attention is computed: backward both where it is computed again."""
+        return (0, 1) if direction == 1 and self._repeats != "nothing" else (direction,)
+
+    def _rounds_of(self, tasks: Tasks, direction: int, servers: Servers) -> dict[int, Floats]:
+        """Return pass -> `bytes_of_rounds` of all layers of a stage, turns for divisions."""
+        fetches = fetches_of_tasks(tasks, servers.of_relay)
+        found = {}
+        for one in self._passes(direction):
+            # Backward, columns of both halves come with the one that is computed first, the second.
+            last = tasks.num_halves - 1
+            in_turns = fetches._replace(first=last - fetches.last, last=last - fetches.first) if one else fetches
+            # What was fetched to compute forward again is there for the gradients of the same layer.
+            is_kept = one == 1 and self.options.ping_pong and self._repeats != "nothing"
+            messages = self._token_bytes.messages(in_turns, tasks.tokens, backward=one == 1, is_kept=is_kept)
+            found[one] = bytes_of_rounds(messages, servers)
+        return found
+
+    def _steps_s(self, direction: int, held: Ints, attention: dict[int, Floats], rounds: dict[int, Floats]) -> float:
+        """Return the seconds of the steps of all layers of a chunk.
+
+        Args:
+            direction, held: as of `seconds`.
+            attention: pass -> [half, server] seconds of all layers of a stage; rounds: pass -> bytes of them.
+        """
+        layers, num_servers = max(round(self.layers_of_tick), 1), len(held)
+        linear_s = np.zeros((2, num_servers))
+        linear_s[direction] = self.linear_s(direction, held)
+        if direction == 1 and self._repeats == "layers":
+            linear_s[0] = self.linear_s(0, held)
+            linear_s[1] = np.maximum(linear_s[1] - linear_s[0], 0.0)
+        before_s, after_s = (linear_s * share / (NUM_HALVES * layers) for share in self._shares)
+        attention_s = np.zeros((2, NUM_HALVES, num_servers))
+        there_s, back_s = np.zeros((2, NUM_HALVES)), np.zeros((2, NUM_HALVES))
+        for one, of_halves in attention.items():
+            in_turns = of_halves[::-1] if one else of_halves
+            attention_s[one, : len(in_turns)] = in_turns / self._attention.layers
+            taken_s = self._rounds_s(rounds[one]) / self._attention.layers
+            there_s[one, : len(taken_s)] = taken_s[:, [ACROSS, INSIDE]].sum(axis=1)
+            back_s[one, : len(taken_s)] = taken_s[:, [COLLECT, DELIVER]].sum(axis=1)
+        # Backward the rest of a layer comes first.
+        ahead_s, behind_s = np.stack([before_s[0], after_s[1]]), np.stack([after_s[0], before_s[1]])
+        steps = step_table(layers, direction == 1, self._repeats)
+        return float(seconds_of_steps(steps, layers, ahead_s, behind_s, attention_s, there_s, back_s))
+
+    def _rounds_s(self, sent: Floats) -> Floats:
+        """Return [division, round] seconds of the busiest link; `sent` is `bytes_of_rounds`."""
+        busiest_s = (sent.max(axis=(3, 4)) / np.array(self._attention.bandwidths)).max(axis=2)
+        found: Floats = np.where(busiest_s > 0, busiest_s + self._attention.latency_s, 0.0)
+        return found
 
     def _exchange_s(self, sent: Floats) -> float:
         """Return the seconds of the busiest link; `sent` is [link, sent or received, server] bytes."""
         if not sent.any():
             return 0.0
-        busiest_s = max(
-            float(of_link.max()) / bandwidth
-            for of_link, bandwidth in zip(sent, self._attention.bandwidths, strict=True)
-        )
+        busiest_s = float((sent.max(axis=(1, 2)) / np.array(self._attention.bandwidths)).max())
         # One round there and one back, in each half.
         return busiest_s + 2 * self.options.num_halves * self._attention.latency_s
 

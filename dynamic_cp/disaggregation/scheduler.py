@@ -93,16 +93,17 @@ def work_of(start: float, stop: float, extra_tokens: float) -> float:
 
 
 @compiled
-def schedule(homes: Ints, queries: Ints, earlier: Ints, num_servers: int, rules: Rules) -> Ints:
+def schedule(homes: Ints, queries: Ints, earlier: Ints, busy: Floats, rules: Rules) -> Ints:
     """Return tasks, int64 [task, (document, start, stop, server)], that compute each of `queries` once.
 
     Args:
         homes: int64 [home, (document, start, stop, server)]: who holds which tokens, all of each document.
         queries: what is to be computed: homes, or parts of them, in the same form.
         earlier: tasks whose keys stay where they are, in the same form.
-        num_servers: that there are.
+        busy: [server] work that it has besides, in the unit of `work_of`: with it, servers come out even.
         rules: tile, tolerance and prices.
     """
+    num_servers = len(busy)
     num_documents = 0
     for home in range(len(homes)):
         num_documents = max(num_documents, homes[home, 0] + 1)
@@ -111,15 +112,30 @@ def schedule(homes: Ints, queries: Ints, earlier: Ints, num_servers: int, rules:
     rows = by_server[order]
     by_document = _Homes(rows, rows[:, 3].copy(), firsts)
     state = _begin(queries, earlier, num_servers, num_documents, rules)
-    most = 0.0
+    mean = state.load.sum() / num_servers
+    level = _level(busy, mean)
     for server in range(num_servers):
-        most += state.load[server]
-    most *= (1.0 + rules.tolerance) / num_servers
+        state.load[server] += min(busy[server], level)
+    most = level + rules.tolerance * mean
     for giver in ascending(-state.load):
         while state.load[giver] > most and _give(giver, most, state, by_document, rules):
             pass
     ranges = state.ranges[: state.sizes[0]]
     return ranges[ranges[:, 2] > ranges[:, 1]]
+
+
+@compiled
+def _level(busy: Floats, mean: float) -> float:
+    """Return how much work each server has in all when as much as `mean` for each comes on top, on the least busy."""
+    below = 0.0
+    in_order = np.sort(busy)
+    level = 0.0
+    for count in range(1, len(busy) + 1):
+        below += in_order[count - 1]
+        level = (mean * len(busy) + below) / count
+        if count == len(busy) or level <= in_order[count]:
+            break
+    return level
 
 
 @compiled

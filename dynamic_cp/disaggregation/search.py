@@ -25,13 +25,13 @@ from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickSpan, TickTime, tick_timeline
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.graph import edges_paid
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.placement.traffic import Servers
 from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_share, round_up
-from dynamic_cp.plans.pool import MOST_FETCHED_IN_POOL, fetched_in_ticks, why_too_much_fetched
+from dynamic_cp.plans.pool import MOST_FETCHED_IN_POOL, fetched_in_ticks, servers_of, why_too_much_fetched
 from dynamic_cp.plans.turns import num_turns, turned_tasks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
@@ -60,6 +60,8 @@ _STAGE_ROWS = (1, 2, 4)
 PATIENCE = 2
 """Ever larger numbers that are slower, one after the other, after which no more are tried."""
 _PAPER_TOLERANCE = 0.1
+_BESIDE = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of what servers compute besides attention that are evened out with it: barriers let less than all of it."""
 _DIVISIONS = (1, 2, 4)
 """Of placed attention, for tasks of one stage."""
 _NONE = np.zeros((0, 4), np.int64)
@@ -116,7 +118,10 @@ class TaskRow(NamedTuple):
     lane_tokens: list[int]
 
 
-_Way = Callable[["TaskSearch", int, Sequence[tuple[int, TaskRow]]], Iterator[Tasks]]
+_Parts = Sequence[tuple[int, TaskRow]]
+"""The rows of a tick, by stage."""
+_Way = Callable[["TaskSearch", int, _Parts, Floats, int], Iterator[Tasks]]
+"""From a search, a direction, the parts of a tick, [server] work besides and the first of the tolerances to tasks."""
 
 
 class TaskSearch(NamedTuple):
@@ -124,7 +129,7 @@ class TaskSearch(NamedTuple):
 
     prices: TickPrices
     method: str
-    num_servers: int
+    servers: Servers
     memory: MemoryModel | None
 
     @property
@@ -159,14 +164,17 @@ def plan_tasks(
     topology = cost_model.topology
     refuse_masks(samples)
     prices = TickPrices(cost_model, options or TaskOptions())
-    search = TaskSearch(prices, method, topology.num_lanes * topology.pp_size, memory)
+    searches = [TaskSearch(prices, method, servers_of(topology, one), memory) for one in _relays(topology, method)]
     ordered = longest_first(samples) if method != "paper" else list(samples)
     best: PlannedTasks | None = None
     tried = num_slower = 0
     for number in num_microbatches or numbers_of_rows(ordered, cost_model):
-        found = _planned(search, ordered, number)
-        if found is None:
+        both = [(found, search) for search in searches if (found := _planned(search, ordered, number)) is not None]
+        if not both:
             continue
+        # What relays give depends little on the number of micro-batches.
+        found, faster = min(both, key=lambda one: one[0].makespan_s)
+        searches = [faster]
         tried += 1
         if best is None or found.makespan_s < best.makespan_s:
             best, num_slower = found, 0
@@ -177,6 +185,13 @@ def plan_tasks(
     if best is None:
         raise infeasible(ordered, cost_model, ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size)
     return best._replace(reason=f"{method}: m={best.plan.num_microbatches} of {tried} numbers of micro-batches")
+
+
+def _relays(topology: Topology, method: str) -> tuple[int, ...]:
+    """Return values of `PoolTasks.relay_servers` to try."""
+    of_node = servers_of(topology, 0).of_relay
+    may_be_more = topology.pp_size > 1 and topology.num_lanes > of_node and method != "paper"
+    return (0, topology.num_lanes) if may_be_more else (0,)
 
 
 def refuse_masks(samples: Sequence[Sample]) -> None:
@@ -227,8 +242,9 @@ def plan_stage_tasks(
         UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`.
     """
     topology, options = cost_model.topology, TaskOptions(ping_pong=False, tolerances=(tolerance,))
-    search = TaskSearch(TickPrices(cost_model, options), "pool", topology.num_lanes, None)
-    limit, node_lanes = cost_model.options.max_tokens_per_rank, lanes_in_one_node(topology)
+    servers = servers_of(topology, 0)._replace(number=topology.num_lanes)
+    search = TaskSearch(TickPrices(cost_model, options), "pool", servers, None)
+    limit, node_lanes = cost_model.options.max_tokens_per_rank, servers.of_node
     ordered = longest_first(samples)
     refuse_masks(ordered)
     best: tuple[float, Plan] | None = None
@@ -236,8 +252,8 @@ def plan_stage_tasks(
         rows = rows_of(search, ordered, round_up(number, topology.num_microbatches_multiple))
         if rows is None:
             continue
-        found = [next(_by_our_rule(search, 0, [(0, row)])) for row in rows]
-        if any(why_too_much_fetched(one, topology.num_lanes, node_lanes, limit, MOST_FETCHED) for one in found):
+        found = [next(_by_our_rule(search, 0, [(0, row)], np.zeros(topology.num_lanes))) for row in rows]
+        if any(why_too_much_fetched(one, topology.num_lanes, limit, MOST_FETCHED) for one in found):
             continue
         for num_divisions in _DIVISIONS:
             placements = [_divided(one, num_divisions, topology.num_lanes, node_lanes) for one in found]
@@ -310,7 +326,12 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
         topology,
         limit,
         search.method,
-        PoolTasks(tile_tokens=search.prices.options.tile_tokens, forward=forward, backward=backward),
+        PoolTasks(
+            tile_tokens=search.prices.options.tile_tokens,
+            forward=forward,
+            backward=backward,
+            relay_servers=0 if search.servers.of_relay == search.servers.of_node else search.servers.of_relay,
+        ),
     )
     fetched = fetched_in_ticks(plan)
     share = fetched.max(axis=(0, 2)) / limit
@@ -411,7 +432,7 @@ class _Made:
                     tasks = turned_tasks(tasks, counts, turn, self._topology)
                 return tasks, seconds, busy_s
         parts, direction = [(stage, row) for stage, (_, row) in running.items()], KINDS.index(tick.kind)
-        prices, num_servers = self._search.prices, self._search.num_servers
+        prices, num_servers = self._search.prices, self._search.servers.number
         tasks, seconds = _fastest(self._search, direction, parts)
         busy_s = [prices.attention_s(tasks, direction, num_servers).reshape(pp_size, -1).sum(axis=0)]
         busy_s += [prices.linear_s(direction, np.array(row.lane_tokens)) for _, row in parts]
@@ -419,20 +440,37 @@ class _Made:
         return tasks, seconds, busy_s
 
 
-def _fastest(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> tuple[Tasks, TickSeconds]:
+def _fastest(search: TaskSearch, direction: int, parts: _Parts) -> tuple[Tasks, TickSeconds]:
     """Return the tasks with which a tick is fastest, and its seconds."""
-    tokens = max(max(row.lane_tokens) for _, row in parts)
+    held = held_by_servers(search, parts)
+    beside = search.prices.work_beside(direction, held)
     best: tuple[Tasks, TickSeconds] | None = None
-    for tasks in METHODS[search.method](search, direction, parts):
-        seconds = search.prices.seconds(tasks, direction, search.num_servers, tokens)
-        if best is not None and seconds.total_s >= best[1].total_s:
-            break
-        best = tasks, seconds
+    are_alike = np.ptp(beside) == 0 or search.method != "pool"
+    first = 0
+    for share in (0.0,) if are_alike else _BESIDE:
+        least_s, of_least = np.inf, first
+        ways = METHODS[search.method](search, direction, parts, share * beside, first)
+        for place, tasks in enumerate(ways, first):
+            seconds = search.prices.seconds(tasks, direction, held, search.servers)
+            if seconds.total_s >= least_s:
+                break
+            least_s, of_least = seconds.total_s, place
+            if best is None or least_s < best[1].total_s:
+                best = tasks, seconds
+        first = max(of_least - 1, 0)
     assert best is not None
     return best
 
 
-def merged(search: TaskSearch, parts: Sequence[tuple[int, TaskRow]], which: str) -> Ints:
+def held_by_servers(search: TaskSearch, parts: _Parts) -> Ints:
+    """Return [server] padded tokens."""
+    held, lanes = np.zeros(search.servers.number, np.int64), search.cost_model.topology.num_lanes
+    for stage, row in parts:
+        held[stage * lanes : (stage + 1) * lanes] = row.lane_tokens
+    return held
+
+
+def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
     """Return homes, halves or annuli of all rows of a tick, samples and servers counted over all of them."""
     found, first = [], 0
     for stage, row in parts:
@@ -444,31 +482,31 @@ def merged(search: TaskSearch, parts: Sequence[tuple[int, TaskRow]], which: str)
     return np.concatenate(found)
 
 
-def _by_our_rule(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> Iterator[Tasks]:
+def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts, busy: Floats, first: int = 0) -> Iterator[Tasks]:
     """Yield tasks of growing tolerance, which end where the tick gets no faster: then fewer bytes help no more."""
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     query_bytes, kv_bytes = search.prices.task_bytes
     extra = search.prices.profiles[direction].extra_tokens
-    for tolerance in search.prices.options.tolerances:
+    for tolerance in search.prices.options.tolerances[first:]:
         rules = Rules(search.prices.options.tile_tokens, tolerance, query_bytes, kv_bytes, extra)
         tasks: list[Ints] = []
         for half in range(search.prices.options.num_halves):
             queries = np.ascontiguousarray(halves[halves[:, 4] == half, :4])
             earlier = tasks[0] if tasks else _NONE
-            tasks.append(schedule(homes, queries, earlier, search.num_servers, rules))
+            tasks.append(schedule(homes, queries, earlier, busy, rules))
         yield tasks_of(homes, tasks)
 
 
-def _at_home(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> Iterator[Tasks]:
+def _at_home(search: TaskSearch, direction: int, parts: _Parts, busy: Floats, first: int = 0) -> Iterator[Tasks]:
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     yield tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
 
 
-def _by_papers_rule(search: TaskSearch, direction: int, parts: Sequence[tuple[int, TaskRow]]) -> Iterator[Tasks]:
+def _by_papers_rule(search: TaskSearch, direction: int, parts: _Parts, busy: Floats, first: int = 0) -> Iterator[Tasks]:
     homes, annuli = merged(search, parts, "homes"), merged(search, parts, "annuli")
     seqlens = np.array([sample.seqlen for _, row in parts for sample in row.samples], np.int64)
     query_bytes, kv_bytes = search.prices.task_bytes
-    moved = schedule_as_paper(annuli, seqlens, search.num_servers, _PAPER_TOLERANCE, query_bytes, kv_bytes)
+    moved = schedule_as_paper(annuli, seqlens, search.servers.number, _PAPER_TOLERANCE, query_bytes, kv_bytes)
     yield tasks_of(homes, [ranges_of(moved, seqlens)])
 
 

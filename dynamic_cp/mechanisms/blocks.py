@@ -31,6 +31,8 @@ MOST_FETCHED = (3, 8)
 FETCHED_QUERIES, FETCHED_KEYS = 2.5, 3.0
 """Buffers of a row, in units of its queries and outputs, and of a column, in units of its keys and values: these, two
 gradients of outputs and queries, and the gradients of keys and values, which are summed up in float32."""
+AGAIN_QUERIES, AGAIN_KEYS = 1.5, 1.0
+"""The same of a forward pass: queries, outputs summed up in float32, keys and values."""
 
 
 class Blocks(Mechanism):

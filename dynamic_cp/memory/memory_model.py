@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.mechanisms.blocks import FETCHED_KEYS, FETCHED_QUERIES, MOST_FETCHED
+from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, FETCHED_KEYS, FETCHED_QUERIES, MOST_FETCHED
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
@@ -151,13 +151,18 @@ class MemoryModel:
         """
         topology = self._topology
         most = held.max(axis=0).astype(np.float64)
+        queries, keys, again = FETCHED_QUERIES, FETCHED_KEYS, np.zeros_like(most)
+        if self._options.ping_pong and "core_attn" in self._options.repeated:
+            # The next layer is computed again beside the one that runs backward, which has what it fetched from that.
+            queries, keys = queries + AGAIN_QUERIES, keys + AGAIN_KEYS
+            again = most * (self._options.recompute == "full")
         memory = []
         for stage, of_ticks in enumerate(stage_ticks(topology.pp_size, topology.vp_size, len(held))):
             alive = most_alive_tokens([one for one in of_ticks if one is not None], held).astype(np.float64)
             rows, columns = most + fetched[stage]
             buffers = np.max(
                 [
-                    FETCHED_QUERIES * one.a2a_queries * rows + FETCHED_KEYS * one.ring_per_bucket_token * columns
+                    queries * one.a2a_queries * rows + keys * one.ring_per_bucket_token * columns + again * one.working
                     for one in self._bytes.values()
                 ],
                 axis=0,

@@ -146,30 +146,29 @@ def _name_of(mask: Mask) -> str:
     return str(mask) if isinstance(mask, Lambda) else ""
 
 
-def programmes_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[Programme]:
+def programmes_of(
+    placement: Placement, num_lanes: int, first_lane: int, node_lanes: int, order: Ints | None = None
+) -> list[Programme]:
     """Return what each lane does, in layers of all masks.
 
     Args:
         num_lanes, first_lane: of the bucket.
-        node_lanes: lanes of a node.
+        node_lanes, order: as of `transport.fetches_of`.
     """
     samples_of = [placement.samples_of(lane) for lane in range(num_lanes)]
     named = []
     for mask in placement.layer_masks or (CAUSAL,):
         own = placement_under(placement, mask, num_lanes, node_lanes)
-        lanes = _programmes(own, samples_of, first_lane, node_lanes)
+        lanes = _programmes(own, samples_of, fetches_of(own, first_lane, node_lanes, order))
         named.append([one._replace(mask=_name_of(mask)) for one in lanes])
     if len(named) == 1:
         return named[0]
     return [one._replace(narrower=narrower) for one, narrower in zip(*named, strict=True)]
 
 
-def _programmes(
-    placement: Placement, samples_of: Sequence[Sequence[int]], first_lane: int, node_lanes: int
-) -> list[Programme]:
+def _programmes(placement: Placement, samples_of: Sequence[Sequence[int]], fetches: Fetches) -> list[Programme]:
     """Return what each lane does in layers of one mask; `samples_of`: [lane] -> the samples that it knows."""
     num_lanes = len(samples_of)
-    fetches = fetches_of(placement, first_lane, node_lanes)
     homes = placement.homes.tolist()
     num_divisions = placement.num_divisions
     own: list[list[int]] = [[] for _ in range(num_lanes)]

@@ -34,16 +34,19 @@ class TokenBytes(NamedTuple):
     latent: float = 0.0
     narrow_kv: float = 0.0
 
-    def messages(self, fetches: Fetches, tokens: Ints, *, backward: bool) -> Messages:
+    def messages(self, fetches: Fetches, tokens: Ints, *, backward: bool, is_kept: bool = False) -> Messages:
         """Return the transfers of a direction.
 
         Args:
             fetches: of all lanes.
             tokens: of each home.
+            is_kept: backward, queries, keys and values are there already: forward was just computed again.
         """
         query, kv, lse, *_ = self
         # (of a row, of a column)
         there = (3 * query + lse, kv) if backward else (query, kv)
+        if is_kept:
+            there = (2 * query + lse, 0.0)
         back = (query, kv) if backward else (query + lse, 0.0)
         return messages_of(fetches, tokens, np.array(there), np.array(back))
 

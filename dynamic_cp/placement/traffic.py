@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.placement.transport import ACROSS, COLUMN, DELIVER, ROW, Fetches, Messages, fetches_used
+from dynamic_cp.placement.transport import COLUMN, NUM_ROUNDS, ROW, Fetches, Messages, fetches_used
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
-from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, Tasks
+from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, Tasks
+
+_TURN_TOKENS = 128
 
 
-def fetches_of_tasks(tasks: Tasks, node_servers: int) -> Fetches:
-    """Return what `transport.fetches_of` says of `tasks.placement()`.
+class Servers(NamedTuple):
+    """Servers that share tasks, and which of them are near each other.
+
+    Attributes:
+        number: that there are.
+        of_node: neighbours that share a node's link; the first server begins one.
+        of_relay: neighbours to which what several of them use travels once, to one that hands it on; the same.
+    """
+
+    number: int
+    of_node: int
+    of_relay: int
+
+
+def relay_order(tasks: Tasks) -> Ints:
+    """Return [row] by which number servers take turns as relays: the same for the same tasks on other servers."""
+    rows = tasks.rows.astype(np.int64)
+    return rows[:, HOLDER] + rows[:, START] // _TURN_TOKENS
+
+
+def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
+    """Return what `transport.fetches_of` says of `tasks.placement()`, relays in `relay_order`.
 
     Args:
-        node_servers: servers of a node; the first server begins one.
+        relay_servers: `Servers.of_relay`.
     """
     rows = tasks.rows.astype(np.int64)
     num_rows = len(rows)
@@ -36,37 +59,45 @@ def fetches_of_tasks(tasks: Tasks, node_servers: int) -> Fetches:
     missing = holder[column] != server[asking]
     asking, column = asking[missing], column[missing]
     used = np.concatenate([own[away], (server[asking] * 2 + COLUMN) * num_rows + column])
-    return fetches_used(holder, used, np.concatenate([half[away], half[asking]]), 0, node_servers)
+    return fetches_used(holder, used, np.concatenate([half[away], half[asking]]), 0, relay_servers, relay_order(tasks))
 
 
-def server_bytes(messages: Messages, num_servers: int) -> Floats:
-    """Return [link, sent or received, server] bytes; link is IN_NODE or ACROSS_NODES."""
-    is_across = (messages.round == ACROSS) | (messages.round == DELIVER)
-    total = np.zeros((2, 2, num_servers))
-    for link, chosen in ((IN_NODE, ~is_across), (ACROSS_NODES, is_across)):
-        for side, servers in enumerate((messages.sender, messages.receiver)):
-            total[link, side] = np.bincount(servers[chosen], messages.num_bytes[chosen], num_servers)
-    return total
+def bytes_of_rounds(messages: Messages, servers: Servers) -> Floats:
+    """Return [division, round, link, sent or received, server] bytes; link is IN_NODE or ACROSS_NODES."""
+    num_divisions = int(messages.division.max(initial=0)) + 1
+    across = messages.sender // servers.of_node != messages.receiver // servers.of_node
+    place = (messages.division * NUM_ROUNDS + messages.round) * 2 + np.where(across, ACROSS_NODES, IN_NODE)
+    size = num_divisions * NUM_ROUNDS * 2 * servers.number
+    sides = [
+        np.bincount(place * servers.number + ends, messages.num_bytes, size).reshape(
+            num_divisions, NUM_ROUNDS, 2, servers.number
+        )
+        for ends in (messages.sender, messages.receiver)
+    ]
+    return np.stack(sides, axis=3).astype(np.float64)
 
 
 def bytes_of_tasks(
-    tasks: Tasks, directions: Sequence[int], num_servers: int, node_servers: int, of_token: TokenBytes
+    tasks: Tasks, directions: Sequence[int], servers: Servers, of_token: TokenBytes, *, is_kept: bool = False
 ) -> Floats:
     """Return [direction, link, sent or received, server] bytes of all layers that `of_token` is of.
 
     Args:
         tasks: that are sent for.
         directions: forward (0), backward (1), or both.
-        num_servers: that share them; node_servers: of a node.
-        of_token: what a token takes.
+        servers: that share them.
+        of_token: what a token takes; is_kept: backward, as of its `messages`.
     """
-    fetches = fetches_of_tasks(tasks, node_servers)
-    sides = (of_token.messages(fetches, tasks.tokens, backward=direction == 1) for direction in directions)
-    return np.array([server_bytes(messages, num_servers) for messages in sides])
+    fetches = fetches_of_tasks(tasks, servers.of_relay)
+    sides = (
+        of_token.messages(fetches, tasks.tokens, backward=direction == 1, is_kept=is_kept and direction == 1)
+        for direction in directions
+    )
+    return np.array([bytes_of_rounds(messages, servers).sum(axis=(0, 1)) for messages in sides])
 
 
-def fetched_tokens(tasks: Tasks, num_servers: int, node_servers: int) -> Ints:
+def fetched_tokens(tasks: Tasks, num_servers: int) -> Ints:
     """Return int64 [ROW or COLUMN, server]: tokens whose queries, or keys and values, a server fetches in all."""
-    fetches = fetches_of_tasks(tasks, node_servers)
+    fetches = fetches_of_tasks(tasks, 1)  # relays fetch nothing that they do not use
     counted = np.bincount(fetches.kind * num_servers + fetches.lane, tasks.tokens[fetches.home], 2 * num_servers)
     return counted.reshape(2, num_servers).astype(np.int64)

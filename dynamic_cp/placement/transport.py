@@ -25,6 +25,7 @@ ROW, COLUMN = 0, 1
 """What of a home is fetched: queries with all that belongs to them, or keys and values."""
 ACROSS, INSIDE, COLLECT, DELIVER = range(4)
 """The rounds of a division, in their order."""
+NUM_ROUNDS = 4
 
 
 class Fetches(NamedTuple):
@@ -46,16 +47,18 @@ class Fetches(NamedTuple):
     last: Ints
 
 
-def fetches_of(placement: Placement, first_lane: int, node_lanes: int) -> Fetches:
+def fetches_of(placement: Placement, first_lane: int, node_lanes: int, order: Ints | None = None) -> Fetches:
     """Return what every lane of a placement fetches.
 
     Args:
         first_lane: of the bucket; decides where nodes begin.
         node_lanes: lanes of a node.
+        order: [home] a number by which the lanes of a node take turns as relays; None: 0, 1, 2, ...
     """
     homes = np.ascontiguousarray(placement.homes, np.int64)
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
-    return fetches_used(homes[:, 3], *_used(homes, tiles), first_lane, node_lanes)
+    in_order = np.arange(len(homes)) if order is None else order
+    return fetches_used(homes[:, 3], *_used(homes, tiles), first_lane, node_lanes, in_order)
 
 
 @compiled
@@ -73,20 +76,20 @@ def _used(homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
     return used[:count].copy(), divisions[:count].copy()
 
 
-def fetches_used(holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int) -> Fetches:
+def fetches_used(holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int, order: Ints) -> Fetches:
     """Return what every lane fetches, from what it uses and does not hold.
 
     Args:
         holder: [home] the lane that holds it.
         used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
-        first_lane, node_lanes: as in `fetches_of`.
+        first_lane, node_lanes, order: as in `fetches_of`.
     """
-    return Fetches(*_fetches(np.ascontiguousarray(holder), used, divisions, first_lane, node_lanes))
+    return Fetches(*_fetches(np.ascontiguousarray(holder), used, divisions, first_lane, node_lanes, order))
 
 
 @compiled
 def _fetches(
-    holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int
+    holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int, order: Ints
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
     """Return the columns of `fetches_used`."""
     num_homes = len(holder)
@@ -118,8 +121,9 @@ def _fetches(
         if crosses[fetch]:
             node, thing = (first_lane + user[fetch]) // node_lanes, kind[fetch] * num_homes + home[fetch]
             best = relays[node, thing]
-            if best < 0 or (first[fetch], (user[fetch] + home[fetch]) % node_lanes) < (
-                first[best], (user[best] + home[best]) % node_lanes
+            turn = order[home[fetch]]
+            if best < 0 or (first[fetch], (user[fetch] + turn) % node_lanes) < (
+                first[best], (user[best] + turn) % node_lanes
             ):  # fmt: skip
                 relays[node, thing] = fetch
     for fetch in range(count):

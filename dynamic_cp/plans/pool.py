@@ -13,8 +13,8 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.legal import why_not_tiled
-from dynamic_cp.placement.traffic import fetched_tokens
-from dynamic_cp.types import PLACED, Bucket, MicroBatch, Plan, PoolTasks, Tasks, num_ticks
+from dynamic_cp.placement.traffic import Servers, fetched_tokens
+from dynamic_cp.types import PLACED, Bucket, MicroBatch, Plan, PoolTasks, Tasks, Topology, num_ticks
 from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, STOP, TASKS_PER_DOCUMENT, runs_of
 
 _AGAIN = "plan these samples again"
@@ -22,6 +22,12 @@ _AGAIN = "plan these samples again"
 MOST_FETCHED_IN_POOL = (4, 32)
 """(Queries, keys) that a server may fetch in a tick, over the limit of tokens per rank: servers of a pool meet the
 longest documents of all stages. It bounds buffers; what they take, `MemoryModel.peak_in_ticks` counts."""
+
+
+def servers_of(topology: Topology, relay_servers: int) -> Servers:
+    """Return the servers of a pool; `relay_servers`: of `PoolTasks`."""
+    node_servers = lanes_in_one_node(topology)
+    return Servers(topology.num_lanes * topology.pp_size, node_servers, relay_servers or node_servers)
 
 
 def homes_of(micro_batch: MicroBatch) -> Ints:
@@ -53,6 +59,7 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
         5. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
            either half. The second half of a sample comes after the first, and begins at the same token in every tick.
         6. What a server fetches stays below a limit.
+        7. Relays are neighbours of one stage: relay_servers divides its lanes.
 
     Raises:
         IllegalPlanError: the first broken rule, with its numbers; `micro_batch` or `tick` name it.
@@ -71,6 +78,11 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
             f"the plan has tasks for {len(pool.forward)} forward and {len(pool.backward)} backward ticks, {wanted} of "
             f"each are needed: {_AGAIN}"
         )
+    if pool.relay_servers and topology.num_lanes % pool.relay_servers:
+        raise IllegalPlanError(
+            f"relay_servers is {pool.relay_servers}, which does not divide the {topology.num_lanes} lanes of a stage: "
+            f"{_AGAIN}"
+        )
     judged: dict[tuple[tuple[int, int], ...], Tasks] = {}
     firsts: dict[int, list[int]] = {}
     for tick, tasks in plan.ticks():
@@ -83,9 +95,7 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
         if reason is None:
             reason = _why_tasks_wrong(plan, pool, rows, parts)
         if reason is None:
-            reason = why_too_much_fetched(
-                tasks, plan.num_servers, lanes_in_one_node(topology), plan.max_tokens_per_rank, MOST_FETCHED_IN_POOL
-            )
+            reason = why_too_much_fetched(tasks, plan.num_servers, plan.max_tokens_per_rank, MOST_FETCHED_IN_POOL)
         if reason is None:
             reason = _why_halves_differ(plan, rows, parts, firsts)
         if reason is not None:
@@ -167,15 +177,13 @@ def _why_halves_differ(
     return None
 
 
-def why_too_much_fetched(
-    tasks: Tasks, num_servers: int, node_servers: int, max_tokens_per_rank: int, most: tuple[int, int]
-) -> str | None:
+def why_too_much_fetched(tasks: Tasks, num_servers: int, max_tokens_per_rank: int, most: tuple[int, int]) -> str | None:
     """Return which server fetches too much, with the numbers; None: none does.
 
     Args:
         most: limits of (queries, keys), over that of tokens per rank.
     """
-    fetched = fetched_tokens(tasks, num_servers, node_servers)
+    fetched = fetched_tokens(tasks, num_servers)
     for kind, times, tokens in zip(("queries", "keys"), most, fetched, strict=True):
         if tokens.max(initial=0) > times * max_tokens_per_rank:
             return (
@@ -190,6 +198,6 @@ def fetched_in_ticks(plan: Plan) -> Ints:
     topology = plan.topology
     most = np.zeros((2, plan.num_servers), np.int64)
     for tasks in {tasks: None for _, tasks in plan.ticks()}:
-        most = np.maximum(most, fetched_tokens(tasks, plan.num_servers, lanes_in_one_node(topology)))
+        most = np.maximum(most, fetched_tokens(tasks, plan.num_servers))
     of_stages: Ints = most.reshape(2, topology.pp_size, -1).transpose(1, 0, 2)
     return of_stages

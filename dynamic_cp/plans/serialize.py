@@ -92,7 +92,12 @@ _TICK = re.compile(r"[FB]\d+")
 
 def _pool_to_dict(plan: Plan, pool: PoolTasks) -> dict[str, Any]:
     texts = _texts_of_ticks(plan, pool, placements=True)
-    return {"tile_tokens": pool.tile_tokens, **{side: texts[letter] for letter, side in _SIDES.items()}}
+    return {**_pool_numbers(pool), **{side: texts[letter] for letter, side in _SIDES.items()}}
+
+
+def _pool_numbers(pool: PoolTasks) -> dict[str, int]:
+    """Return what a pool has but tasks; plans without relays keep the digests that they had before there were any."""
+    return {"tile_tokens": pool.tile_tokens} | ({"relay_servers": pool.relay_servers} if pool.relay_servers else {})
 
 
 def _texts_of_ticks(plan: Plan, pool: PoolTasks, *, placements: bool) -> dict[str, list[str]]:
@@ -109,7 +114,8 @@ def _texts_of_ticks(plan: Plan, pool: PoolTasks, *, placements: bool) -> dict[st
 
 
 def _pool_from_dict(data: object) -> PoolTasks:
-    pool = Fields(data, "pool", ("tile_tokens", *_SIDES.values()))
+    relays = ("relay_servers",) if isinstance(data, Mapping) and "relay_servers" in data else ()
+    pool = Fields(data, "pool", ("tile_tokens", *relays, *_SIDES.values()))
     known: dict[str, Tasks] = {}
     sides: dict[str, tuple[Tasks, ...]] = {}
     for letter, side in _SIDES.items():
@@ -125,7 +131,8 @@ def _pool_from_dict(data: object) -> PoolTasks:
                     "give a file that `plan --output` wrote (--json is more)"
                 )
         sides[side] = tuple(known[name] for name in known if name[0] == letter)
-    return PoolTasks(tile_tokens=pool.get("tile_tokens", int), **sides)
+    relay_servers = pool.get("relay_servers", int) if relays else 0
+    return PoolTasks(tile_tokens=pool.get("tile_tokens", int), relay_servers=relay_servers, **sides)
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
@@ -181,7 +188,8 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
         1 | lanes 0-3 blocks 0.0.40.0,0.40.100.3/0.0.0.0,1.0.3.1,1.1.3.0: 8:100 |
 
-    A plan with a pool says tile_tokens in its first line, and has a line of tasks for each tick behind the others:
+    A plan with a pool says tile_tokens (and relay_servers, if not 0) in its first line, and has a line of tasks for
+    each tick behind the others:
 
         F0 | 0.0.40.0.0.0,0.40.64.1.3.0
 
@@ -195,7 +203,7 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
     settings = {
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
-        **({} if plan.pool is None else {"tile_tokens": plan.pool.tile_tokens}),
+        **({} if plan.pool is None else _pool_numbers(plan.pool)),
         **topology_to_dict(plan.topology),
     }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
@@ -224,7 +232,8 @@ def parse_plan(text: str) -> Plan:
     if "tile_tokens" in typed:
         num_rows = sum(row[:1] not in _SIDES for row in rows)
         rows, ticks = rows[:num_rows], rows[num_rows:]
-        pool = {"pool": {"tile_tokens": typed.pop("tile_tokens"), **_parse_ticks(ticks, num_rows + 2)}}
+        numbers = {name: typed.pop(name) for name in ("tile_tokens", "relay_servers") if name in typed}
+        pool = {"pool": {**numbers, **_parse_ticks(ticks, num_rows + 2)}}
     return plan_from_dict(
         {
             "schema_version": int(match[1]),

@@ -13,8 +13,9 @@ import zlib
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.programme import Programme, programmes_of
+from dynamic_cp.placement.traffic import relay_order
+from dynamic_cp.plans.pool import servers_of
 from dynamic_cp.plans.turns import num_turns, turned_programmes, turned_tasks
 from dynamic_cp.types import KINDS, Plan, Sample, Tasks, Tick
 
@@ -63,7 +64,9 @@ class _Programmes:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        assert plan.pool is not None
         self._num_turns = num_turns(plan.topology)
+        self._relay_servers = servers_of(plan.topology, plan.pool.relay_servers).of_relay
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, _Parts]] = {}
 
     def of_tick(self, tick: Tick, tasks: Tasks) -> _Parts:
@@ -81,9 +84,8 @@ class _Programmes:
                 first = plan.num_servers - turn * topology.num_lanes
                 return turned_programmes(programmes, turn, topology), own[first:] + own[:first]
         placement, samples = tasks.placement(), plan.samples_of(tick)
-        programmes = [
-            one.as_json() for one in programmes_of(placement, plan.num_servers, 0, lanes_in_one_node(topology))
-        ]
+        made = programmes_of(placement, plan.num_servers, 0, self._relay_servers, relay_order(tasks))
+        programmes = [one.as_json() for one in made]
         own = [
             [[samples[number].sample_id, samples[number].seqlen] for number in placement.samples_of(server)]
             for server in range(plan.num_servers)

@@ -72,6 +72,7 @@ class StagePrices:
         sharing: what limits how lanes can share out heads.
         experts: price of the routed experts (forward, backward).
         expert_lanes: lanes that share them; imbalance: of what they get.
+        share_before_attention: share of what is not attention that comes before it in a layer, without latents.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -98,6 +99,8 @@ class StagePrices:
         self._copying_s_per_token = copying_s_per_token(stage, problem)
         self.experts = expert_prices(stage, problem)
         self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
+        ahead = stage.sum(lambda layer: model.hidden_size * (layer.query_size + layer.gate_size + 2 * layer.kv_size))
+        self.share_before_attention = ahead / own_weights
         self._overheads_s = (
             layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,

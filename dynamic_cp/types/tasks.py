@@ -117,14 +117,18 @@ class PoolTasks:
         tile_tokens: tasks are cut at multiples of it.
         forward, backward: the tasks of each tick, by its number, over servers stage * num_lanes + lane; samples are
             counted over the micro-batches of the tick, by stage.
+        relay_servers: neighbours among servers to which what several of them use travels once, to one that hands it on
+            to the others; 0: those of a node.
     """
 
     tile_tokens: int
     forward: tuple[Tasks, ...]
     backward: tuple[Tasks, ...]
+    relay_servers: int = 0
 
     def __post_init__(self) -> None:
         require_at_least(1, tile_tokens=self.tile_tokens)
+        require_at_least(0, relay_servers=self.relay_servers)
 
     @property
     def num_halves(self) -> int:

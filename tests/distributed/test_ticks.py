@@ -73,6 +73,7 @@ LAYOUTS = {
     "pp2_vpp2_full_recompute": Layout(
         2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
     ),
+    "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
 }
 EACH_NIGHT = {
     "pp4": Layout(2, pp=4, ranks_per_node=4),
@@ -84,6 +85,7 @@ EACH_NIGHT = {
     "pp4_vpp2_tied": Layout(2, pp=4, vpp=2, variant="llama_tied", config={**EIGHT_LAYERS, **FULL_RECOMPUTE}),
     "tp2_sp_pp2_vpp2": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
     "pp2_vpp4": Layout(4, pp=2, vpp=4, config={**EIGHT_LAYERS, **SELECTIVE_RECOMPUTE}),
+    "pp2_vpp2_relays": Layout(4, pp=2, vpp=2, ranks_per_node=1, config=SELECTIVE_RECOMPUTE),
 }
 IN_HALVES = {
     "pp2_cut_selective_recompute": Layout(1, pp=2, config=SELECTIVE_RECOMPUTE),
@@ -107,8 +109,10 @@ RANDOM_ROWS: dict[str, tuple[int, ...]] = {
 or for the last group of them."""
 ROWS = (4,)
 BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
-IN_ONE_STREAM = ("pp2_one_lane",)
+IN_ONE_STREAM = ("pp2_one_lane", "pp2_relays")
 """Layouts that are planned without ping-pong, too."""
+RELAYS = {"pp2_relays": 2, "pp2_vpp2_relays": 4}
+"""Servers to which what several use travels once, where none share a node."""
 
 
 Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
@@ -143,12 +147,11 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
             # As one without ticks, which has any number of micro-batches where stages have one chunk.
             check_plan(replace(plan, topology=replace(plan.topology, vp_size=1)), samples)
             alike[f"{name}, {num_rows} random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
-        planned = Case(layout, samples, planned_step(samples, layout), expected)
+        plan_step = partial(planned_step, samples, layout, relay_servers=RELAYS.get(name, 0))
+        planned = Case(layout, samples, plan_step(), expected)
         alike[f"{name}, planned"] = PoolCase(planned, None)
         if name in IN_ONE_STREAM:
-            alike[f"{name}, in one stream"] = PoolCase(
-                planned._replace(plan=planned_step(samples, layout, ping_pong=False)), None
-            )
+            alike[f"{name}, in one stream"] = PoolCase(planned._replace(plan=plan_step(ping_pong=False)), None)
     for world_size, alike in cases.items():
         ranks = run_ranks(world_size, run_by_ticks, alike, timeout_s=60 + 20 * len(alike))
         for name, (case, ticks) in alike.items():
@@ -220,14 +223,19 @@ def random_step(samples: tuple[Sample, ...], layout: Layout, num_rows: int) -> t
     return plan_of([(own, placement.homes) for own, placement in placed], layout), ticks
 
 
-def planned_step(samples: tuple[Sample, ...], layout: Layout, *, ping_pong: bool = True) -> Plan:
-    """Return what the planner makes of them."""
+def planned_step(
+    samples: tuple[Sample, ...], layout: Layout, *, ping_pong: bool = True, relay_servers: int = 0
+) -> Plan:
+    """Return what the planner makes of them, with relays of its own choice or, if not 0, these."""
     options = PlanOptions(max_tokens_per_rank=2048 // layout.lanes, bytes_per_element=4)
     prices = CostModel(layout.model, catalog.load_hardware("h100"), layout.topology, options)
     options_of_tasks = TaskOptions(tile_tokens=16, ping_pong=ping_pong)
     plan = plan_tasks(samples, prices, options_of_tasks, num_microbatches=(4,)).plan
     assert plan.pool is not None
     assert plan.pool.num_halves == 1 + ping_pong
+    if relay_servers:
+        plan = replace(plan, pool=replace(plan.pool, relay_servers=relay_servers))
+        check_plan(plan, samples)
     return plan
 
 

@@ -134,8 +134,14 @@ class Halves:
                 self._rotary_params.append(replace(self.params, positions=positions, rotary_cache=None, halves=None))
         return self._rotary_params[half]
 
-    def direction(self, core: TorchTHDAttention, layer: int, *, is_backward: bool) -> TwoHalves:
-        """Return one direction of a layer, with tokens of nobody yet."""
+    def direction(
+        self, core: TorchTHDAttention, layer: int, *, is_backward: bool, forward: ForwardPass | None = None
+    ) -> TwoHalves:
+        """Return one direction of a layer, with tokens of nobody yet.
+
+        Args:
+            forward: backward, the layer's forward pass where that was computed again in the tick.
+        """
         config, device = core.config, self.params.positions.device
         tp_size = config.tensor_model_parallel_size
         heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
@@ -148,7 +154,7 @@ class Halves:
         if is_backward:
             lse_HT = torch.empty(heads[0], 0, device=device)
             rows = RowGradients(query, query, query, lse_HT, kernel, core.softmax_scale)
-            one = BackwardPass(rows, torch.stack((key, key)), packs, keeps_apart=packs.relays)
+            one = BackwardPass(rows, torch.stack((key, key)), packs, keeps_apart=packs.relays, forward=forward)
         else:
             one = ForwardPass(RowSums(query, kernel, core.softmax_scale), torch.stack((key, key)), packs)
         return TwoHalves(one, packs, self.params, self.turns, layer, is_backward=is_backward)
@@ -189,6 +195,7 @@ class HalvedLayer:
         halves: of the micro-batch.
         core: the layer's attention; layer: its number on the stage.
         keeps: backward will come; repeats: and computes attention again.
+        is_again: this is the second time, and backward comes in the same tick.
 
     Attributes:
         repeats: as given; beside: what is computed again beside this layer's gradients.
@@ -196,9 +203,12 @@ class HalvedLayer:
 
     beside: Beside | None = None
 
-    def __init__(self, halves: Halves, core: TorchTHDAttention, layer: int, *, keeps: bool, repeats: bool) -> None:
+    def __init__(
+        self, halves: Halves, core: TorchTHDAttention, layer: int, *, keeps: bool, repeats: bool, is_again: bool
+    ) -> None:
         self._halves, self._core, self._layer = halves, core, layer
-        self._keeps, self.repeats = keeps, repeats
+        self._keeps, self.repeats, self._is_again = keeps, repeats, is_again
+        self._forward: ForwardPass | None = None
         self._brought: list[tuple[Tensor, ...]] = []
         self._found: list[tuple[Tensor, Tensor]] = []
         self._running: TwoHalves | None = None
@@ -217,21 +227,27 @@ class HalvedLayer:
         self._direction.wait(half)
         out_THD = self._output(half, keep=self._keeps and not self.repeats)
         if half == NUM_HALVES - 1:
+            self._forward = self._direction.one if self._is_again else None
             self._running = None
             if not self._keeps:
                 self._brought = []
         return out_THD
 
     def launch_backward(self, grad_THD: Tensor, half: int) -> None:
-        """Send the gradient of the output of a half, and with the second one, which is first, all keys."""
+        """Send the gradient of the output of a half, and with the second one, which is first, all keys.
+
+        Those that a forward pass in the same tick fetched are there already, as are queries.
+        """
         if half == NUM_HALVES - 1:
             if self.repeats:
                 self._wait_again()
-            self._running = self._halves.direction(self._core, self._layer, is_backward=True)
+            self._running = self._halves.direction(self._core, self._layer, is_backward=True, forward=self._forward)
+        rows, columns = self._direction.one.fetched
+        if half == NUM_HALVES - 1 and self._forward is None:
             for each in range(NUM_HALVES):
-                self._fill(self._running.one.fetched[1], self._brought[each][1:], each)
-        query, (out_THD, lse_TH) = self._brought[half][0], self._found[half]
-        self._fill(self._direction.one.fetched[0], (grad_THD, query, out_THD, lse_TH), half)
+                self._fill(columns, self._brought[each][1:], each)
+        of_half = grad_THD, self._brought[half][0], *self._found[half]
+        self._fill(rows, of_half if self._forward is None else (of_half[0], *of_half[2:]), half)
         self._direction.launch(_turn(half))
 
     def attend_backward(self, half: int) -> None:
@@ -260,7 +276,7 @@ class HalvedLayer:
         grad_q_THD = one.rows.grad_q_THD[rows].to(dtype, copy=True)
         grad_k_THD, grad_v_THD = one.grad_of_columns(rows).to(dtype, copy=True)
         if half == 0:
-            self._running, self._brought, self._found = None, [], []
+            self._running, self._forward, self._brought, self._found = None, None, [], []
         return grad_q_THD, grad_k_THD, grad_v_THD
 
     @property
@@ -289,6 +305,7 @@ class HalvedLayer:
         for half in range(NUM_HALVES):
             self._direction.wait(half)
             self._output(half, keep=True)
+        self._forward = self._direction.one
 
     def _output(self, half: int, *, keep: bool) -> Tensor:
         """Return the output of a half, and keep for backward what it needs of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -49,11 +50,18 @@ def serve_halves(layers: Sequence[TorchTHDAttention], halves: Halves) -> None:
         halves: of no tokens.
     """
     running: dict[tuple[int, bool], TwoHalves] = {}
+    has_gradients = any(step.is_backward for step in halves.turns.steps)
+    fetched: dict[int, Any] = {}
     for step in halves.turns.steps:
         key = step.layer, step.is_backward
         if key not in running:
-            running[key] = halves.direction(layers[step.layer], step.layer, is_backward=step.is_backward)
+            forward = fetched.pop(step.layer, None)
+            running[key] = halves.direction(
+                layers[step.layer], step.layer, is_backward=step.is_backward, forward=forward
+            )
         running[key].run(step.what, step.turn)
         if step.what == "wait" and step.turn == 1:
-            del running[key]
+            done = running.pop(key)
+            if has_gradients and not step.is_backward:  # computed again: its gradient comes in this tick
+                fetched[step.layer] = done.one
     halves.turns.finish()

@@ -112,20 +112,29 @@ class _Layer:
     """One layer of a micro-batch, which backward follows if gradients are enabled.
 
     Args:
-        kept: is filled.
+        kept: is filled; is_again: as of `HalvedLayer`.
 
     Attributes:
         exchange: its attention.
     """
 
     def __init__(
-        self, layer: Any, number: int, halves: Halves, rotary: Tensor | None, kept: _Kept | None = None
+        self,
+        layer: Any,
+        number: int,
+        halves: Halves,
+        rotary: Tensor | None,
+        kept: _Kept | None = None,
+        *,
+        is_again: bool = False,
     ) -> None:
         self._layer, self._halves, self._rotary, self._kept = layer, halves, rotary, kept
         attention = layer.self_attention
         repeats = attention.checkpoint_core_attention and layer.training
         keeps = torch.is_grad_enabled()
-        self.exchange = HalvedLayer(halves, attention.core_attention, number, keeps=keeps, repeats=repeats)
+        self.exchange = HalvedLayer(
+            halves, attention.core_attention, number, keeps=keeps, repeats=repeats, is_again=is_again
+        )
         self._begun: list[_Begun] = []
         self._tickets: list[Tensor] = []
 
@@ -180,7 +189,7 @@ class _Repeated:
     def launch_again(self) -> None:
         """Run both halves up to their attention, and send that out."""
         with torch.enable_grad():
-            self._running = _Layer(*self._given)
+            self._running = _Layer(*self._given, is_again=True)
             for half, state in enumerate(self._kept.states):
                 self._kept.states[half] = state.detach().requires_grad_()
                 self._running.begin(self._kept.states[half], half)

@@ -41,8 +41,8 @@ def scheduled(
 ) -> Tasks:
     """Return tasks of homes, in one half or in two."""
     if num_halves == 1:
-        return tasks_of(homes, [schedule(homes, homes, NONE, num_servers, rules(tolerance, tile))])
+        return tasks_of(homes, [schedule(homes, homes, NONE, np.zeros(num_servers), rules(tolerance, tile))])
     rows = halved(homes, num_servers, tile)
-    first = schedule(homes, rows[rows[:, 4] == 0, :4].copy(), NONE, num_servers, rules(tolerance, tile))
-    second = schedule(homes, rows[rows[:, 4] == 1, :4].copy(), first, num_servers, rules(tolerance, tile))
+    first = schedule(homes, rows[rows[:, 4] == 0, :4].copy(), NONE, np.zeros(num_servers), rules(tolerance, tile))
+    second = schedule(homes, rows[rows[:, 4] == 1, :4].copy(), first, np.zeros(num_servers), rules(tolerance, tile))
     return tasks_of(homes, [first, second])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp.arrays import Ints
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.disaggregation.homes import halved, homes_in_order, quota_homes
 from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
 from dynamic_cp.disaggregation.scheduler import schedule, work_of
@@ -19,9 +19,10 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.placement.traffic import bytes_of_tasks, fetches_of_tasks
+from dynamic_cp.placement.traffic import Servers, bytes_of_tasks, fetches_of_tasks, relay_order
 from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW, fetches_of
-from dynamic_cp.types import Sample
+from dynamic_cp.plans.turns import turned_tasks
+from dynamic_cp.types import Sample, Topology
 from dynamic_cp.types.tasks import (
     HALF,
     HOLDER,
@@ -108,7 +109,7 @@ def test_the_least_bytes_are_those_of_the_closed_form() -> None:
     # One document of 64 tiles on server 0, server 1 idle: at least 47.5% of the work has to go.
     seqlen, tile = 64 * 128, 128
     homes = np.array([[0, 0, seqlen, 0]], np.int64)
-    (moved,) = (row for row in schedule(homes, homes, NONE, 2, rules(0.05)).tolist() if row[3] == 1)
+    (moved,) = (row for row in schedule(homes, homes, NONE, np.zeros(2), rules(0.05)).tolist() if row[3] == 1)
     wanted = 0.475 * work_of(0, seqlen, 0.0)
 
     def bytes_per_work(start: int, stop: int) -> float:
@@ -129,7 +130,7 @@ def test_keys_that_are_there_already_attract_more_of_their_document() -> None:
     homes = np.array([[0, 0, 8192, 0], [1, 0, 8192, 0]], np.int64)
     for document in range(2):
         earlier = np.array([[document, 8064, 8192, 1]], np.int64)
-        tasks = schedule(homes, homes, earlier, 2, rules(0.3)).tolist()
+        tasks = schedule(homes, homes, earlier, np.zeros(2), rules(0.3)).tolist()
         assert {row[0] for row in tasks if row[3] == 1} == {document}
 
 
@@ -141,11 +142,12 @@ def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_halves: 
     tasks = scheduled(homes, 8, 0.1, num_halves)
     placement = tasks.placement()
     assert placement.num_divisions == tasks.num_halves == num_halves
-    found, expected = fetches_of_tasks(tasks, node_servers), fetches_of(placement, 0, node_servers)
+    order = relay_order(tasks)
+    found, expected = fetches_of_tasks(tasks, node_servers), fetches_of(placement, 0, node_servers, order)
     assert len(found.lane) > 15
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
     # What one server sends another one, that one receives: splits are symmetric, as rounds name both sides.
-    programmes = programmes_of(placement, 8, 0, node_servers)
+    programmes = programmes_of(placement, 8, 0, node_servers, order)
     sent, received = Counter(), Counter()
     for server, programme in enumerate(programmes):
         for exchange in programme.exchanges:
@@ -159,7 +161,7 @@ def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_halves: 
                     pair = (server, peer) if book is sent else (peer, server)
                     book[(exchange.division, exchange.round, *pair)] += tokens
     assert sent == received
-    total = bytes_of_tasks(tasks, (0,), 8, node_servers, ONE_TOKEN)[0]
+    total = bytes_of_tasks(tasks, (0,), Servers(8, node_servers, node_servers), ONE_TOKEN)[0]
     assert total[:, 0].sum() == total[:, 1].sum() == sum(sent.values())
 
 
@@ -206,7 +208,9 @@ def test_the_papers_rule_computes_all_and_sends_more() -> None:
     assert loads.max() / loads.mean() < 1.25 < before.max() / before.mean()
     ours = scheduled(homes_in_order(seqlens, 8, -(-int(seqlens.sum()) // 8)), 8, loads.max() / loads.mean() - 1)
     of_token = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)
-    paper_bytes, our_bytes = (bytes_of_tasks(one, (0,), 8, 1, of_token)[0, :, 0].sum() for one in (found, ours))
+    paper_bytes, our_bytes = (
+        bytes_of_tasks(one, (0,), Servers(8, 1, 1), of_token)[0, :, 0].sum() for one in (found, ours)
+    )
     assert our_bytes < paper_bytes
 
 
@@ -223,3 +227,59 @@ def test_a_text_that_is_no_tasks_is_refused(text: str, words: str) -> None:
 
 def test_columns_are_named_in_their_order() -> None:
     assert list(range(Tasks.columns)) == [SAMPLE, START, STOP, HOLDER, SERVER, HALF]
+
+
+def test_what_servers_do_besides_is_evened_out_with_their_tasks() -> None:
+    seqlens = np.array([20000, *[1000] * 12], np.int64)
+    homes = homes_of(seqlens, 4)
+    idle = np.zeros(8)
+    work = np.bincount(homes[:, 3], [work_of(one[1], one[2], 0.0) for one in homes.tolist()], 8)
+    mean = work.sum() / 8
+    busy = np.where(np.arange(8) < 4, 0.5 * mean, 0.0)
+    busy[0] = 3 * mean  # more than there is for each: it computes nothing
+
+    def loads(besides: Floats) -> Floats:
+        tasks = schedule(homes, homes, NONE, besides, rules(0.05))
+        return np.bincount(tasks[:, 3], [work_of(one[1], one[2], 0.0) for one in tasks.tolist()], 8).astype(float)
+
+    tile = 2 * 128 * 20000.0
+    even, uneven = loads(idle), loads(busy)
+    assert even.sum() == uneven.sum() == work.sum()
+    assert even.max() <= 1.05 * mean + tile
+    level = (8 * mean + 1.5 * mean) / 7
+    assert uneven[0] <= 0.05 * mean
+    assert (uneven + busy)[1:].max() <= level + 0.05 * mean + tile
+    # Those that do something else get so much less, those that do not that much more.
+    assert uneven[1:4].mean() == pytest.approx(level - 0.5 * mean, rel=0.2)
+    assert uneven[4:].mean() == pytest.approx(level, rel=0.1)
+
+
+@pytest.mark.parametrize(("relay_servers", "share", "over_mean"), [(2, 0.7, 3.1), (4, 0.5, 2.5)])
+def test_relays_have_the_holder_of_a_long_document_send_it_once_to_each_group(
+    relay_servers: int, share: float, over_mean: float
+) -> None:
+    """All 16 servers need the keys of a document that the four of the first group hold."""
+    seqlens = np.array([64 * 1024], np.int64)
+    homes = homes_of(seqlens, 4)
+    tasks = scheduled(homes, 16, 0.05)
+    alone = bytes_of_tasks(tasks, (0,), Servers(16, 1, 1), ONE_TOKEN)[0].sum(axis=0)
+    relayed = bytes_of_tasks(tasks, (0,), Servers(16, 1, relay_servers), ONE_TOKEN)[0].sum(axis=0)
+    # As much arrives at each, and what nobody sends twice is far less for the busiest.
+    assert relayed[1].tolist() == alone[1].tolist()
+    assert relayed.max() < share * alone.max()
+    assert relayed.max() / relayed.mean() < over_mean < 4.0 < alone.max() / alone.mean()
+    fetches = fetches_of_tasks(tasks, relay_servers)
+    across = fetches.crosses == 1
+    groups = np.stack([fetches.lane // relay_servers, fetches.kind, fetches.home], axis=1)[across]
+    assert len(np.unique(groups, axis=0)) == len(groups)
+    assert (fetches.lane // relay_servers == fetches.source // relay_servers)[~across].all()
+
+
+@pytest.mark.parametrize("relay_servers", [2, 4])
+def test_relays_are_the_same_where_tasks_are_on_other_servers(relay_servers: int) -> None:
+    homes = homes_of(random_seqlens(random.Random(5), 20000), 4)
+    tasks = scheduled(homes, 8, 0.1)
+    topology = Topology(num_lanes=4, pp_size=2, vp_size=2, tp_size=8)
+    turned = turned_tasks(tasks, [0, int(homes[:, 0].max()) + 1], 1, topology)
+    one, other = (bytes_of_tasks(each, (0, 1), Servers(8, 1, relay_servers), ONE_TOKEN) for each in (tasks, turned))
+    assert other.tolist() == np.roll(one, 4, axis=3).tolist()

@@ -29,7 +29,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
-from dynamic_cp.plans.pool import homes_of, why_too_much_fetched
+from dynamic_cp.plans.pool import homes_of, servers_of, why_too_much_fetched
 from dynamic_cp.plans.server_ticks import decode_ticks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
@@ -123,10 +123,13 @@ def test_with_chunks_ticks_are_shorter_and_tasks_of_the_same_micro_batches_are_m
     ]  # fmt: skip
     assert pool.forward[1] is pool.forward[3] != pool.forward[2]
     # On other servers they take as long: what a tick is said to take is what its own tasks do.
-    prices, held = TickPrices(cost_model, TaskOptions()), lane_tokens_of(plan).max(axis=1)
+    prices, of_rows = TickPrices(cost_model, TaskOptions()), lane_tokens_of(plan)
+    servers = servers_of(plan.topology, pool.relay_servers)
     for (tick, tasks), seconds in zip(plan.ticks(), in_chunks.seconds, strict=True):
-        tokens = max(held[row] for _, row in plan.micro_batches_of(tick))
-        again = prices.seconds(tasks, KINDS.index(tick.kind), plan.num_servers, int(tokens))
+        held = np.zeros((2, 4), np.int64)
+        for stage, row in plan.micro_batches_of(tick):
+            held[stage] = of_rows[row]
+        again = prices.seconds(tasks, KINDS.index(tick.kind), held.ravel(), servers)
         assert again == pytest.approx(seconds, rel=1e-12)
     # Half of the fill is gone, and no work.
     assert plan.micro_batches == pooled.plan.micro_batches
@@ -319,9 +322,9 @@ def on_lane_0(plan: Plan) -> Plan:
 def test_what_servers_fetch_is_limited() -> None:
     # One sample on lane 0 alone, its last queries on all others: each fetches all its keys.
     rows = [[0, 100 * part, 100 * (part + 1), 0, part, 0] for part in range(12)]
-    assert why_too_much_fetched(Tasks(np.array(rows, np.int32)), 12, 8, 1200, MOST_FETCHED) is None
+    assert why_too_much_fetched(Tasks(np.array(rows, np.int32)), 12, 1200, MOST_FETCHED) is None
     away = [[0, 100 * part, 100 * (part + 1), part, (part + 5) % 12, 0] for part in range(12)]
-    reason = why_too_much_fetched(Tasks(np.array(away, np.int32)), 12, 8, 120, MOST_FETCHED)
+    reason = why_too_much_fetched(Tasks(np.array(away, np.int32)), 12, 120, MOST_FETCHED)
     assert reason is not None
     assert "fetches 1100 tokens' keys, the limit is 8 times 120" in reason
 
@@ -482,16 +485,18 @@ def test_profiles_are_the_kernels_of_plans() -> None:
 
 
 def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: PlannedTasks) -> None:
-    tasks, tokens = pool_of(pooled.plan).forward[3], 16 * K
+    tasks, held = pool_of(pooled.plan).forward[3], np.full(8, 16 * K)
+    servers = servers_of(pooled.plan.topology, 0)
     found = {}
     for recompute in ("none", "full"):
         for ping_pong in (False, True):
             prices = TickPrices(cost_model_of(2, recompute=recompute), TaskOptions(ping_pong=ping_pong))
-            found[recompute, ping_pong] = [prices.seconds(tasks, direction, 8, tokens) for direction in range(2)]
+            found[recompute, ping_pong] = [prices.seconds(tasks, direction, held, servers) for direction in range(2)]
     for recompute in ("none", "full"):
         for one, other in zip(found[recompute, False], found[recompute, True], strict=True):
-            assert one.exposed_s == one.exchange_s > 0
-            assert other.exposed_s < 0.2 * other.exchange_s
+            assert one.exposed_s == pytest.approx(one.exchange_s, rel=0.3)
+            assert one.exposed_s > one.exchange_s > 0
+            assert other.exposed_s < 0.4 * other.exchange_s
             assert other.total_s < one.total_s
     (_, plain), (_, full) = found["none", True], found["full", True]
     (forward, _) = found["none", True]
@@ -544,7 +549,12 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
         kept = chunked[stage].activations_bytes / stock[stage].activations_bytes
         assert kept == pytest.approx((3 * 4 - 1 - 2 * stage) / 2 / (4 - stage))
     more = memory.peak_in_ticks(held, none + 500)
-    assert more[0].exchange_bytes == pytest.approx(1.5 * ticks[0].exchange_bytes)
+    # With full recomputation a second layer is there, too, whatever is fetched.
+    assert 1.1 * ticks[0].exchange_bytes < more[0].exchange_bytes < 1.5 * ticks[0].exchange_bytes
+    alone = MemoryModel(MODEL, HARDWARE, topology, replace(options, ping_pong=False))
+    assert alone.peak_in_ticks(held, none + 500)[0].exchange_bytes == pytest.approx(
+        1.5 * alone.peak_in_ticks(held, none)[0].exchange_bytes
+    )
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
     assert 0 < planned.peak_bytes <= memory.available_bytes
     assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes

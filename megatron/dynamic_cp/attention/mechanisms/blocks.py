@@ -129,18 +129,35 @@ class ForwardPass:
 class BackwardPass:
     """Gradients of all rows and columns that the lane works with.
 
+    `fetched` are gradients of outputs, queries, outputs and log-sum-exp of rows, keys and values of columns; behind a
+    forward pass neither queries nor columns.
+
     Args:
         keeps_apart: what the node gives back of columns is added to a sum of its own. A column that later divisions use
             may get some of it while they are computed: elsewhere, and so always in the same order.
+        forward: of the same programme, just run: what it fetched is not fetched again.
     """
 
-    def __init__(self, own: RowGradients, kv_2THD: Tensor, packs: PlacedPacks, *, keeps_apart: bool = False) -> None:
-        with_room = [_with_room(tensor, packs.row_room) for tensor in own.tensors]
-        self._kv_2SHD = _with_room(kv_2THD, packs.column_room, dim=1)
-        self.rows = own.over(*with_room)
+    def __init__(
+        self,
+        own: RowGradients,
+        kv_2THD: Tensor,
+        packs: PlacedPacks,
+        *,
+        keeps_apart: bool = False,
+        forward: ForwardPass | None = None,
+    ) -> None:
+        grad, query, out, lse = own.tensors
+        brought = [_with_room(tensor, packs.row_room) for tensor in (grad, out, lse)]
+        if forward is None:
+            query, self._kv_2SHD = _with_room(query, packs.row_room), _with_room(kv_2THD, packs.column_room, dim=1)
+            self.fetched = (brought[0], query, *brought[1:]), (self._kv_2SHD[0], self._kv_2SHD[1])
+        else:
+            query, self._kv_2SHD = forward.sums.queries, forward._kv_2SHD
+            self.fetched = tuple(brought), ()
+        self.rows = own.over(brought[0], query, *brought[1:])
         self.grad_2SHD = torch.zeros_like(self._kv_2SHD, dtype=SUM_DTYPE)
         self._collected_2SHD = torch.zeros_like(self.grad_2SHD) if keeps_apart else None
-        self.fetched = tuple(with_room), (self._kv_2SHD[0], self._kv_2SHD[1])
 
     def clear(self, one: Message) -> None:
         self.rows.grad_q_THD.index_fill_(0, one.rows, 0.0)
