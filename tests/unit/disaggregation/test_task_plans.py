@@ -494,8 +494,8 @@ def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: P
             found[recompute, ping_pong] = [prices.seconds(tasks, direction, held, servers) for direction in range(2)]
     for recompute in ("none", "full"):
         for one, other in zip(found[recompute, False], found[recompute, True], strict=True):
-            assert one.exposed_s == pytest.approx(one.exchange_s, rel=0.3)
-            assert one.exposed_s > one.exchange_s > 0
+            # One round after the other, each as long as its busiest link.
+            assert 0 < one.exchange_s < one.exposed_s < 2 * one.exchange_s
             assert other.exposed_s < 0.4 * other.exchange_s
             assert other.total_s < one.total_s
     (_, plain), (_, full) = found["none", True], found["full", True]
