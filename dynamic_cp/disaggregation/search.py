@@ -9,7 +9,7 @@ Methods (`METHODS`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -120,8 +120,10 @@ class TaskRow(NamedTuple):
 
 _Parts = Sequence[tuple[int, TaskRow]]
 """The rows of a tick, by stage."""
-_Way = Callable[["TaskSearch", int, _Parts, Floats, int], Iterator[Tasks]]
-"""From a search, a direction, the parts of a tick, [server] work besides and the first of the tolerances to tasks."""
+_Maker = Callable[[Floats, float], Tasks]
+"""From [server] work besides attention, and a tolerance, to the tasks of a tick."""
+_Way = Callable[["TaskSearch", int, _Parts], _Maker]
+"""From a search, a direction and the parts of a tick to what makes its tasks."""
 
 
 class TaskSearch(NamedTuple):
@@ -241,7 +243,7 @@ def plan_stage_tasks(
     Raises:
         UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`.
     """
-    topology, options = cost_model.topology, TaskOptions(ping_pong=False, tolerances=(tolerance,))
+    topology, options = cost_model.topology, TaskOptions(ping_pong=False)
     servers = servers_of(topology, 0)._replace(number=topology.num_lanes)
     search = TaskSearch(TickPrices(cost_model, options), "pool", servers, None)
     limit, node_lanes = cost_model.options.max_tokens_per_rank, servers.of_node
@@ -252,7 +254,8 @@ def plan_stage_tasks(
         rows = rows_of(search, ordered, round_up(number, topology.num_microbatches_multiple))
         if rows is None:
             continue
-        found = [next(_by_our_rule(search, 0, [(0, row)], np.zeros(topology.num_lanes))) for row in rows]
+        nothing = np.zeros(topology.num_lanes)
+        found = [_by_our_rule(search, 0, [(0, row)])(nothing, tolerance) for row in rows]
         if any(why_too_much_fetched(one, topology.num_lanes, limit, MOST_FETCHED) for one in found):
             continue
         for num_divisions in _DIVISIONS:
@@ -417,6 +420,7 @@ class _Made:
         self._search = search
         self._topology = search.cost_model.topology
         self._num_turns = num_turns(self._topology)
+        self._begin = [(1, 1), (1, 1)]
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, TickSeconds, list[Floats]]] = {}
 
     def of_tick(self, tick: Tick, running: Running) -> tuple[Tasks, TickSeconds, list[Floats]]:
@@ -433,33 +437,47 @@ class _Made:
                 return tasks, seconds, busy_s
         parts, direction = [(stage, row) for stage, (_, row) in running.items()], KINDS.index(tick.kind)
         prices, num_servers = self._search.prices, self._search.servers.number
-        tasks, seconds = _fastest(self._search, direction, parts)
+        tasks, seconds, self._begin[direction] = _fastest(self._search, direction, parts, self._begin[direction])
         busy_s = [prices.attention_s(tasks, direction, num_servers).reshape(pp_size, -1).sum(axis=0)]
         busy_s += [prices.linear_s(direction, np.array(row.lane_tokens)) for _, row in parts]
         self._made[tick.kind, on] = tasks, seconds, busy_s
         return tasks, seconds, busy_s
 
 
-def _fastest(search: TaskSearch, direction: int, parts: _Parts) -> tuple[Tasks, TickSeconds]:
-    """Return the tasks with which a tick is fastest, and its seconds."""
+def _fastest(
+    search: TaskSearch, direction: int, parts: _Parts, begin: tuple[int, int]
+) -> tuple[Tasks, TickSeconds, tuple[int, int]]:
+    """Return the tasks with which a tick is fastest, its seconds, and which of the choices that was.
+
+    Choices are shares of `_BESIDE` and tolerances; from one, that of a tick before, the search goes to neighbours as
+    long as they are faster.
+
+    Args:
+        begin: which share and which tolerance come first.
+    """
     held = held_by_servers(search, parts)
     beside = search.prices.work_beside(direction, held)
-    best: tuple[Tasks, TickSeconds] | None = None
-    are_alike = np.ptp(beside) == 0 or search.method != "pool"
-    first = 0
-    for share in (0.0,) if are_alike else _BESIDE:
-        least_s, of_least = np.inf, first
-        ways = METHODS[search.method](search, direction, parts, share * beside, first)
-        for place, tasks in enumerate(ways, first):
-            seconds = search.prices.seconds(tasks, direction, held, search.servers)
-            if seconds.total_s >= least_s:
-                break
-            least_s, of_least = seconds.total_s, place
-            if best is None or least_s < best[1].total_s:
-                best = tasks, seconds
-        first = max(of_least - 1, 0)
-    assert best is not None
-    return best
+    is_ours = search.method == "pool"
+    shares = _BESIDE if is_ours and np.ptp(beside) > 0 else (0.0,)
+    tolerances = search.prices.options.tolerances if is_ours else (_PAPER_TOLERANCE,)
+    tasks_by = METHODS[search.method](search, direction, parts)
+    found: dict[tuple[int, int], tuple[Tasks, TickSeconds]] = {}
+
+    def total_s(place: tuple[int, int]) -> float:
+        if place not in found:
+            tasks = tasks_by(shares[place[0]] * beside, tolerances[place[1]])
+            found[place] = tasks, search.prices.seconds(tasks, direction, held, search.servers)
+        return found[place][1].total_s
+
+    best = min(begin[0], len(shares) - 1), min(begin[1], len(tolerances) - 1)
+    while True:
+        share, tolerance = best
+        near = (best, (share, tolerance - 1), (share, tolerance + 1), (share - 1, tolerance), (share + 1, tolerance))
+        there = [one for one in near if 0 <= one[0] < len(shares) and 0 <= one[1] < len(tolerances)]
+        nearest = min(there, key=total_s)  # the first of equals
+        if nearest == best:
+            return *found[best], best
+        best = nearest
 
 
 def held_by_servers(search: TaskSearch, parts: _Parts) -> Ints:
@@ -482,32 +500,38 @@ def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
     return np.concatenate(found)
 
 
-def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts, busy: Floats, first: int = 0) -> Iterator[Tasks]:
-    """Yield tasks of growing tolerance, which end where the tick gets no faster: then fewer bytes help no more."""
+def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     query_bytes, kv_bytes = search.prices.task_bytes
-    extra = search.prices.profiles[direction].extra_tokens
-    for tolerance in search.prices.options.tolerances[first:]:
-        rules = Rules(search.prices.options.tile_tokens, tolerance, query_bytes, kv_bytes, extra)
+    options, extra = search.prices.options, search.prices.profiles[direction].extra_tokens
+    queries = [np.ascontiguousarray(halves[halves[:, 4] == half, :4]) for half in range(options.num_halves)]
+
+    def made(busy: Floats, tolerance: float) -> Tasks:
+        rules = Rules(options.tile_tokens, tolerance, query_bytes, kv_bytes, extra)
         tasks: list[Ints] = []
-        for half in range(search.prices.options.num_halves):
-            queries = np.ascontiguousarray(halves[halves[:, 4] == half, :4])
-            earlier = tasks[0] if tasks else _NONE
-            tasks.append(schedule(homes, queries, earlier, busy, rules))
-        yield tasks_of(homes, tasks)
+        for of_half in queries:
+            tasks.append(schedule(homes, of_half, tasks[0] if tasks else _NONE, busy, rules))
+        return tasks_of(homes, tasks)
+
+    return made
 
 
-def _at_home(search: TaskSearch, direction: int, parts: _Parts, busy: Floats, first: int = 0) -> Iterator[Tasks]:
+def _at_home(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
-    yield tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
+    tasks = tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
+    return lambda busy, tolerance: tasks
 
 
-def _by_papers_rule(search: TaskSearch, direction: int, parts: _Parts, busy: Floats, first: int = 0) -> Iterator[Tasks]:
+def _by_papers_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
     homes, annuli = merged(search, parts, "homes"), merged(search, parts, "annuli")
     seqlens = np.array([sample.seqlen for _, row in parts for sample in row.samples], np.int64)
     query_bytes, kv_bytes = search.prices.task_bytes
-    moved = schedule_as_paper(annuli, seqlens, search.servers.number, _PAPER_TOLERANCE, query_bytes, kv_bytes)
-    yield tasks_of(homes, [ranges_of(moved, seqlens)])
+
+    def made(busy: Floats, tolerance: float) -> Tasks:
+        moved = schedule_as_paper(annuli, seqlens, search.servers.number, tolerance, query_bytes, kv_bytes)
+        return tasks_of(homes, [ranges_of(moved, seqlens)])
+
+    return made
 
 
 METHODS: Mapping[str, _Way] = {"pool": _by_our_rule, "quota": _at_home, "paper": _by_papers_rule}
