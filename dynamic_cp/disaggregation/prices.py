@@ -1,4 +1,4 @@
-"""What a tick takes: layers of the fullest lane, attention of the most loaded server, transfers of the busiest link.
+"""What a tick takes: its layers, step by step on all servers, or transfers of the busiest link.
 
     tick      = max(steps of all layers of a model chunk, busiest link) in two halves (`layer_steps.seconds_of_steps`)
               = linear of the fullest lane + attention of the most loaded server + busiest link, in one

@@ -501,7 +501,10 @@ def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: P
     (_, plain), (_, full) = found["none", True], found["full", True]
     (forward, _) = found["none", True]
     assert full.attention_s == pytest.approx(plain.attention_s + forward.attention_s)
-    assert full.exchange_s == pytest.approx(plain.exchange_s + forward.exchange_s)
+    # What forward fetches again is there for the gradients, in two halves.
+    assert plain.exchange_s < full.exchange_s < 0.8 * (plain.exchange_s + forward.exchange_s)
+    (_, plain_stream), (_, full_stream) = found["none", False], found["full", False]
+    assert full_stream.exchange_s == pytest.approx(plain_stream.exchange_s + found["none", False][0].exchange_s)
     assert full.linear_s > plain.linear_s
 
 
