@@ -107,7 +107,7 @@ FAULTS = {
     ),
     "a place of a buffer keeps the sums of what was there": Fault("            self._pass.clear(one)\n", "", PLACED),
     "gradients of fetched keys are not given back": Fault(
-        "        self.grad_2SHD.index_add_(1, one.columns, torch.stack((grad_k_SHD, grad_v_SHD)).to(SUM_DTYPE))\n",
+        "        total_2SHD.index_add_(1, one.columns, torch.stack((grad_k_SHD, grad_v_SHD)).to(SUM_DTYPE))\n",
         "",
         PLACED,
     ),
@@ -199,6 +199,14 @@ FAULTS = {
     "padding of the first half is not counted": Fault("self.sizes[0] - len(rows[0])]", "0]", HALVES),
     "both halves are rotated as the first tokens": Fault(
         "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", HALVES
+    ),
+    "other servers are relays than the plan counts": Fault(
+        "self._relay_servers, relay_order(tasks))", "self._relay_servers)", TICKS
+    ),
+    "servers without tokens get no more attention than others": Fault(
+        "shares = _BESIDE if is_ours and np.ptp(beside) > 0 else (0.0,)",
+        "shares = (0.0,)",
+        "tests/unit/disaggregation/test_task_plans.py -k nothing_else",
     ),
     "what halves compute again drops something else": Fault(
         "            random._set_all_rng_states(*self._kept.random[half])\n",

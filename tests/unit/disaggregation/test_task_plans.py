@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamic_cp.disaggregation.homes import halved
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices
 from dynamic_cp.disaggregation.profile import AttentionProfile
+from dynamic_cp.disaggregation.scheduler import Rules, schedule
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
+from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickTime, tick_timeline
 from dynamic_cp.errors import (
     DisagreementError,
@@ -29,7 +32,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
-from dynamic_cp.plans.pool import homes_of, servers_of, why_too_much_fetched
+from dynamic_cp.plans.pool import homes_in_tick, homes_of, servers_of, why_too_much_fetched
 from dynamic_cp.plans.server_ticks import decode_ticks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
@@ -101,6 +104,34 @@ def test_a_pool_of_stages_is_legal_and_even(pooled: PlannedTasks) -> None:
     assert set(first[:, SERVER]) > set(range(4, 8))
     assert plan.num_tokens == sum(sample.seqlen for sample in batch_of())
     assert "6 micro-batches" in repr(plan)
+
+
+def test_servers_with_nothing_else_to_do_get_more_attention() -> None:
+    samples = [Sample(sample_id=number, seqlen=60 * K) for number in range(6)]
+    cost_model = cost_model_of(2)
+    prices = TickPrices(cost_model, TaskOptions())
+    planned = plan_tasks(samples, cost_model, TaskOptions(noise_margin=0.0), num_microbatches=[6])
+    first, second = pool_of(planned.plan).forward[:2]
+    # Stage 1 has no micro-batch in the first tick; in the second one both have one.
+    busy_s, idle_s = prices.attention_s(first, 0, 8).reshape(2, 4).mean(axis=1)
+    assert idle_s > 1.3 * busy_s
+    one_s, other_s = prices.attention_s(second, 0, 8).reshape(2, 4).mean(axis=1)
+    assert other_s == pytest.approx(one_s, rel=0.1)
+    # That takes less than with as much attention on each.
+    seconds, servers, held = planned.seconds[0], servers_of(cost_model.topology, 0), np.array([15 * K] * 4 + [0] * 4)
+    homes = homes_in_tick(planned.plan, [(0, 0)])
+    rows = halved(homes, 4, 128)
+    profile = prices.profiles[0]
+    rules = Rules(128, 0.02, *prices.task_bytes, profile.extra_tokens)
+    tasks: list[Any] = []
+    for half in range(2):
+        tasks.append(
+            schedule(
+                homes, rows[rows[:, 4] == half, :4].copy(), tasks[0] if tasks else rows[:0, :4].copy(), work, rules
+            )
+        )
+    even = prices.seconds(tasks_of(homes, tasks[1:]), 0, held, servers)
+    assert seconds.total_s < 0.97 * even.total_s
 
 
 def test_plans_do_not_depend_on_the_order_of_samples(pooled: PlannedTasks) -> None:
