@@ -123,13 +123,10 @@ def test_servers_with_nothing_else_to_do_get_more_attention() -> None:
     rows = halved(homes, 4, 128)
     profile = prices.profiles[0]
     rules = Rules(128, 0.02, *prices.task_bytes, profile.extra_tokens)
-    tasks: list[Any] = []
+    tasks = [rows[:0, :4].copy()]
     for half in range(2):
-        tasks.append(
-            schedule(
-                homes, rows[rows[:, 4] == half, :4].copy(), tasks[0] if tasks else rows[:0, :4].copy(), work, rules
-            )
-        )
+        of_half = rows[rows[:, 4] == half, :4].copy()
+        tasks.append(schedule(homes, of_half, tasks[-1], np.zeros(8), rules))
     even = prices.seconds(tasks_of(homes, tasks[1:]), 0, held, servers)
     assert seconds.total_s < 0.97 * even.total_s
 
