@@ -119,12 +119,15 @@ def _per_document_s(problem: Problem, samples: Sequence[Sample]) -> float:
 
 
 def busiest(plan: Plan, cost_model: CostModel) -> float:
-    """Return what the server that sends or receives most in each tick moves, over the mean; all ticks together."""
+    """Return what the server that sends or receives most in each tick moves, over the mean; all ticks together.
+
+    Jobs compute layers again: backward both passes travel.
+    """
     assert plan.pool is not None
     of_token, servers = token_bytes(cost_model.stage.attention), servers_of(plan.topology, plan.pool.relay_servers)
     most = mean = 0.0
     for tick, tasks in plan.ticks():
-        sent = bytes_of_tasks(tasks, (KINDS.index(tick.kind),), servers, of_token)
+        sent = bytes_of_tasks(tasks, (0, 1)[: 1 + KINDS.index(tick.kind)], servers, of_token, is_kept=True)
         of_servers = sent.sum(axis=(0, 1)).max(axis=0)
         most, mean = most + float(of_servers.max()), mean + float(of_servers.mean())
     return most / mean if mean else 1.0
