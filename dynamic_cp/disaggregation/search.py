@@ -61,7 +61,7 @@ PATIENCE = 2
 """Ever larger numbers that are slower, one after the other, after which no more are tried."""
 _PAPER_TOLERANCE = 0.1
 _NEAR = 0.005
-"""Share of a step that a plan without relays must save: its busiest server sends more, also where prices see none of it."""
+"""Share of a step that a plan without relays must save: its busiest server sends more, even where no price shows it."""
 _BESIDE = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of what servers compute besides attention that are evened out with it: barriers let less than all of it."""
 _DIVISIONS = (1, 2, 4)
