@@ -19,7 +19,7 @@ L, A and X are those of the fullest lane, the most loaded server and the busiest
 through its layers, which has to wait for itself; what is added is the last half, whose attention nothing hides.
 
 Limits: servers come behind all others, so that links inside a node serve what they serve only where both kinds share
-one. Whether a server's memory holds what it fetches is not asked.
+one. Nobody hands keys on, as relays of a pool do. Whether a server's memory holds what it fetches is not asked.
 """
 
 from __future__ import annotations
@@ -172,7 +172,10 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
     peak_bytes = 0.0
     if search.memory is not None:
         fetched = np.zeros((topology.pp_size, 2, topology.num_lanes), np.int64)
-        peak_bytes = max(stage.total_bytes for stage in search.memory.peak_in_ticks(held, fetched))
+        of_stages = search.memory.peak_in_ticks(
+            held, fetched, in_halves=search.prices.options.ping_pong, has_relays=False
+        )
+        peak_bytes = max(stage.total_bytes for stage in of_stages)
         if peak_bytes > search.memory.available_bytes:
             return None
     placements = [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows]

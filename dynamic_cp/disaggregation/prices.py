@@ -206,7 +206,7 @@ class TickPrices:
             # What was fetched to compute forward again is there for the gradients of the same layer.
             is_kept = one == 1 and self.options.ping_pong and self._repeats != "nothing"
             messages = self._token_bytes.messages(in_turns, tasks.tokens, backward=one == 1, is_kept=is_kept)
-            found[one] = bytes_of_rounds(messages, servers)
+            found[one] = bytes_of_rounds(messages, servers, tasks.num_halves)
         return found
 
     def _steps_s(self, direction: int, held: Ints, attention: dict[int, Floats], rounds: dict[int, Floats]) -> float:
@@ -226,11 +226,11 @@ class TickPrices:
         attention_s = np.zeros((2, NUM_HALVES, num_servers))
         there_s, back_s = np.zeros((2, NUM_HALVES)), np.zeros((2, NUM_HALVES))
         for one, of_halves in attention.items():
-            in_turns = of_halves[::-1] if one else of_halves
-            attention_s[one, : len(in_turns)] = in_turns / self._attention.layers
-            taken_s = self._rounds_s(rounds[one]) / self._attention.layers
-            there_s[one, : len(taken_s)] = taken_s[:, [ACROSS, INSIDE]].sum(axis=1)
-            back_s[one, : len(taken_s)] = taken_s[:, [COLLECT, DELIVER]].sum(axis=1)
+            # Tasks without halves, as those of other rules, are taken as two equal ones.
+            attention_s[one] = _in_two(of_halves[::-1] if one else of_halves) / self._attention.layers
+            taken_s = self._rounds_s(_in_two(rounds[one])) / self._attention.layers
+            there_s[one] = taken_s[:, [ACROSS, INSIDE]].sum(axis=1)
+            back_s[one] = taken_s[:, [COLLECT, DELIVER]].sum(axis=1)
         # Backward the rest of a layer comes first.
         ahead_s, behind_s = np.stack([before_s[0], after_s[1]]), np.stack([after_s[0], before_s[1]])
         steps = step_table(layers, direction == 1, self._repeats)
@@ -249,6 +249,11 @@ class TickPrices:
         busiest_s = float((sent.max(axis=(1, 2)) / np.array(self._attention.bandwidths)).max())
         # One round there and one back, in each half.
         return busiest_s + 2 * self.options.num_halves * self._attention.latency_s
+
+
+def _in_two(of_halves: Floats) -> Floats:
+    """Return [turn, ...] of one half's or of both."""
+    return of_halves if len(of_halves) == NUM_HALVES else np.repeat(of_halves / NUM_HALVES, NUM_HALVES, axis=0)
 
 
 def refuse_model(model: ModelShape, pp_size: int) -> None:

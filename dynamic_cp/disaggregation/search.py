@@ -1,4 +1,4 @@
-"""Plans of attention tasks for a global batch: numbers of micro-batches and tolerances are tried, simulation decides.
+"""Plans of attention tasks for a global batch: ways to make them are tried, simulation decides.
 
 Methods (`METHODS`):
 
@@ -80,7 +80,7 @@ class PlannedTasks(NamedTuple):
         peak_bytes: of the rank that needs most.
         busy_s: [lane] seconds that it computes, the mean of its stages.
         fetched: most tokens of which a server fetches (queries, keys), over the limit of tokens per rank.
-        reason: one line: how many were tried, and which was the fastest.
+        reason: one line: how many were tried, which was the fastest, and whether it has relays.
     """
 
     plan: Plan
@@ -192,7 +192,10 @@ def plan_tasks(
         found = _planned(search, ordered, best.plan.num_microbatches)
         if found is not None and found.makespan_s < (1.0 - _NEAR) * best.makespan_s:
             best = found
-    return best._replace(reason=f"{method}: m={best.plan.num_microbatches} of {tried} numbers of micro-batches")
+    relays = best.plan.pool.relay_servers if best.plan.pool is not None else 0
+    said = f", relays of {relays} servers" if relays else ""
+    number = best.plan.num_microbatches
+    return best._replace(reason=f"{method}: m={number} of {tried} numbers of micro-batches{said}")
 
 
 def _relays(topology: Topology, method: str) -> tuple[int, ...]:
@@ -329,25 +332,24 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
     spans = tick_timeline(times, topology.pp_size, topology.vp_size, num_rows)
     limit = search.cost_model.options.max_tokens_per_rank
     forward, backward = (tuple(sides[kind][index] for index in range(len(sides[kind]))) for kind in KINDS)
-    plan = plan_of(
-        rows,
-        [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows],
-        topology,
-        limit,
-        search.method,
-        PoolTasks(
-            tile_tokens=search.prices.options.tile_tokens,
-            forward=forward,
-            backward=backward,
-            relay_servers=0 if search.servers.of_relay == search.servers.of_node else search.servers.of_relay,
-        ),
+    servers = search.servers
+    pool = PoolTasks(
+        tile_tokens=search.prices.options.tile_tokens,
+        forward=forward,
+        backward=backward,
+        relay_servers=0 if servers.of_relay == servers.of_node else servers.of_relay,
     )
+    homes = [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows]
+    plan = plan_of(rows, homes, topology, limit, search.method, pool)
     fetched = fetched_in_ticks(plan)
     share = fetched.max(axis=(0, 2)) / limit
     peak_bytes = 0.0
     if search.memory is not None:
         held = np.array([row.lane_tokens for row in rows], np.int64)
-        peak_bytes = max(stage.total_bytes for stage in search.memory.peak_in_ticks(held, fetched))
+        of_stages = search.memory.peak_in_ticks(
+            held, fetched, in_halves=pool.num_halves > 1, has_relays=servers.of_relay > 1
+        )
+        peak_bytes = max(stage.total_bytes for stage in of_stages)
         if peak_bytes > search.memory.available_bytes:
             return None
     if search.method != "paper":

@@ -33,6 +33,8 @@ FETCHED_QUERIES, FETCHED_KEYS = 2.5, 3.0
 gradients of outputs and queries, and the gradients of keys and values, which are summed up in float32."""
 AGAIN_QUERIES, AGAIN_KEYS = 1.5, 1.0
 """The same of a forward pass: queries, outputs summed up in float32, keys and values."""
+COLLECTED_KEYS = 2.0
+"""The same of what the neighbours of a relay give back, which is summed up apart: gradients of keys and values."""
 
 
 class Blocks(Mechanism):

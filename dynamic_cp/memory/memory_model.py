@@ -15,7 +15,14 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, FETCHED_KEYS, FETCHED_QUERIES, MOST_FETCHED
+from dynamic_cp.mechanisms.blocks import (
+    AGAIN_KEYS,
+    AGAIN_QUERIES,
+    COLLECTED_KEYS,
+    FETCHED_KEYS,
+    FETCHED_QUERIES,
+    MOST_FETCHED,
+)
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
@@ -24,7 +31,7 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_tokens
 from dynamic_cp.pipeline.ticks import stage_ticks
 from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
-from dynamic_cp.plans.pool import fetched_in_ticks
+from dynamic_cp.plans.pool import fetched_in_ticks, servers_of
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
 
@@ -120,7 +127,10 @@ class MemoryModel:
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
         if plan.pool is not None:
-            return self.peak_in_ticks(lane_tokens_of(plan), fetched_in_ticks(plan))
+            has_relays = servers_of(plan.topology, plan.pool.relay_servers).of_relay > 1
+            in_halves = plan.pool.num_halves > 1
+            held, fetched = lane_tokens_of(plan), fetched_in_ticks(plan)
+            return self.peak_in_ticks(held, fetched, in_halves=in_halves, has_relays=has_relays)
         held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
         exchanged = np.zeros(held.shape)
         for row, micro_batch in enumerate(plan.micro_batches):
@@ -142,18 +152,21 @@ class MemoryModel:
             for stage in range(topology.pp_size)
         )
 
-    def peak_in_ticks(self, held: Ints, fetched: Ints) -> tuple[StageMemory, ...]:
+    def peak_in_ticks(self, held: Ints, fetched: Ints, *, in_halves: bool, has_relays: bool) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when all stages run in ticks, on its worst lane.
 
         Args:
             held: int64 [micro-batch, lane] padded tokens of a rank.
             fetched: int64 [stage, (queries, keys), lane] most tokens of which a rank fetches those in a tick.
+            in_halves: layers run in two halves; has_relays: ranks hand on what they fetched.
         """
         topology = self._topology
         most = held.max(axis=0).astype(np.float64)
         queries, keys, again = FETCHED_QUERIES, FETCHED_KEYS, np.zeros_like(most)
-        if self._options.ping_pong and "core_attn" in self._options.repeated:
-            # The next layer is computed again beside the one that runs backward, which has what it fetched from that.
+        if in_halves and has_relays:
+            keys += COLLECTED_KEYS
+        if in_halves and "core_attn" in self._options.repeated:
+            # The next layer is computed again beside the one that runs backward.
             queries, keys = queries + AGAIN_QUERIES, keys + AGAIN_KEYS
             again = most * (self._options.recompute == "full")
         memory = []
@@ -181,7 +194,9 @@ class MemoryModel:
         many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
         if self._options.pool == "always":
             fetched = np.array(MOST_FETCHED, np.int64)[None, :, None] * tokens_per_rank
-            return self.peak_in_ticks(many, np.broadcast_to(fetched, (topology.pp_size, 2, 1)))
+            every = np.broadcast_to(fetched, (topology.pp_size, 2, 1))
+            in_halves, has_relays = self._options.ping_pong, topology.num_lanes > 1
+            return self.peak_in_ticks(many, every, in_halves=in_halves, has_relays=has_relays)
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
         possible = attentions_of(self._options.cp_comm_types, cp_size, self._sharing)

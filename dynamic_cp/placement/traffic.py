@@ -62,9 +62,8 @@ def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
     return fetches_used(holder, used, np.concatenate([half[away], half[asking]]), 0, relay_servers, relay_order(tasks))
 
 
-def bytes_of_rounds(messages: Messages, servers: Servers) -> Floats:
+def bytes_of_rounds(messages: Messages, servers: Servers, num_divisions: int) -> Floats:
     """Return [division, round, link, sent or received, server] bytes; link is IN_NODE or ACROSS_NODES."""
-    num_divisions = int(messages.division.max(initial=0)) + 1
     across = messages.sender // servers.of_node != messages.receiver // servers.of_node
     place = (messages.division * NUM_ROUNDS + messages.round) * 2 + np.where(across, ACROSS_NODES, IN_NODE)
     size = num_divisions * NUM_ROUNDS * 2 * servers.number
@@ -93,7 +92,7 @@ def bytes_of_tasks(
         of_token.messages(fetches, tasks.tokens, backward=direction == 1, is_kept=is_kept and direction == 1)
         for direction in directions
     )
-    return np.array([bytes_of_rounds(messages, servers).sum(axis=(0, 1)) for messages in sides])
+    return np.array([bytes_of_rounds(messages, servers, tasks.num_halves).sum(axis=(0, 1)) for messages in sides])
 
 
 def fetched_tokens(tasks: Tasks, num_servers: int) -> Ints:

@@ -14,13 +14,16 @@ from megatron.core import parallel_state
 
 from dynamic_cp.disaggregation.layer_steps import Repeats, Step, steps_of
 from dynamic_cp.errors import DisagreementError
+from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, COLLECTED_KEYS, FETCHED_KEYS, FETCHED_QUERIES
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, ROW
 from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.plans.server_ticks import decode_ticks, encode_ticks
 from megatron.dynamic_cp.attention.halves import HalvedLayer, Halves, halves_of_tokens
+from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
 from megatron.dynamic_cp.attention.mechanisms.halves import Turns, mirrored
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
-from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, TOLERANCE, Case, Layout, in_jobs_of_their_own, run_step
@@ -253,3 +256,29 @@ def test_what_is_computed_again_drops_what_forward_dropped(layout: Layout, refer
                 assert (one - wanted[name]).abs().max() <= TOLERANCE * wanted[name].abs().max(), name
                 compared += 1
     assert compared > 60
+
+
+def test_buffers_are_as_large_as_memory_is_planned_with() -> None:
+    """What a relay has at the same time: gradients of a layer, and the forward pass of the one before."""
+    num_rows, num_columns, heads, kv_heads, dim = 100, 300, 4, 2, 8
+    packs = PlacedPacks(0, num_rows, num_columns, ((), ()), {}, relays=True)
+    query, key = (torch.empty(0, number, dim, dtype=torch.bfloat16) for number in (heads, kv_heads))
+    keys = torch.stack((key, key))
+
+    def forward() -> ForwardPass:
+        return ForwardPass(RowSums(query, None, 1.0), keys, packs)  # type: ignore[arg-type]
+
+    kept = forward().kept
+    rows = RowGradients(query, query, query, torch.empty(heads, 0), None, 1.0)  # type: ignore[arg-type]
+    backward = BackwardPass(rows, keys, packs, keeps_apart=True, kept=kept)
+    ahead = forward()
+    tensors = [
+        *backward.rows.tensors, backward.rows.grad_q_THD, *kept, backward.grad_2SHD, backward._collected_2SHD,
+        ahead.sums.queries, ahead.sums.out_THD, ahead.sums.lse_HT, ahead.kept.kv_2SHD,
+    ]  # fmt: skip
+    assert all(one is not None for one in tensors)
+    found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if one is not None}
+    of_row, of_column, of_lse = 2 * 2 * heads * dim, 2 * 2 * kv_heads * dim, 4 * heads
+    planned = num_rows * of_row * (FETCHED_QUERIES + AGAIN_QUERIES)
+    planned += num_columns * of_column * (FETCHED_KEYS + AGAIN_KEYS + COLLECTED_KEYS)
+    assert sum(found.values()) == planned + 2 * num_rows * of_lse

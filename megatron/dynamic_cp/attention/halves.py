@@ -26,7 +26,7 @@ from dynamic_cp.placement.programme import Programme
 from dynamic_cp.placement.transport import ROW
 from dynamic_cp.plans.padding import round_up
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
-from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
+from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, Fetched, ForwardPass
 from megatron.dynamic_cp.attention.mechanisms.halves import Turns, TwoHalves, mirrored
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import to_device
@@ -135,12 +135,12 @@ class Halves:
         return self._rotary_params[half]
 
     def direction(
-        self, core: TorchTHDAttention, layer: int, *, is_backward: bool, forward: ForwardPass | None = None
+        self, core: TorchTHDAttention, layer: int, *, is_backward: bool, kept: Fetched | None = None
     ) -> TwoHalves:
         """Return one direction of a layer, with tokens of nobody yet.
 
         Args:
-            forward: backward, the layer's forward pass where that was computed again in the tick.
+            kept: backward, by the layer's forward pass where that was computed again in the tick.
         """
         config, device = core.config, self.params.positions.device
         tp_size = config.tensor_model_parallel_size
@@ -154,7 +154,7 @@ class Halves:
         if is_backward:
             lse_HT = torch.empty(heads[0], 0, device=device)
             rows = RowGradients(query, query, query, lse_HT, kernel, core.softmax_scale)
-            one = BackwardPass(rows, torch.stack((key, key)), packs, keeps_apart=packs.relays, forward=forward)
+            one = BackwardPass(rows, torch.stack((key, key)), packs, keeps_apart=packs.relays, kept=kept)
         else:
             one = ForwardPass(RowSums(query, kernel, core.softmax_scale), torch.stack((key, key)), packs)
         return TwoHalves(one, packs, self.params, self.turns, layer, is_backward=is_backward)
@@ -208,7 +208,7 @@ class HalvedLayer:
     ) -> None:
         self._halves, self._core, self._layer = halves, core, layer
         self._keeps, self.repeats, self._is_again = keeps, repeats, is_again
-        self._forward: ForwardPass | None = None
+        self._kept: Fetched | None = None
         self._brought: list[tuple[Tensor, ...]] = []
         self._found: list[tuple[Tensor, Tensor]] = []
         self._running: TwoHalves | None = None
@@ -227,7 +227,7 @@ class HalvedLayer:
         self._direction.wait(half)
         out_THD = self._output(half, keep=self._keeps and not self.repeats)
         if half == NUM_HALVES - 1:
-            self._forward = self._direction.one if self._is_again else None
+            self._kept = self._direction.one.kept if self._is_again else None
             self._running = None
             if not self._keeps:
                 self._brought = []
@@ -241,13 +241,13 @@ class HalvedLayer:
         if half == NUM_HALVES - 1:
             if self.repeats:
                 self._wait_again()
-            self._running = self._halves.direction(self._core, self._layer, is_backward=True, forward=self._forward)
+            self._running = self._halves.direction(self._core, self._layer, is_backward=True, kept=self._kept)
         rows, columns = self._direction.one.fetched
-        if half == NUM_HALVES - 1 and self._forward is None:
+        if half == NUM_HALVES - 1 and self._kept is None:
             for each in range(NUM_HALVES):
                 self._fill(columns, self._brought[each][1:], each)
         of_half = grad_THD, self._brought[half][0], *self._found[half]
-        self._fill(rows, of_half if self._forward is None else (of_half[0], *of_half[2:]), half)
+        self._fill(rows, of_half if self._kept is None else (of_half[0], *of_half[2:]), half)
         self._direction.launch(_turn(half))
 
     def attend_backward(self, half: int) -> None:
@@ -276,7 +276,7 @@ class HalvedLayer:
         grad_q_THD = one.rows.grad_q_THD[rows].to(dtype, copy=True)
         grad_k_THD, grad_v_THD = one.grad_of_columns(rows).to(dtype, copy=True)
         if half == 0:
-            self._running, self._forward, self._brought, self._found = None, None, [], []
+            self._running, self._kept, self._brought, self._found = None, None, [], []
         return grad_q_THD, grad_k_THD, grad_v_THD
 
     @property
@@ -305,7 +305,7 @@ class HalvedLayer:
         for half in range(NUM_HALVES):
             self._direction.wait(half)
             self._output(half, keep=True)
-        self._forward = self._direction.one
+        self._kept = self._direction.one.kept
 
     def _output(self, half: int, *, keep: bool) -> Tensor:
         """Return the output of a half, and keep for backward what it needs of it."""

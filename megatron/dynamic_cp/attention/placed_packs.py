@@ -117,7 +117,7 @@ class PlacedPacks(NamedTuple):
         row_room, column_room: tokens of the buffers behind them.
         divisions: packs of each.
         rounds: (division, round) -> what travels, where anything does.
-        relays: whether the lane hands on to its node what it fetches, and gives back what its node gives it.
+        relays: whether the lane hands on to its neighbours what it fetches, and gives back what they give it.
     """
 
     num_tokens: int

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron.dynamic_cp.attention.halves import Halves
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+from megatron.dynamic_cp.attention.mechanisms.blocks import Fetched, ForwardPass
 from megatron.dynamic_cp.attention.mechanisms.halves import TwoHalves
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.thd import executor_of
@@ -51,17 +51,16 @@ def serve_halves(layers: Sequence[TorchTHDAttention], halves: Halves) -> None:
     """
     running: dict[tuple[int, bool], TwoHalves] = {}
     has_gradients = any(step.is_backward for step in halves.turns.steps)
-    fetched: dict[int, Any] = {}
+    kept: dict[int, Fetched] = {}
     for step in halves.turns.steps:
         key = step.layer, step.is_backward
         if key not in running:
-            forward = fetched.pop(step.layer, None)
             running[key] = halves.direction(
-                layers[step.layer], step.layer, is_backward=step.is_backward, forward=forward
+                layers[step.layer], step.layer, is_backward=step.is_backward, kept=kept.pop(step.layer, None)
             )
         running[key].run(step.what, step.turn)
         if step.what == "wait" and step.turn == 1:
-            done = running.pop(key)
-            if has_gradients and not step.is_backward:  # computed again: its gradient comes in this tick
-                fetched[step.layer] = done.one
+            done = running.pop(key).one
+            if has_gradients and isinstance(done, ForwardPass):  # computed again: its gradient comes in this tick
+                kept[step.layer] = done.kept
     halves.turns.finish()

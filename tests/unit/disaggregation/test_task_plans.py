@@ -106,6 +106,27 @@ def test_a_pool_of_stages_is_legal_and_even(pooled: PlannedTasks) -> None:
     assert "6 micro-batches" in repr(plan)
 
 
+def test_relays_are_taken_where_they_pay_and_said() -> None:
+    """Lanes of 8 ranks are nodes: none share one."""
+    samples = batch_of(num_tokens=300 * K)
+    planned = plan_tasks(samples, cost_model_of(4), num_microbatches=[8])
+    assert pool_of(planned.plan).relay_servers == 4
+    assert planned.reason.endswith("relays of 4 servers")
+    assert len(pool_of(plan_tasks(samples, cost_model_of(4), method="paper").plan).forward) > 8
+    assert pool_of(plan_tasks(samples, cost_model_of(1), num_microbatches=[8]).plan).relay_servers == 0
+    plan = planned.plan
+    assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
+    without = replace(plan, pool=replace(pool_of(plan), relay_servers=0))
+    assert serialize.digest(without) != serialize.digest(plan)
+    assert "relay_servers" not in serialize.dumps(without) + serialize.format_plan(without)
+    check_plan(without, samples)
+    wrong = replace(plan, pool=replace(pool_of(plan), relay_servers=3))
+    with pytest.raises(IllegalPlanError, match="relay_servers is 3, which does not divide the 4 lanes"):
+        check_plan(wrong, samples)
+    with pytest.raises(InvalidInputError, match="relay_servers"):
+        replace(pool_of(plan), relay_servers=-1)
+
+
 def test_servers_with_nothing_else_to_do_get_more_attention() -> None:
     samples = [Sample(sample_id=number, seqlen=60 * K) for number in range(6)]
     cost_model = cost_model_of(2)
@@ -570,22 +591,29 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     memory = MemoryModel(MODEL, HARDWARE, topology, options)
     held = np.full((12, 4), 1000, np.int64)
     none = np.zeros((4, 2, 4), np.int64)
-    ticks, stock = memory.peak_in_ticks(held, none), memory.peak_at(1000)
+    kinds = {"in_halves": True, "has_relays": False}
+    ticks, stock = memory.peak_in_ticks(held, none, **kinds), memory.peak_at(1000)
     for stage in range(4):
         assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
             (2 * 4 - 1 - 2 * stage) / (4 - stage)
         )
-    chunked = MemoryModel(MODEL, HARDWARE, replace(topology, vp_size=2), options).peak_in_ticks(held, none)
+    in_chunks = MemoryModel(MODEL, HARDWARE, replace(topology, vp_size=2), options)
+    chunked = in_chunks.peak_in_ticks(held, none, **kinds)
     for stage in range(4):
         kept = chunked[stage].activations_bytes / stock[stage].activations_bytes
         assert kept == pytest.approx((3 * 4 - 1 - 2 * stage) / 2 / (4 - stage))
-    more = memory.peak_in_ticks(held, none + 500)
+    more = memory.peak_in_ticks(held, none + 500, **kinds)
     # With full recomputation a second layer is there, too, whatever is fetched.
     assert 1.1 * ticks[0].exchange_bytes < more[0].exchange_bytes < 1.5 * ticks[0].exchange_bytes
-    alone = MemoryModel(MODEL, HARDWARE, topology, replace(options, ping_pong=False))
-    assert alone.peak_in_ticks(held, none + 500)[0].exchange_bytes == pytest.approx(
-        1.5 * alone.peak_in_ticks(held, none)[0].exchange_bytes
+    alone, more_alone = (
+        memory.peak_in_ticks(held, one, in_halves=False, has_relays=True)[0].exchange_bytes
+        for one in (none, none + 500)
     )
+    assert alone < ticks[0].exchange_bytes
+    assert more_alone == pytest.approx(1.5 * alone)
+    # Relays add up what their neighbours give back: two gradients in float32 of one KV head on each of 8 ranks.
+    relays = memory.peak_in_ticks(held, none, in_halves=True, has_relays=True)[0].exchange_bytes
+    assert relays - ticks[0].exchange_bytes == 1000 * 2 * 128 * 4
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
     assert 0 < planned.peak_bytes <= memory.available_bytes
     assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes

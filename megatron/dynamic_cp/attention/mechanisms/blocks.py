@@ -12,7 +12,7 @@ sides; what is fetched for later divisions travels while this one is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,13 @@ class _Pass(Protocol):
         """Add the rectangles of a pack."""
 
 
+class Fetched(NamedTuple):
+    """What a lane works with in forward and its gradients need, too: queries [S, heads, dim], kv_2SHD."""
+
+    queries: Tensor
+    kv_2SHD: Tensor
+
+
 class ForwardPass:
     """Attention of all rows that the lane works with."""
 
@@ -125,6 +132,11 @@ class ForwardPass:
     def attend(self, pack: Pack) -> None:
         self.sums.attend(pack, self._kv_2SHD)
 
+    @property
+    def kept(self) -> Fetched:
+        """What the gradients of the same layer need, without sums."""
+        return Fetched(self.sums.queries, self._kv_2SHD)
+
 
 class BackwardPass:
     """Gradients of all rows and columns that the lane works with.
@@ -133,9 +145,9 @@ class BackwardPass:
     forward pass neither queries nor columns.
 
     Args:
-        keeps_apart: what the node gives back of columns is added to a sum of its own. A column that later divisions use
-            may get some of it while they are computed: elsewhere, and so always in the same order.
-        forward: of the same programme, just run: what it fetched is not fetched again.
+        keeps_apart: what neighbours give back of columns is added to a sum of its own. A column that later divisions
+            use may get some of it while they are computed: elsewhere, and so always in the same order.
+        kept: by a forward pass of the same programme, just run: it is not fetched again.
     """
 
     def __init__(
@@ -145,15 +157,15 @@ class BackwardPass:
         packs: PlacedPacks,
         *,
         keeps_apart: bool = False,
-        forward: ForwardPass | None = None,
+        kept: Fetched | None = None,
     ) -> None:
         grad, query, out, lse = own.tensors
         brought = [_with_room(tensor, packs.row_room) for tensor in (grad, out, lse)]
-        if forward is None:
+        if kept is None:
             query, self._kv_2SHD = _with_room(query, packs.row_room), _with_room(kv_2THD, packs.column_room, dim=1)
             self.fetched = (brought[0], query, *brought[1:]), (self._kv_2SHD[0], self._kv_2SHD[1])
         else:
-            query, self._kv_2SHD = forward.sums.queries, forward._kv_2SHD
+            query, self._kv_2SHD = kept
             self.fetched = tuple(brought), ()
         self.rows = own.over(brought[0], query, *brought[1:])
         self.grad_2SHD = torch.zeros_like(self._kv_2SHD, dtype=SUM_DTYPE)
