@@ -31,7 +31,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, NOISE_MARGIN, ModelShape, Tasks
 
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-"""How far servers may be from even; a tick takes the one with which it is fastest."""
+"""How far servers may be from even, ascending; a tick takes the one with which it is fastest, of neighbours tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class TaskOptions:
     Attributes:
         ping_pong: layers run in two halves, of which one computes while the other travels.
         noise_margin: share by which ticks last longer than planned, >= 0.
-        tolerances: shares by which servers may exceed the mean work, each >= 0; a tick takes the fastest.
+        tolerances: shares by which servers may exceed the mean work, ascending, each >= 0; a tick takes one of them.
         tile_tokens: tasks are cut at multiples of it.
         attention_servers: of policy pool-dedicated: ranks of a tensor-parallel place that hold no weights and only
             serve; 0: none, as of all others.
@@ -61,6 +61,11 @@ class TaskOptions:
         if not self.tolerances or not all(tolerance >= 0 for tolerance in self.tolerances):
             raise InvalidInputError(
                 f"tolerances are {self.tolerances}, at least one of at least 0 is needed: give shares such as 0.1"
+            )
+        if list(self.tolerances) != sorted(self.tolerances):
+            raise InvalidInputError(
+                f"tolerances are {self.tolerances}, {tuple(sorted(self.tolerances))} is their order: neighbours are "
+                "tried, so give them ascending"
             )
         if self.tile_tokens < 1 or self.tile_tokens % 16:
             raise InvalidInputError(

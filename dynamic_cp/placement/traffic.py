@@ -14,6 +14,7 @@ from dynamic_cp.types import ACROSS_NODES, IN_NODE
 from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, Tasks
 
 _TURN_TOKENS = 128
+"""Rows are cut at multiples of this, most of them: neighbouring ones of a holder have different relays."""
 
 
 class Servers(NamedTuple):

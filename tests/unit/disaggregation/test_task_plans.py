@@ -648,6 +648,7 @@ def test_what_has_no_tasks_is_refused() -> None:
         ({"noise_margin": -0.1}, "noise_margin is -0.1"),
         ({"tolerances": (0.1, -0.2)}, r"tolerances are \(0.1, -0.2\)"),
         ({"tolerances": ()}, "at least one"),
+        ({"tolerances": (0.2, 0.1)}, r"tolerances are \(0.2, 0.1\), \(0.1, 0.2\) is their order"),
         ({"tile_tokens": 100}, "tile_tokens is 100, a multiple of 16"),
     ],
 )
