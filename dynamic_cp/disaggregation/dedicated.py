@@ -54,7 +54,6 @@ from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import tick_timeline
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.placement.traffic import Servers
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.pool import servers_of
 from dynamic_cp.pricing.cost_model import CostModel
@@ -93,10 +92,8 @@ def plan_dedicated(
     refuse_masks(samples)
     topology = cost_model.topology
     num_servers = topology.num_lanes * topology.pp_size + options.attention_servers
-    node_servers = servers_of(topology, 0).of_node
-    search = TaskSearch(
-        TickPrices(cost_model, options), "pool", Servers(num_servers, node_servers, node_servers), memory
-    )
+    servers = servers_of(topology, 0)._replace(number=num_servers)
+    search = TaskSearch(TickPrices(cost_model, options), "pool", servers, memory)
     ordered = longest_first(samples)
     best: PlannedTasks | None = None
     num_slower = 0

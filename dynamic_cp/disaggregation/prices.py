@@ -243,7 +243,7 @@ class TickPrices:
 
     def _rounds_s(self, sent: Floats) -> Floats:
         """Return [division, round] seconds of the busiest link; `sent` is `bytes_of_rounds`."""
-        busiest_s = (sent.max(axis=(3, 4)) / np.array(self._attention.bandwidths)).max(axis=2)
+        busiest_s = self._busiest_s(sent)
         found: Floats = np.where(busiest_s > 0, busiest_s + self._attention.latency_s, 0.0)
         return found
 
@@ -251,9 +251,13 @@ class TickPrices:
         """Return the seconds of the busiest link; `sent` is [link, sent or received, server] bytes."""
         if not sent.any():
             return 0.0
-        busiest_s = float((sent.max(axis=(1, 2)) / np.array(self._attention.bandwidths)).max())
         # One round there and one back, in each half.
-        return busiest_s + 2 * self.options.num_halves * self._attention.latency_s
+        return float(self._busiest_s(sent)) + 2 * self.options.num_halves * self._attention.latency_s
+
+    def _busiest_s(self, sent: Floats) -> Floats:
+        """Return [...] seconds of the busiest link; `sent` is [..., link, sent or received, server] bytes."""
+        found: Floats = (sent.max(axis=(-2, -1)) / np.array(self._attention.bandwidths)).max(axis=-1)
+        return found
 
 
 def _in_two(of_halves: Floats) -> Floats:

@@ -277,29 +277,29 @@ def _messages(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> tu
             if not taken > 0.0:
                 continue
             if is_back:
-                slot[count] = fetches.last[fetch] * 4 + (DELIVER if crosses else COLLECT)
+                slot[count] = fetches.last[fetch] * NUM_ROUNDS + (DELIVER if crosses else COLLECT)
                 sender[count], receiver[count] = fetches.lane[fetch], fetches.source[fetch]
             else:
-                slot[count] = fetches.first[fetch] * 4 + (ACROSS if crosses else INSIDE)
+                slot[count] = fetches.first[fetch] * NUM_ROUNDS + (ACROSS if crosses else INSIDE)
                 sender[count], receiver[count] = fetches.source[fetch], fetches.lane[fetch]
             num_bytes[count] = taken
             count += 1
     order, _ = sorted_by(receiver[:count], num_lanes)
     order = order[sorted_by(sender[order], num_lanes)[0]]
-    order = order[sorted_by(slot[order], 4 * num_divisions)[0]]
+    order = order[sorted_by(slot[order], NUM_ROUNDS * num_divisions)[0]]
     found = np.empty((4, count), np.int64)
     sums = np.empty(count)
     last = -1
     for entry in order:
         if (
             last >= 0
-            and slot[entry] == 4 * found[0, last] + found[1, last]
+            and slot[entry] == NUM_ROUNDS * found[0, last] + found[1, last]
             and (sender[entry] == found[2, last] and receiver[entry] == found[3, last])
         ):
             sums[last] += num_bytes[entry]
             continue
         last += 1
-        found[0, last], found[1, last] = slot[entry] // 4, slot[entry] % 4
+        found[0, last], found[1, last] = slot[entry] // NUM_ROUNDS, slot[entry] % NUM_ROUNDS
         found[2, last], found[3, last], sums[last] = sender[entry], receiver[entry], num_bytes[entry]
     last += 1
     return (

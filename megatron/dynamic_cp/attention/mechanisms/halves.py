@@ -17,7 +17,7 @@ from functools import partial
 
 from dynamic_cp.disaggregation.layer_steps import NUM_HALVES, Step, What
 from dynamic_cp.errors import DisagreementError
-from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, NUM_ROUNDS
 from megatron.dynamic_cp.attention.mechanisms import chains
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
 from megatron.dynamic_cp.attention.mechanisms.transfers import LaneMessages
@@ -27,7 +27,6 @@ from megatron.dynamic_cp.measuring.nvtx import span
 
 _BACK = {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}
 """Round -> the one that takes the opposite way."""
-_NUM_ROUNDS = len(_BACK)
 _BEHIND = {ACROSS: INSIDE, COLLECT: DELIVER}
 """Round -> the one that hands on what came in it."""
 
@@ -81,7 +80,7 @@ def tag_of(layer: int, is_backward: bool, which: int, turn: int) -> int:
     at most two layers are under way on a rank, neighbours; a later one with the same tags begins when all of an earlier
     one is sent, so that messages with one tag keep their order.
     """
-    return 1 + ((layer % 2 * 2 + is_backward) * NUM_HALVES + turn) * _NUM_ROUNDS + which
+    return 1 + ((layer % 2 * 2 + is_backward) * NUM_HALVES + turn) * NUM_ROUNDS + which
 
 
 class TwoHalves:
