@@ -69,7 +69,8 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=1024, help="for the comparison with mtkahypar (1024)")
     args = parser.parse_args()
     for mask in MASKS[:2]:
-        list(candidates(samples_of([9000, 500], mask), NODES_OF_8))  # compiles
+        for make in candidates(samples_of([9000, 500], mask), NODES_OF_8):  # compiles
+            make(0)
     if args.compile:
         return
     if args.partitioner:
@@ -107,7 +108,8 @@ def print_ways(num_batches: int) -> None:
         for mask in MASKS:
             found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
             for batch in batches(data, num_batches):
-                for placed in candidates(samples_of(batch, mask), NODES_OF_8):
+                for make in candidates(samples_of(batch, mask), NODES_OF_8):
+                    placed = make(0)
                     traffic = traffic_of(placed, NODES_OF_8)
                     sizes = (len(placed.homes), len(placed.tiles))
                     found[placed.name].append((*(one / 1e6 for one in traffic[:3]), *traffic[3:], *sizes))

@@ -180,8 +180,8 @@ FAULTS = {
         "tests/unit/report/test_pictures.py -k test_tiles_are_drawn",
     ),
     "full attention is placed as causal": Fault(
-        "candidates(with_masks(samples, cost_model.mask), way.problem)",
-        "candidates(samples, way.problem)",
+        "masked = with_masks(samples, cost_model.mask)",
+        "masked = samples",
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
     "in a pool gradients are summed up before the last backward": Fault(
@@ -201,7 +201,7 @@ FAULTS = {
         "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", HALVES
     ),
     "other servers are relays than the plan counts": Fault(
-        "self._relay_servers, relay_order(tasks))", "self._relay_servers)", TICKS
+        "self._relay_servers), relay_order(tasks))", "self._relay_servers))", TICKS
     ),
     "servers without tokens get no more attention than others": Fault(
         "shares = _BESIDE if is_ours and np.ptp(beside) > 0 else (0.0,)",

@@ -9,9 +9,11 @@ import numpy as np
 
 from benchmarks.blocks.setting import Setting
 from dynamic_cp.mechanisms.blocks import Blocks
-from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
+from dynamic_cp.mechanisms.placed_seconds import link_rates, work_of_tiles
 from dynamic_cp.placement import Placed
-from dynamic_cp.placement.transport import divide
+from dynamic_cp.placement.divisions import Schedule
+from dynamic_cp.placement.divisions import divided as placed_in_divisions
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.search.placed import place_row
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Sample
 
@@ -44,13 +46,11 @@ def chosen(samples: Sequence[Sample], setting: Setting) -> Bucket:
 def divided(placed: Placed, samples: Sequence[Sample], num_divisions: int, setting: Setting) -> Bucket:
     """Return `placed` with its tiles in that many divisions."""
     problem = setting.placement_problem
-    homes, tiles = placed.homes.astype(np.int64), placed.tiles.astype(np.int64)
-    bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
-    division = divide(
-        homes[:, 3], homes[:, 2] - homes[:, 1], tiles, bytes_per_token, num_divisions, problem.num_lanes,
-        problem.node_lanes,
-    )  # fmt: skip
-    placement = Placement(placed.homes, np.column_stack([placed.tiles, division]).astype(np.int32))
+    tiles = np.column_stack([placed.tiles, np.zeros(len(placed.tiles), np.int32)])
+    lanes, rates = Lanes(problem.num_lanes, 0, problem.node_lanes), link_rates(setting.stage)
+    placement = placed_in_divisions(
+        Placement(placed.homes, tiles), placed.touched, lanes, rates, Schedule.of(num_divisions)
+    )
     return Bucket(
         first_lane=0,
         cp_size=setting.num_lanes,

@@ -25,11 +25,13 @@ from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickSpan, TickTime, tick_timeline
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.mechanisms.placed_seconds import link_rates
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.graph import edges_paid
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.placement.divisions import Schedule, divided
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.traffic import Servers
-from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_share, round_up
 from dynamic_cp.plans.pool import MOST_FETCHED_IN_POOL, fetched_in_ticks, servers_of, why_too_much_fetched
 from dynamic_cp.plans.turns import num_turns, turned_tasks
@@ -51,7 +53,6 @@ from dynamic_cp.types import (
     Unit,
     tick_order,
 )
-from dynamic_cp.types.tasks import HOLDER
 
 _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
@@ -64,7 +65,7 @@ _NEAR = 0.005
 """Share of a step that a plan without relays must save: its busiest server sends more, even where no price shows it."""
 _BESIDE = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of what servers compute besides attention that are evened out with it: barriers let less than all of it."""
-_DIVISIONS = (1, 2, 4)
+_SCHEDULES = tuple(Schedule.of(number) for number in (1, 2, 4))
 """Of placed attention, for tasks of one stage."""
 _NONE = np.zeros((0, 4), np.int64)
 
@@ -255,7 +256,7 @@ def plan_stage_tasks(
     topology, options = cost_model.topology, TaskOptions(ping_pong=False)
     servers = servers_of(topology, 0)._replace(number=topology.num_lanes)
     search = TaskSearch(TickPrices(cost_model, options), "pool", servers, None)
-    limit, node_lanes = cost_model.options.max_tokens_per_rank, servers.of_node
+    limit, lanes = cost_model.options.max_tokens_per_rank, Lanes(topology.num_lanes, 0, servers.of_node)
     ordered = longest_first(samples)
     refuse_masks(ordered)
     best: tuple[float, Plan] | None = None
@@ -267,8 +268,8 @@ def plan_stage_tasks(
         found = [_by_our_rule(search, 0, [(0, row)])(nothing, tolerance) for row in rows]
         if any(why_too_much_fetched(one, topology.num_lanes, limit, MOST_FETCHED) for one in found):
             continue
-        for num_divisions in _DIVISIONS:
-            placements = [_divided(one, num_divisions, topology.num_lanes, node_lanes) for one in found]
+        for of_divisions in _SCHEDULES:
+            placements = [_divided(one, of_divisions, lanes, cost_model) for one in found]
             plan = plan_of(rows, placements, topology, limit, "tasks")
             seconds = makespan_ns(plan, cost_model) / 1e9
             if best is None or seconds < best[0]:
@@ -301,14 +302,11 @@ def plan_of(
     )
 
 
-def _divided(tasks: Tasks, num_divisions: int, num_lanes: int, node_lanes: int) -> Placement:
-    """Return the placement of tasks of a stage, in so many divisions."""
+def _divided(tasks: Tasks, schedule: Schedule, lanes: Lanes, cost_model: CostModel) -> Placement:
+    """Return the placement of tasks of a stage, in divisions."""
     placement = tasks.placement()
-    tiles = placement.tiles.astype(np.int64)
-    tiles[:, 3] = divide(
-        tasks.rows[:, HOLDER].astype(np.int64), tasks.tokens, tiles, np.ones(2), num_divisions, num_lanes, node_lanes
-    )
-    return Placement(placement.homes, tiles.astype(np.int32))
+    rows, columns = (tasks.tokens[placement.tiles[:, side]] for side in range(2))
+    return divided(placement, rows * columns, lanes, link_rates(cost_model.stage.attention), schedule)
 
 
 def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | None:

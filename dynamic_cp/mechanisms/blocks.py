@@ -7,7 +7,7 @@ lane of one computes the tiles of the group for its share of the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Causal, Lambda, Mask, MicroBatch, Placement, Topology
 
 if TYPE_CHECKING:
+    from dynamic_cp.placement.lanes import Lanes
     from dynamic_cp.placement.sent import Sent, TokenBytes
 
 # `dynamic_cp.placement` is compiled: it is imported by what is called, as no command should wait for the compiler in
@@ -67,10 +68,10 @@ class Blocks(Mechanism):
             if reason is not None:
                 return reason
         groups = _groups_of(bucket, lanes_in_one_node(topology))
-        reason = _why_misplaced(placement, bucket, groups.num_lanes, groups.node_lanes)
+        reason = _why_misplaced(placement, bucket, groups)
         if reason is not None:
             return reason
-        return why_too_much_fetched(bucket, buffer_tokens_of(placement, *groups), max_tokens_per_rank)
+        return why_too_much_fetched(bucket, buffer_tokens_of(placement, groups), max_tokens_per_rank)
 
     def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
         from dynamic_cp.mechanisms.placed_seconds import placed_seconds
@@ -79,11 +80,11 @@ class Blocks(Mechanism):
         inner = bucket.inner_cp_size
         groups = _groups_of(bucket, stage.node_lanes)
         one = stage.of_inner_group(inner)
-        seconds = placed_seconds(one, bucket.placement, bucket.samples, groups.num_lanes, groups.first_lane)
+        seconds = placed_seconds(one, bucket.placement, bucket.samples, groups)
         if inner == 1:
             return seconds
         heads = stage.heads_of_group(inner)
-        seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(groups.num_lanes))
+        seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(groups.number))
         return np.repeat(seconds, inner, axis=1)
 
     def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
@@ -91,7 +92,7 @@ class Blocks(Mechanism):
 
         assert bucket.placement is not None
         one = stage.of_inner_group(bucket.inner_cp_size)
-        seconds = kernel_seconds(one, bucket.placement, bucket.samples, bucket.num_inner_groups)
+        seconds = kernel_seconds(one, bucket.placement, bucket.samples, _groups_of(bucket, stage.node_lanes))
         return np.repeat(seconds, bucket.inner_cp_size, axis=1)
 
     def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
@@ -128,9 +129,9 @@ class Blocks(Mechanism):
 
         assert bucket.placement is not None
         inner, groups = bucket.inner_cp_size, _groups_of(bucket, node_lanes)
-        placement = placement_under(bucket.placement, mask, groups.num_lanes, groups.node_lanes)
+        placement = placement_under(bucket.placement, mask, groups)
         of_lane = TokenBytes(of.query / inner, copies * of.kv / inner, of.lse / inner)
-        sent = sent_by_lanes(placement, groups.first_lane, groups.node_lanes, of_lane)
+        sent = sent_by_lanes(placement, groups, of_lane)
         if inner == 1:
             return sent
         members = np.arange(inner)
@@ -145,25 +146,19 @@ class Blocks(Mechanism):
         from dynamic_cp.placement.programme import programmes_of
 
         assert bucket.placement is not None
-        programmes = programmes_of(bucket.placement, *_groups_of(bucket, lanes_in_one_node(topology)))
+        programmes = programmes_of(bucket.placement, _groups_of(bucket, lanes_in_one_node(topology)))
         return [part for one in programmes for part in [one.as_json()] * bucket.inner_cp_size]
 
 
-class _Groups(NamedTuple):
-    """The lanes of a bucket's placement: how many, the place of the first one, and how many of them a node has."""
-
-    num_lanes: int
-    first_lane: int
-    node_lanes: int
-
-
-def _groups_of(bucket: Bucket, node_lanes: int) -> _Groups:
+def _groups_of(bucket: Bucket, node_lanes: int) -> Lanes:
     """Return the inner groups of a bucket; lanes where none exchange heads."""
+    from dynamic_cp.placement.lanes import Lanes
+
     inner = bucket.inner_cp_size
-    return _Groups(bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner)
+    return Lanes(bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner)
 
 
-def _why_misplaced(placement: Placement, bucket: Bucket, num_lanes: int, node_lanes: int) -> str | None:
+def _why_misplaced(placement: Placement, bucket: Bucket, lanes: Lanes) -> str | None:
     """Return why a placement does not compute what the masks of its layers and samples allow; None where it does."""
     from dynamic_cp.placement.legal import why_misplaced
     from dynamic_cp.placement.narrow import placement_under
@@ -171,11 +166,11 @@ def _why_misplaced(placement: Placement, bucket: Bucket, num_lanes: int, node_la
     samples = bucket.samples
     masked = next((sample for sample in samples if sample.mask is not None), None)
     if not placement.layer_masks:
-        reason = why_misplaced(placement, samples, num_lanes)
+        reason = why_misplaced(placement, samples, lanes.number)
         # Where layers have a full mask, samples bring none.
         if reason is None or masked is not None:
             return reason
-        return None if why_misplaced(placement, samples, num_lanes, FULL) is None else reason
+        return None if why_misplaced(placement, samples, lanes.number, FULL) is None else reason
     first, *others = placement.layer_masks
     shown = ", ".join(map(str, placement.layer_masks))
     if [type(mask) for mask in placement.layer_masks] not in ([Lambda], [Causal, Lambda]):
@@ -185,10 +180,10 @@ def _why_misplaced(placement: Placement, bucket: Bucket, num_lanes: int, node_la
         )
     if masked is not None:
         return f"{masked.mask_in_words}, and its placement is for layers with windows ({shown}): plan it without either"
-    reason = why_misplaced(placement, samples, num_lanes, first)
+    reason = why_misplaced(placement, samples, lanes.number, first)
     if reason is not None or not others:
         return reason
-    return why_misplaced(placement_under(placement, others[0], num_lanes, node_lanes), samples, num_lanes, others[0])
+    return why_misplaced(placement_under(placement, others[0], lanes), samples, lanes.number, others[0])
 
 
 def why_too_much_fetched(

@@ -10,6 +10,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.placement.divisions import LinkRates
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.order import first_not_below, sorted_by
@@ -20,26 +22,21 @@ from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample
 
 
-def placed_seconds(
-    stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int, first_lane: int
-) -> Floats:
+def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
     """Return [forward or backward, lane] seconds of attention, transfers that nothing hides among them.
 
     Layers with and without a window run different programmes, whose times add up lane by lane.
     """
-    total = np.zeros((2, num_lanes))
+    total = np.zeros((2, lanes.number))
     for kind in stage.kinds:
-        own = placement_under(placement, kind.mask, num_lanes, kind.node_lanes)
-        total += _placed_seconds(kind, own, samples, num_lanes, first_lane)
+        total += _placed_seconds(kind, placement_under(placement, kind.mask, lanes), samples, lanes)
     return total
 
 
-def _placed_seconds(
-    stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int, first_lane: int
-) -> Floats:
+def _placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
-    fetches = fetches_of(placement, first_lane, stage.node_lanes)
-    attention_s, of_token = _kernel_seconds(stage, placement, samples, num_lanes), token_bytes(stage)
+    fetches = fetches_of(placement, lanes)
+    attention_s, of_token = _kernel_seconds(stage, placement, samples, lanes.number), token_bytes(stage)
     ends_s = [
         lane_ends_s(
             of_token.messages(fetches, tokens, backward=bool(direction)), attention_s[direction], stage.latency_s,
@@ -50,12 +47,12 @@ def _placed_seconds(
     return np.array(ends_s)
 
 
-def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int) -> Floats:
+def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
     """Return [forward or backward, lane] seconds of kernels."""
-    total = np.zeros((2, num_lanes))
+    total = np.zeros((2, lanes.number))
     for kind in stage.kinds:
-        own = placement_under(placement, kind.mask, num_lanes, kind.node_lanes)
-        total += _kernel_seconds(kind, own, samples, num_lanes).sum(axis=1)
+        own = placement_under(placement, kind.mask, lanes)
+        total += _kernel_seconds(kind, own, samples, lanes.number).sum(axis=1)
     return total
 
 
@@ -79,6 +76,11 @@ def token_bytes(stage: StageAttention) -> TokenBytes:
         latent=stage.latent_bytes,
         narrow_kv=stage.narrow_kv_bytes,
     )
+
+
+def link_rates(stage: StageAttention) -> LinkRates:
+    """Return what fetching takes, all layers of a stage: by it tiles get their divisions."""
+    return LinkRates(stage.query_bytes, stage.kv_bytes, *stage.bandwidths, stage.latency_s)
 
 
 class TileWork(NamedTuple):

@@ -3,7 +3,7 @@
 Read in this order:
 
 - `padded` (rules of padding, compiled), `durations` (the one price that packers compare), `table` (what they return)
-- for their inner loops: `heap`, `fit`
+- for their inner loops: `fit`
 - without a pipeline: `nested`
 - an exact price for a packing, and the plan of it: `judge`
 - with a pipeline: `profile` (how long rows should last), `rows` (fills them), `critical_path`, `blocks` (all together)

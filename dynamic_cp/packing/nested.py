@@ -25,9 +25,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.heap import find_room, push, sift_down
 from dynamic_cp.packing.durations import Durations, bucket_ns, sample_ns
 from dynamic_cp.packing.fit import longest_that_fits, next_unused, skip
-from dynamic_cp.packing.heap import find_room, push, sift_down
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pricing.lengths import Lengths, density_of

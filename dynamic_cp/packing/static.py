@@ -13,8 +13,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
+from dynamic_cp.heap import find_room, sift_down
 from dynamic_cp.packing.durations import Durations, bucket_ns
-from dynamic_cp.packing.heap import find_room, sift_down
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans import padding

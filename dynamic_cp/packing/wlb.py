@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.packing.heap import sift_down
+from dynamic_cp.heap import sift_down
 from dynamic_cp.packing.static import in_rows
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans.padding import padded_seqlen, round_up

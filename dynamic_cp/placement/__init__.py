@@ -7,8 +7,12 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `order`: sorting and searching in compiled loops
 - `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
 - `legal`: whether a placement computes what masks allow, once, and nothing else
+- `lanes`: the lanes of a placement, and how many a node has
+- `relays`: who fetches for a node what several of its lanes use
 - `transport`: what lanes fetch and give back, over which link, and in which division
-- `narrow`: layers with a window between homes of layers without, and homes cut to what windows show
+- `divisions`: when what tiles need is there, and which division they are in
+- `cuts`: homes cut to what is used of them, and shared out where many use them
+- `narrow`: layers with a window between homes of layers without
 - `sent`: bytes that lanes send each other
 - `traffic`: the same for tasks of servers, without their many tiles
 - `buffers`: where what a lane fetches lies
@@ -29,6 +33,7 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 from dynamic_cp.placement.metric import Traffic, traffic_of
 from dynamic_cp.placement.placed import Placed
 from dynamic_cp.placement.portfolio import (
+    Maker,
     candidates,
     place_greedily,
     place_whole,
@@ -38,6 +43,7 @@ from dynamic_cp.placement.portfolio import (
 from dynamic_cp.placement.problem import PlacementProblem
 
 __all__ = [
+    "Maker",
     "Placed",
     "PlacementProblem",
     "Traffic",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from dynamic_cp.types.plan import Sample
 
 _NUM_STARTS = 4
 _NUM_SWEEPS = 20
-_NUM_ROUNDS = 2
+_NUM_ROUNDS = 3
 
 
 def place_whole(samples: Sequence[Sample], problem: PlacementProblem) -> Placed:
@@ -45,30 +46,36 @@ def search_placement(
     samples: Sequence[Sample], problem: PlacementProblem, block_size: int, *, moves_rows: bool = True
 ) -> Placed:
     """Return what a local search over rows (with `moves_rows`) and then over tiles makes of such a beginning."""
-    return _search(_Cut.of(samples, problem, block_size), problem, moves_rows=moves_rows)
+    return _search(_Cut.of(samples, problem, block_size), problem, problem.seed, moves_rows=moves_rows)
 
 
-def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Placed]:
-    """Yield placements to choose from, best guess first: what is best depends on what is simulated.
+Maker = Callable[[int], Placed]
+"""Seed -> placement; some are the same with every seed."""
 
-    Blocks have half of the tokens of a lane, or a quarter, rounded down to powers of two, and at least a sub-tile's.
-    Works are even to the problem's tolerance, less so (fewer bytes: mostly best under sparse masks), or more.
+
+def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Maker]:
+    """Yield ways to place, best guess first: what is best depends on what is simulated.
+
+    Blocks have an eighth, a quarter or half of the tokens of a lane, rounded down to powers of two, and at least a
+    sub-tile's. Works are even to the problem's tolerance, less so (fewer bytes: mostly best under sparse masks), or
+    more.
     """
     mean = max(1, sum(sample.seqlen for sample in samples) // problem.num_lanes)
-    half, quarter = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (2, 4))
-    uneven, even = (replace(problem, work_tolerance=times * problem.work_tolerance) for times in (4.0, 0.2))
-    cut = _Cut.of(samples, problem, quarter)
-    yield _search(cut, uneven)
-    yield _search(cut, problem)
-    if quarter != half:
-        cut = _Cut.of(samples, problem, half)
-        yield _search(cut, uneven)
-        yield _search(cut, problem)
-    yield _greedy(cut, problem)
-    yield _search(cut, problem, moves_rows=False)
-    yield _search(cut, even)
-    yield _zigzag(cut, problem)
-    yield place_whole(samples, problem)
+    eighth, quarter, half = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (8, 4, 2))
+    uneven, even = (replace(problem, work_tolerance=times * problem.work_tolerance) for times in (4.0, 0.3))
+
+    @lru_cache
+    def cut(block_size: int) -> _Cut:
+        return _Cut.of(samples, problem, block_size)
+
+    yield partial(_search, cut(quarter), uneven)
+    yield partial(_search, cut(half), problem, moves_rows=False)
+    yield lambda seed: _zigzag(cut(quarter), problem)
+    for size, of_work in ((eighth, uneven), (quarter, even), (eighth, problem), (half, uneven), (quarter, problem)):
+        yield partial(_search, cut(size), of_work)
+    yield lambda seed: place_whole(samples, problem)
+    yield lambda seed: _greedy(cut(half), problem)
+    yield partial(_search, cut(half), problem)
 
 
 class _Cut(NamedTuple):
@@ -93,8 +100,8 @@ def _greedy(cut: _Cut, problem: PlacementProblem) -> Placed:
     return _searched("greedy", cut, problem, Effort(_NUM_STARTS, 0, 0, problem.seed))
 
 
-def _search(cut: _Cut, problem: PlacementProblem, *, moves_rows: bool = True) -> Placed:
-    effort = Effort(_NUM_STARTS, _NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, problem.seed)
+def _search(cut: _Cut, problem: PlacementProblem, seed: int, *, moves_rows: bool = True) -> Placed:
+    effort = Effort(_NUM_STARTS, _NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, seed)
     return _searched("search" if moves_rows else "tiles", cut, problem, effort)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.buffers import places_in_buffers
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
 from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement
@@ -28,7 +29,8 @@ class Held(NamedTuple):
     """Tokens that a lane works with.
 
     Attributes:
-        sample, start, stop: which tokens; the sample by its number among those of the lane (`Placement.samples_of`).
+        sample, start, stop: which tokens; the sample by its number among those of the lane (`Placement.samples_of`), -1
+            where it is none of them: the lane hands on what others compute with.
         kind: ROW or COLUMN where they are fetched; -1 where they are its own, and both.
         place: of its own: the first of its tokens among those of the lane; else in the buffer of the kind.
     """
@@ -146,21 +148,14 @@ def _name_of(mask: Mask) -> str:
     return str(mask) if isinstance(mask, Lambda) else ""
 
 
-def programmes_of(
-    placement: Placement, num_lanes: int, first_lane: int, node_lanes: int, order: Ints | None = None
-) -> list[Programme]:
-    """Return what each lane does, in layers of all masks.
-
-    Args:
-        num_lanes, first_lane: of the bucket.
-        node_lanes, order: as of `transport.fetches_of`.
-    """
-    samples_of = [placement.samples_of(lane) for lane in range(num_lanes)]
+def programmes_of(placement: Placement, lanes: Lanes, order: Ints | None = None) -> list[Programme]:
+    """Return what each lane does, in layers of all masks; arguments as those of `transport.fetches_of`."""
+    samples_of = [placement.samples_of(lane) for lane in range(lanes.number)]
     named = []
     for mask in placement.layer_masks or (CAUSAL,):
-        own = placement_under(placement, mask, num_lanes, node_lanes)
-        lanes = _programmes(own, samples_of, fetches_of(own, first_lane, node_lanes, order))
-        named.append([one._replace(mask=_name_of(mask)) for one in lanes])
+        own = placement_under(placement, mask, lanes)
+        programmes = _programmes(own, samples_of, fetches_of(own, lanes, order))
+        named.append([one._replace(mask=_name_of(mask)) for one in programmes])
     if len(named) == 1:
         return named[0]
     return [one._replace(narrower=narrower) for one, narrower in zip(*named, strict=True)]
@@ -192,7 +187,7 @@ def _programmes(placement: Placement, samples_of: Sequence[Sequence[int]], fetch
             home, kind = int(fetches.home[fetch]), int(fetches.kind[fetch])
             numbers[home, kind] = len(entries)
             sample, start, stop, _ = homes[home]
-            entries.append(Held(sample_numbers[sample], start, stop, kind, int(places[fetch])))
+            entries.append(Held(sample_numbers.get(sample, -1), start, stop, kind, int(places[fetch])))
         held.append(entries)
         number_of.append(numbers)
     exchanges = _exchanges(fetches, number_of, num_lanes)
@@ -212,13 +207,12 @@ def _programmes(placement: Placement, samples_of: Sequence[Sequence[int]], fetch
     ]
 
 
-def buffer_tokens_of(placement: Placement, num_lanes: int, first_lane: int, node_lanes: int) -> list[tuple[int, int]]:
-    """Return the largest `Programme.buffer_tokens` of each lane; arguments as those of `programmes_of`."""
+def buffer_tokens_of(placement: Placement, lanes: Lanes) -> list[tuple[int, int]]:
+    """Return the largest `Programme.buffer_tokens` of each lane."""
     of_masks = []
     for mask in placement.layer_masks or (CAUSAL,):
-        own = placement_under(placement, mask, num_lanes, node_lanes)
-        fetches = fetches_of(own, first_lane, node_lanes)
-        of_masks.append(_places(fetches, own, num_lanes)[1])
+        own = placement_under(placement, mask, lanes)
+        of_masks.append(_places(fetches_of(own, lanes), own, lanes.number)[1])
     largest = np.max(of_masks, axis=0).tolist()
     return [(rows, columns) for rows, columns in largest]
 

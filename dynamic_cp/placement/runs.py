@@ -224,6 +224,26 @@ def count_tiles(runs: Runs, starts: Ints, cuts: Ints) -> Tiles:
 
 
 @compiled
+def seen_in_run(run: Ints, first_row: int, row_stop: int, low: int, high: int) -> tuple[int, int, int, int]:
+    """Return which rows of a run, among those given, see any of the keys from `low` to before `high`, and which keys.
+
+    Returns:
+        (first row, row behind the last, first key, key behind the last); no rows: the first is not below the second.
+    """
+    from_row, to_row = max(first_row, run[0]), min(row_stop, run[1])
+    begin, end = run[2] + (from_row - run[0]) * run[4], run[3] + (from_row - run[0]) * run[5]
+    # Of the rows from there on, those whose keys end behind the first key and begin before the last.
+    if run[4] == 1:
+        to_row = min(to_row, from_row + high - begin)
+    elif begin >= high:
+        to_row = from_row
+    if end <= low:
+        from_row = from_row + low + 1 - end if run[5] == 1 else to_row
+    begin, end = run[2] + (from_row - run[0]) * run[4], run[3] + (to_row - 1 - run[0]) * run[5]
+    return from_row, to_row, max(begin, low), min(end, high)
+
+
+@compiled
 def _add_pairs(run: Ints, first_row: int, row_stop: int, cuts: Ints, pairs: Ints) -> None:
     """Add to `pairs` [column] those of some rows of a run with the keys between two cuts."""
     low, high = max(run[0], first_row), min(run[1], row_stop)

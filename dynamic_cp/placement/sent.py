@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.transport import Fetches, Messages, fetches_of, messages_of
 from dynamic_cp.types import ACROSS_NODES, IN_NODE, Placement
 
@@ -86,15 +87,14 @@ class Sent(NamedTuple):
         return sums.astype(np.float64).reshape(num_groups, num_groups)
 
 
-def sent_by_lanes(placement: Placement, first_lane: int, node_lanes: int, of_token: TokenBytes) -> Sent:
+def sent_by_lanes(placement: Placement, lanes: Lanes, of_token: TokenBytes) -> Sent:
     """Return what the lanes of a placement send in a forward and a backward pass, without what recomputation repeats.
 
     Args:
-        first_lane: of the bucket; decides where nodes begin.
-        node_lanes: lanes of a node.
+        lanes: of the placement.
         of_token: what a token takes: of one layer, or of as many as the bytes are to be of.
     """
-    fetches = fetches_of(placement, first_lane, node_lanes)
+    fetches = fetches_of(placement, lanes)
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     forward, backward = (of_token.messages(fetches, tokens, backward=backward) for backward in (False, True))
     directions = zip((forward, backward), np.eye(2), strict=True)

@@ -4,6 +4,10 @@ All tiles of a row on a part need its queries there, all of a column its keys. S
 column): all that a part has of it, or those that are glad to leave, because on the other part their crossing lines are
 known and here nobody else needs these. First parts above their cap of work are relieved at the least bytes per pair;
 then lines move where that saves bytes and keeps the caps. By such moves queries go to keys, and keys to queries.
+
+What counts is not what all parts need together, but what the busiest does. So bytes have a price where they are needed,
+which rises from round to round for parts that need more than others, as for wires of a chip (PathFinder, McMurchie and
+Ebeling, FPGA 1995).
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from dynamic_cp.placement.order import ascending
 
 _LEAST = 0.5
 """Bytes that a move has to save."""
+_LEAST_PRICE, _MOST_PRICE = 0.5, 4.0
+"""Of a byte for a part that needs nothing, and for one that needs this many times the mean."""
 
 
 class State(NamedTuple):
@@ -30,6 +36,7 @@ class State(NamedTuple):
         lanes: [tile] part.
         users: [2, vertex, part] why the part has its queries (0) or keys (1): one for each tile, one for the home.
         tokens, work: [part].
+        prices: [part] of a byte that it needs.
     """
 
     homes: Ints
@@ -37,13 +44,14 @@ class State(NamedTuple):
     users: Ints
     tokens: Floats
     work: Floats
+    prices: Floats
 
 
 class Line(NamedTuple):
     """What moving the tiles that a part has of a row or column to another part would do.
 
     Attributes:
-        bytes: [part] saved by moving all of them there.
+        bytes: [part] saved by moving all of them there, at the prices of the parts.
         work: [1] their touched pairs.
         glad_bytes, glad_work: [part] the same of those alone that save something by themselves.
     """
@@ -66,20 +74,33 @@ def state_of(graph: Graph, homes: Ints, lanes: Ints, num_parts: int) -> State:
         for side in range(2):
             users[side, graph.ends[side, tile], lanes[tile]] += 1
         work[lanes[tile]] += graph.work[tile]
-    return State(homes, lanes, users, tokens, work)
+    return State(homes, lanes, users, tokens, work, np.ones(num_parts))
 
 
 @compiled
-def moved_bytes(graph: Graph, users: Ints) -> int:
-    """Return the bytes that enter or leave parts, each block once for each part that needs it besides its home."""
-    total = 0
+def transfers(graph: Graph, state: State) -> tuple[Floats, Floats]:
+    """Return [part] -> bytes that it needs from others, and that others need from it, each block once for each part."""
+    num_parts = len(state.work)
+    needed, given = np.zeros(num_parts), np.zeros(num_parts)
     for side in range(2):
-        for vertex in range(users.shape[1]):
-            for part in range(users.shape[2]):
-                if users[side, vertex, part]:
-                    total += graph.net_bytes[side, vertex]
-            total -= graph.net_bytes[side, vertex]  # at home
-    return total
+        for vertex in range(len(state.homes)):
+            home = state.homes[vertex]
+            for part in range(num_parts):
+                if part != home and state.users[side, vertex, part]:
+                    needed[part] += graph.net_bytes[side, vertex]
+                    given[home] += graph.net_bytes[side, vertex]
+    return needed, given
+
+
+@compiled
+def _raise_prices(graph: Graph, state: State) -> None:
+    """Let prices follow, half way, what parts need over the mean."""
+    needed, _ = transfers(graph, state)
+    num_parts = len(needed)
+    mean = max(needed.sum() / num_parts, 1.0)
+    for part in range(num_parts):
+        price = min(max(needed[part] / mean, _LEAST_PRICE), _MOST_PRICE)
+        state.prices[part] = 0.5 * (state.prices[part] + price)
 
 
 @compiled
@@ -90,6 +111,7 @@ def improve_tiles(graph: Graph, state: State, caps: Caps, num_rounds: int) -> No
     ratios = np.empty(2 * num_vertices)
     for _ in range(num_rounds):
         num_moves = 0
+        _raise_prices(graph, state)
         for part in range(num_parts):
             if state.work[part] > caps.work[part]:
                 num_moves += _relieve(graph, state, caps, part, line, ratios)
@@ -116,19 +138,19 @@ def _weigh_line(graph: Graph, state: State, side: int, vertex: int, here: int, l
         work += graph.work[tile]
         crossing = graph.ends[1 - side, tile]
         size = graph.net_bytes[1 - side, crossing]
-        left = size if state.users[1 - side, crossing, here] == 1 else 0
+        left = size * state.prices[here] if state.users[1 - side, crossing, here] == 1 else 0.0
         for part in range(len(line.bytes)):
-            gain = left if state.users[1 - side, crossing, part] else left - size
+            gain = left if state.users[1 - side, crossing, part] else left - size * state.prices[part]
             line.bytes[part] += gain
             if gain >= least:
                 line.glad_bytes[part] += gain
                 line.glad_work[part] += graph.work[tile]
     size = graph.net_bytes[side, vertex]
-    left = size if state.users[side, vertex, here] == count else 0  # nothing else there needs the line
+    left = size * state.prices[here] if state.users[side, vertex, here] == count else 0.0  # no other need of the line
     for part in range(len(line.bytes)):
-        arriving = 0 if state.users[side, vertex, part] else size
+        arriving = 0.0 if state.users[side, vertex, part] else size * state.prices[part]
         line.bytes[part] += left - arriving
-        line.glad_bytes[part] += (left if line.glad_work[part] == work else 0) - arriving
+        line.glad_bytes[part] += (left if line.glad_work[part] == work else 0.0) - arriving
     line.work[0] = work
 
 
@@ -152,8 +174,8 @@ def _move_line(
             continue
         crossing = graph.ends[1 - side, tile]
         size = graph.net_bytes[1 - side, crossing]
-        gain = (size if state.users[1 - side, crossing, here] == 1 else 0) - (
-            0 if state.users[1 - side, crossing, there] else size
+        gain = (size * state.prices[here] if state.users[1 - side, crossing, here] == 1 else 0.0) - (
+            0.0 if state.users[1 - side, crossing, there] else size * state.prices[there]
         )
         if gain < least or moved >= excess or moved + graph.work[tile] > room:
             continue

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import COLUMN, NUM_ROUNDS, ROW, Fetches, Messages, fetches_used
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
@@ -60,7 +61,9 @@ def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
     missing = holder[column] != server[asking]
     asking, column = asking[missing], column[missing]
     used = np.concatenate([own[away], (server[asking] * 2 + COLUMN) * num_rows + column])
-    return fetches_used(holder, used, np.concatenate([half[away], half[asking]]), 0, relay_servers, relay_order(tasks))
+    lanes = Lanes(int(max(holder.max(initial=0), server.max(initial=0))) + 1, 0, relay_servers)
+    divisions = np.concatenate([half[away], half[asking]])
+    return fetches_used(holder, tasks.tokens, used, divisions, lanes, relay_order(tasks))
 
 
 def bytes_of_rounds(messages: Messages, servers: Servers, num_divisions: int) -> Floats:

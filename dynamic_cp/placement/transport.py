@@ -18,7 +18,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending, sorted_by
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.order import sorted_by
+from dynamic_cp.placement.relays import crossing_groups, relays_by_load, relays_in_turn
 from dynamic_cp.types import Placement
 
 ROW, COLUMN = 0, 1
@@ -29,7 +31,7 @@ NUM_ROUNDS = 4
 
 
 class Fetches(NamedTuple):
-    """All that lanes use and do not hold, one entry for each lane, kind and home, in this order.
+    """All that lanes use and do not hold, or hand on, one entry for each lane, kind and home, in this order.
 
     Attributes:
         lane, kind, home: who fetches what.
@@ -47,18 +49,16 @@ class Fetches(NamedTuple):
     last: Ints
 
 
-def fetches_of(placement: Placement, first_lane: int, node_lanes: int, order: Ints | None = None) -> Fetches:
+def fetches_of(placement: Placement, lanes: Lanes, order: Ints | None = None) -> Fetches:
     """Return what every lane of a placement fetches.
 
     Args:
-        first_lane: of the bucket; decides where nodes begin.
-        node_lanes: lanes of a node.
-        order: [home] a number by which the lanes of a node take turns as relays; None: 0, 1, 2, ...
+        lanes: of the placement.
+        order: [home] a number by which the lanes that use it take turns as relays; None: who has least to fetch is one.
     """
     homes = np.ascontiguousarray(placement.homes, np.int64)
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
-    in_order = np.arange(len(homes)) if order is None else order
-    return fetches_used(homes[:, 3], *_used(homes, tiles), first_lane, node_lanes, in_order)
+    return fetches_used(homes[:, 3], homes[:, 2] - homes[:, 1], *_used(homes, tiles), lanes, order)
 
 
 @compiled
@@ -76,32 +76,30 @@ def _used(homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
     return used[:count].copy(), divisions[:count].copy()
 
 
-def fetches_used(holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int, order: Ints) -> Fetches:
+def fetches_used(
+    holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints | None = None
+) -> Fetches:
     """Return what every lane fetches, from what it uses and does not hold.
 
     Args:
-        holder: [home] the lane that holds it.
+        holder, tokens: [home] the lane that holds it, and how many tokens it has.
         used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
-        first_lane, node_lanes, order: as in `fetches_of`.
+        lanes, order: as in `fetches_of`.
     """
-    return Fetches(*_fetches(np.ascontiguousarray(holder), used, divisions, first_lane, node_lanes, order))
+    turns = np.zeros(0, np.int64) if order is None else order
+    return Fetches(*_fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, turns))
 
 
 @compiled
 def _fetches(
-    holder: Ints, used: Ints, divisions: Ints, first_lane: int, node_lanes: int, order: Ints
+    holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, turns: Ints
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
-    """Return the columns of `fetches_used`."""
+    """Return the columns of `fetches_used`; no `turns`: relays by load."""
     num_homes = len(holder)
-    num_lanes = 0
-    for index in range(len(used)):
-        num_lanes = max(num_lanes, used[index] // num_homes // 2 + 1)
     by_home, _ = sorted_by(used % num_homes, num_homes)
-    by_user, _ = sorted_by(used[by_home] // num_homes, 2 * num_lanes)
+    by_user, _ = sorted_by(used[by_home] // num_homes, 2 * lanes.number)
     columns = np.empty((7, len(used)), np.int64)
     user, kind, home, source, crosses, first, last = columns
-    # The relay is who needs it first; among equals another one for each home, so that they share the work.
-    relays = np.full(((first_lane + num_lanes) // node_lanes + 1, 2 * num_homes), -1)
     count = 0
     for place in by_user:
         key, division = used[by_home[place]], divisions[by_home[place]]
@@ -115,122 +113,44 @@ def _fetches(
             continue
         user[count], kind[count], home[count] = key // num_homes // 2, key // num_homes % 2, key % num_homes
         source[count], first[count], last[count] = holder[home[count]], division, division
-        crosses[count] = (first_lane + user[count]) // node_lanes != (first_lane + source[count]) // node_lanes
+        there = (lanes.first + source[count]) // lanes.of_node
+        crosses[count] = (lanes.first + user[count]) // lanes.of_node != there
         count += 1
+    group, firsts = crossing_groups(user[:count], kind[:count] * num_homes + home[:count], crosses[:count], lanes)
+    if len(turns):
+        turn_of = turns[home[:count]]
+        relays = relays_in_turn(user[:count], first[:count], turn_of, group, len(firsts), lanes.of_node)
+    else:
+        needed = tokens[home[:count]]
+        relays = relays_by_load(user[:count], kind[:count], first[:count], needed, group, firsts, lanes)
+    # One entry of each group is that of its relay, whose divisions are those of all.
+    of_relay = np.full(len(firsts), -1)
     for fetch in range(count):
-        if crosses[fetch]:
-            node, thing = (first_lane + user[fetch]) // node_lanes, kind[fetch] * num_homes + home[fetch]
-            best = relays[node, thing]
-            turn = order[home[fetch]]
-            if best < 0 or (first[fetch], (user[fetch] + turn) % node_lanes) < (
-                first[best], (user[best] + turn) % node_lanes
-            ):  # fmt: skip
-                relays[node, thing] = fetch
+        if group[fetch] >= 0 and user[fetch] == relays[group[fetch]]:
+            of_relay[group[fetch]] = fetch
+    found = np.empty((7, count + len(firsts)), np.int64)
+    found[:, :count] = columns[:, :count]
+    num_found = count
+    for one in range(len(firsts)):
+        if of_relay[one] < 0:
+            found[:, num_found] = columns[:, firsts[one]]
+            found[0, num_found] = relays[one]
+            of_relay[one] = num_found
+            num_found += 1
     for fetch in range(count):
-        if crosses[fetch]:
-            relay = relays[(first_lane + user[fetch]) // node_lanes, kind[fetch] * num_homes + home[fetch]]
-            if relay != fetch:
-                source[fetch], crosses[fetch] = user[relay], 0
-                last[relay] = max(last[relay], last[fetch])
+        if group[fetch] >= 0:
+            relay = of_relay[group[fetch]]
+            found[5, relay] = min(found[5, relay], first[fetch])
+            found[6, relay] = max(found[6, relay], last[fetch])
+            if fetch != relay:
+                found[3, fetch], found[4, fetch] = found[0, relay], 0
+    in_order, _ = sorted_by(found[2, :num_found], num_homes)
+    in_order = in_order[sorted_by(found[0, in_order] * 2 + found[1, in_order], 2 * lanes.number)[0]]
+    found = found[:, in_order]
     return (
-        user[:count].copy(), kind[:count].copy(), home[:count].copy(), source[:count].copy(), crosses[:count].copy(),
-        first[:count].copy(), last[:count].copy(),
+        found[0].copy(), found[1].copy(), found[2].copy(), found[3].copy(), found[4].copy(), found[5].copy(),
+        found[6].copy(),
     )  # fmt: skip
-
-
-def divide(
-    holder: Ints,
-    tokens: Ints,
-    tiles: Ints,
-    bytes_per_token: Floats,
-    num_divisions: int,
-    num_lanes: int,
-    node_lanes: int,
-) -> Ints:
-    """Return the division of each tile: division 0 fetches nothing, the others little from and to any one lane.
-
-    Each fetch goes to the division in which its sender and its receiver have least to do, the largest first, as in an
-    open shop: so that no lane waits for one that serves many at once. A tile is in the division in which all that it
-    needs is there. With one division everything is in it.
-
-    Args:
-        holder, tokens: [home] the lane that holds it, and its tokens.
-        tiles: [tile, (home of the queries, home of the keys, lane, ...)].
-        bytes_per_token: of a fetched (row, column).
-        num_lanes: of the bucket, whose first lane begins a node; node_lanes: of a node.
-    """
-    if num_divisions == 1:
-        return np.zeros(len(tiles), np.int64)
-    contiguous = np.ascontiguousarray(holder), np.ascontiguousarray(tokens), np.ascontiguousarray(tiles)
-    return _divisions(*contiguous, bytes_per_token, num_divisions, num_lanes, node_lanes)
-
-
-@compiled
-def _divisions(
-    holder: Ints, tokens: Ints, tiles: Ints, bytes_per_token: Floats, num_divisions: int, num_lanes: int,
-    node_lanes: int,
-) -> Ints:  # fmt: skip
-    """Return what `divide` does, for two divisions or more."""
-    num_homes, num_tiles = len(holder), len(tiles)
-    group, home = np.empty(2 * num_tiles, np.int64), np.empty(2 * num_tiles, np.int64)
-    of_tile = np.empty(2 * num_tiles, np.int64)
-    count = 0
-    for kind in range(2):
-        for tile in range(num_tiles):
-            if holder[tiles[tile, kind]] != tiles[tile, 2]:
-                group[count], home[count] = tiles[tile, 2] * 2 + kind, tiles[tile, kind]
-                of_tile[count] = tile
-                count += 1
-    in_order, _ = sorted_by(home[:count], num_homes)
-    in_order = in_order[sorted_by(group[in_order], 2 * num_lanes)[0]]
-    # Who fetches which home is counted once, in however many tiles.
-    fetch_of = np.empty(count, np.int64)
-    receivers, senders = np.empty(count, np.int64), np.empty(count, np.int64)
-    num_bytes, crosses = np.empty(count), np.empty(count, np.int64)
-    num_fetches, before = 0, -1
-    for entry in in_order:
-        if before < 0 or group[entry] != group[before] or home[entry] != home[before]:
-            receivers[num_fetches], senders[num_fetches] = group[entry] // 2, holder[home[entry]]
-            num_bytes[num_fetches] = tokens[home[entry]] * bytes_per_token[group[entry] % 2]
-            is_inside = receivers[num_fetches] // node_lanes == senders[num_fetches] // node_lanes
-            crosses[num_fetches] = 0 if is_inside else 1
-            num_fetches += 1
-        fetch_of[entry] = num_fetches - 1
-        before = entry
-    order = ascending(-num_bytes[:num_fetches])
-    order = order[sorted_by(1 - crosses[order], 2)[0]]
-    chosen = _least_busy(receivers[order], senders[order], num_bytes[order], crosses[order], num_divisions, num_lanes)
-    of_fetch = np.empty(num_fetches, np.int64)
-    for place in range(num_fetches):
-        of_fetch[order[place]] = chosen[place]
-    division = np.zeros(num_tiles, np.int64)
-    for entry in range(count):
-        tile = of_tile[entry]
-        division[tile] = max(division[tile], of_fetch[fetch_of[entry]])
-    return division
-
-
-@compiled
-def _least_busy(
-    receivers: Ints, senders: Ints, num_bytes: Floats, crosses: Ints, num_divisions: int, num_lanes: int
-) -> Ints:
-    """Return the division, from 1 on, of each fetch in turn; links inside a node and to other nodes count apart."""
-    sent = np.zeros((2, num_lanes, num_divisions))
-    received = np.zeros((2, num_lanes, num_divisions))
-    chosen = np.empty(len(receivers), np.int64)
-    for fetch in range(len(receivers)):
-        link = 1 if crosses[fetch] else 0
-        sender, receiver = senders[fetch], receivers[fetch]
-        best, least, least_sum = 1, np.inf, np.inf
-        for division in range(1, num_divisions):
-            there, here = sent[link, sender, division], received[link, receiver, division]
-            most = max(there, here)
-            if most < least or (most == least and there + here < least_sum):
-                best, least, least_sum = division, most, there + here
-        chosen[fetch] = best
-        sent[link, sender, best] += num_bytes[fetch]
-        received[link, receiver, best] += num_bytes[fetch]
-    return chosen
 
 
 class Messages(NamedTuple):

@@ -9,6 +9,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.sent import Sent
 from dynamic_cp.report.drawing import (
@@ -162,7 +163,7 @@ def lane_shares(
     share = 0.0 if windowed is None else windowed[0]
     pairs = (1.0 - share) * _lane_pairs(placement, bucket, mask)
     if windowed is not None:
-        own = placement_under(placement, windowed[1], num_groups, num_groups)
+        own = placement_under(placement, windowed[1], Lanes(num_groups, 0, num_groups))
         pairs += share * _lane_pairs(own, bucket, windowed[1])
     # The lanes of an inner group have equal shares: of its tokens, and of the heads of its pairs.
     return {

@@ -14,14 +14,16 @@ from dynamic_cp.mechanisms.all_gather import AllGather
 from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.placed_seconds import link_rates
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.placement import Placed, PlacementProblem, candidates
+from dynamic_cp.placement import Maker, PlacementProblem, candidates
+from dynamic_cp.placement.cuts import Cut, spread, trimmed
+from dynamic_cp.placement.divisions import LinkRates, Schedule, divided
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
-from dynamic_cp.placement.narrow import trimmed
 from dynamic_cp.placement.programme import buffer_tokens_of
-from dynamic_cp.placement.transport import divide
 from dynamic_cp.plans.padding import placed_tokens, round_up
 from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
@@ -29,7 +31,6 @@ from dynamic_cp.types import (
     PLACED,
     Bucket,
     CpCommType,
-    Lambda,
     MicroBatch,
     ModelShape,
     Placement,
@@ -39,16 +40,28 @@ from dynamic_cp.types import (
     Topology,
 )
 
-_DIVISIONS = (4, 1, 2, 8)
-_NUM_DIVIDED = 2
-"""Placements that are tried with all numbers of divisions, after all were with the first."""
+_SCHEDULES = (
+    Schedule((1.0, 0.4)),
+    Schedule((1.0,)),
+    Schedule((1.0, 0.7)),
+    Schedule((1.0, 1.0, 0.4)),
+    Schedule((0.3, 1.0, 1.0, 0.4)),
+    Schedule((0.3, 1.0, 1.0, 0.4), rotates=True),
+    Schedule((0.0, 0.3, 0.7, 1.0, 0.5), rotates=True),
+)
+_NUM_SCHEDULED = 4
+"""Placements that are tried in all schedules, after all were in the first."""
+_NUM_SEARCHED_AGAIN, _MORE_SEEDS = 2, (1, 2)
+"""Placements that are searched again with other seeds, and these."""
+_FAR = 1.2
+"""Lanes exchange heads in no way whose first placement takes so many times as long as that of another."""
 _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
-_NUM_CANDIDATES = {"fast": 200, "thorough": 1024}
-"""Placements that are compared for a plan, as far as each row has one."""
-_INNER_SIZES = (1, 4, 2)
+_NUM_CANDIDATES = {"fast": 2000, "thorough": 16000}
+"""Placements that are compared for a plan, times lanes, as far as each row has one: they take longer on more lanes."""
+_INNER_SIZES = (1, 2, 8, 4)
 """Sparse masks mostly do best without an exchange of heads, others with one, so that fewer bytes cross nodes."""
 _HOPELESS = 1.1
 """A plan is not placed where its longest row would take this many times as long."""
@@ -134,7 +147,7 @@ def placed_plans(
     more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
     most_rows = max(fewest + topology.pp_size, len(rows))
     numbers = sorted({fewest, fewest + 1, len(rows), *(number for number in more if number <= most_rows)})
-    most = _NUM_CANDIDATES[cost_model.options.search] // (len(rows) + sum(numbers))
+    most = _NUM_CANDIDATES[cost_model.options.search] // (topology.num_lanes * (len(rows) + sum(numbers)))
     if most == 0:
         numbers, most = [fewest], 1
     known: dict[tuple[int, ...], MicroBatch | None] = {}
@@ -183,10 +196,10 @@ def _faster(one: MicroBatch | None, other: MicroBatch | None, cost_model: CostMo
 
 
 def _slowest_s(row: MicroBatch, cost_model: CostModel) -> float:
-    """Return forward and backward on the slowest lane."""
+    """Return forward and backward, each on its slowest lane where all begin together, else on the slowest for both."""
     (bucket, *others) = row.buckets
     if not others and is_priced_lane_by_lane(bucket):
-        return float(cost_model.seconds_lane_by_lane(bucket, row)[0].sum(axis=0).max())
+        return float(cost_model.seconds_lane_by_lane(bucket, row)[0].max(axis=1).sum())
     return max(cost.forward_s + cost.backward_s for _, cost in lane_costs(row, cost_model))
 
 
@@ -217,38 +230,34 @@ def place_row(
 ) -> MicroBatch | None:
     """Return the fastest placed micro-batch of `samples` on all lanes; None where none keeps the limits.
 
+    All candidates are priced in one schedule, the best ones in others and searched again with other seeds.
+
     Args:
         samples: of the micro-batch.
         cost_model: topology, limits and prices.
         most_candidates: placements to compare; None: all there are.
     """
+    masked = with_masks(samples, cost_model.mask)
     ways = [_Way.of(inner, cost_model) for inner in _inner_sizes(cost_model)]
-    found = zip_longest(*(candidates(with_masks(samples, cost_model.mask), way.problem) for way in ways))
-    tried = ((way, placed) for row in found for way, placed in zip(ways, row, strict=True) if placed is not None)
-    known: dict[tuple[int, int, bytes, bytes], tuple[float, MicroBatch] | None] = {}
-
-    def price(way: _Way, placed: Placed, num_divisions: int) -> tuple[float, MicroBatch] | None:
-        # Small micro-batches are placed alike in several ways.
-        key = way.inner_cp_size, num_divisions, placed.homes.tobytes(), placed.tiles.tobytes()
-        if key not in known:
-            known[key] = _priced(samples, placed, num_divisions, way, cost_model)
-        return known[key]
-
-    best: list[tuple[float, int, MicroBatch]] = []
-    fitting: list[tuple[float, int, _Way, Placed]] = []
-    for way, placed in islice(tried, most_candidates):
-        priced = price(way, placed, _DIVISIONS[0])
-        if priced is not None:
-            fitting.append((priced[0], len(fitting), way, placed))
-            best.append((priced[0], len(best), priced[1]))
-    for _, _, way, placed in sorted(fitting, key=lambda one: one[:2])[:_NUM_DIVIDED]:
-        for num_divisions in _DIVISIONS[1:]:
-            priced = price(way, placed, num_divisions)
-            assert priced is not None
-            best.append((priced[0], len(best), priced[1]))
-    for _, _, row in sorted(best, key=lambda one: one[:2]):
-        if _has_room(row.buckets[0], cost_model):
-            return row
+    makers = [(way, candidates(masked, way.problem)) for way in ways][:most_candidates]
+    tried = _Tried(samples, cost_model)
+    for way, of_way in makers:
+        tried.add(way, next(of_way))
+    near = tried.ways_within(_FAR)
+    turns = zip_longest(*([(way, make) for make in of_way] for way, of_way in makers if way in near))
+    others = (one for turn in turns for one in turn if one is not None)
+    for way, make in islice(others, None if most_candidates is None else most_candidates - len(makers)):
+        tried.add(way, make)
+    for one in tried.best(_NUM_SCHEDULED):
+        for schedule in _SCHEDULES[1:]:
+            tried.add_scheduled(one, schedule)
+    num_again = _NUM_SEARCHED_AGAIN if most_candidates is None else min(_NUM_SEARCHED_AGAIN, most_candidates // 8)
+    for one in tried.best(num_again):
+        for seed in _MORE_SEEDS:
+            tried.add(one.way, one.make, seed, one.schedule)
+    for one in tried.best():
+        if _has_room(one.row.buckets[0], cost_model):
+            return one.row
     return None
 
 
@@ -258,24 +267,96 @@ class _Way(NamedTuple):
     Attributes:
         inner_cp_size: lanes of the job that each of them is.
         problem: what is placed on them.
+        lanes, rates: they, and their links.
     """
 
     inner_cp_size: int
     problem: PlacementProblem
+    lanes: Lanes
+    rates: LinkRates
 
     @classmethod
     def of(cls, inner_cp_size: int, cost_model: CostModel) -> _Way:
-        topology = cost_model.topology
-        query_bytes, kv_bytes = cost_model.bytes_per_token()
-        # Only their ratio counts, and KV heads may be repeated.
-        copies = cost_model.sharing.copies(inner_cp_size)
+        topology, stage = cost_model.topology, cost_model.stage.attention.of_inner_group(inner_cp_size)
         problem = PlacementProblem(
             num_lanes=topology.num_lanes // inner_cp_size,
             node_lanes=lanes_in_one_node(topology) // inner_cp_size,
-            row_bytes=max(1, round(query_bytes)),
-            column_bytes=max(1, round(copies * kv_bytes)),
+            row_bytes=max(1, round(stage.query_bytes)),
+            column_bytes=max(1, round(stage.kv_bytes)),
         )
-        return cls(inner_cp_size, problem)
+        return cls(inner_cp_size, problem, Lanes(problem.num_lanes, 0, problem.node_lanes), link_rates(stage))
+
+
+class _Try(NamedTuple):
+    """A placement that keeps the limit of tokens, in a schedule, and what it takes.
+
+    Attributes:
+        seconds: of the slowest lane, forward and backward.
+        way, make: how it is made.
+        cut: it, without divisions.
+    """
+
+    seconds: float
+    row: MicroBatch
+    way: _Way
+    make: Maker
+    cut: Cut
+    schedule: Schedule
+
+
+class _Tried:
+    """The placements of a micro-batch that were tried, each once, however often it was made."""
+
+    def __init__(self, samples: Sequence[Sample], cost_model: CostModel) -> None:
+        self._samples, self._cost_model = samples, cost_model
+        self._known: dict[tuple[int, Schedule, bytes, bytes], _Try] = {}
+
+    def best(self, number: int | None = None) -> list[_Try]:
+        """Return the fastest first, of equals the one that was tried first; with a number: of each cut only one."""
+        in_order = sorted(self._known.values(), key=lambda one: one.seconds)
+        if number is None:
+            return in_order
+        firsts = {(one.way.inner_cp_size, id(one.cut)): one for one in reversed(in_order)}
+        return sorted(firsts.values(), key=lambda one: one.seconds)[:number]
+
+    def ways_within(self, factor: float) -> set[_Way]:
+        """Return the ways with a placement that takes no more than so many times as long as the fastest."""
+        most_s = factor * min((one.seconds for one in self._known.values()), default=0.0)
+        return {one.way for one in self._known.values() if one.seconds <= most_s}
+
+    def add(self, way: _Way, make: Maker, seed: int = 0, schedule: Schedule = _SCHEDULES[0]) -> None:
+        """Try a placement cut to what is used, and with what many use shared out besides."""
+        model, mask = self._cost_model.model, self._cost_model.mask
+        placed = make(seed)
+        tiles = np.zeros((len(placed.tiles), Placement.columns), np.int32)
+        tiles[:, :3] = placed.tiles
+        layer_masks = model.layer_masks if model.window is not None else ()
+        whole = Cut(Placement(placed.homes, tiles, layer_masks), placed.touched)
+        cut = trimmed(whole, self._samples, mask)
+        most_tokens = way.problem.most_tokens(sum(sample.seqlen for sample in self._samples))
+        for one in (cut, spread(cut, self._samples, mask, way.lanes, way.rates, most_tokens)):
+            self._add(one, way, make, schedule)
+
+    def add_scheduled(self, one: _Try, schedule: Schedule) -> None:
+        """Try the same placement in another schedule."""
+        self._add(one.cut, one.way, one.make, schedule)
+
+    def _add(self, cut: Cut, way: _Way, make: Maker, schedule: Schedule) -> None:
+        placement, topology = cut.placement, self._cost_model.topology
+        key = way.inner_cp_size, schedule, placement.homes.tobytes(), placement.tiles.tobytes()
+        if key in self._known:
+            return
+        bucket = Bucket(
+            first_lane=0,
+            cp_size=topology.num_lanes,
+            cp_comm_type=PLACED[0],
+            inner_cp_size=way.inner_cp_size,
+            samples=tuple(self._samples),
+            placement=divided(placement, cut.touched, way.lanes, way.rates, schedule),
+        )
+        if max(placed_tokens(bucket, topology.rank_token_multiple)) <= self._cost_model.options.max_tokens_per_rank:
+            row = MicroBatch(buckets=(bucket,))
+            self._known[key] = _Try(_slowest_s(row, self._cost_model), row, way, make, cut, schedule)
 
 
 def _inner_sizes(cost_model: CostModel) -> list[int]:
@@ -288,38 +369,6 @@ def _has_room(bucket: Bucket, cost_model: CostModel) -> bool:
     """Return whether what its lanes fetch keeps the limit."""
     assert bucket.placement is not None
     inner, node_lanes = bucket.inner_cp_size, lanes_in_one_node(cost_model.topology)
-    buffers = buffer_tokens_of(bucket.placement, bucket.num_inner_groups, 0, node_lanes // inner)
+    buffers = buffer_tokens_of(bucket.placement, Lanes(bucket.num_inner_groups, 0, node_lanes // inner))
     copies, most_tokens = cost_model.sharing.copies(inner), cost_model.options.max_tokens_per_rank
     return why_too_much_fetched(bucket, buffers, most_tokens, copies) is None
-
-
-def _priced(
-    samples: Sequence[Sample], placed: Placed, num_divisions: int, way: _Way, cost_model: CostModel
-) -> tuple[float, MicroBatch] | None:
-    """Return (seconds of the slowest lane, the micro-batch); None where a lane holds more than the limit."""
-    problem, topology = way.problem, cost_model.topology
-    tiles = np.zeros((len(placed.tiles), Placement.columns), np.int32)
-    tiles[:, :3] = placed.tiles
-    undivided = Placement(placed.homes, tiles)
-    if isinstance(cost_model.mask, Lambda):
-        undivided = trimmed(undivided, cost_model.mask)
-    layer_masks = cost_model.model.layer_masks if cost_model.model.window is not None else ()
-    bucket = Bucket(
-        first_lane=0,
-        cp_size=topology.num_lanes,
-        cp_comm_type=PLACED[0],
-        inner_cp_size=way.inner_cp_size,
-        samples=tuple(samples),
-        placement=Placement(undivided.homes, undivided.tiles, layer_masks),
-    )
-    if max(placed_tokens(bucket, topology.rank_token_multiple)) > cost_model.options.max_tokens_per_rank:
-        return None
-    homes, tiles = undivided.homes.astype(np.int64), undivided.tiles
-    bytes_per_token = np.array([problem.row_bytes, problem.column_bytes], np.float64)
-    # Nobody else has these arrays yet.
-    tiles[:, 3] = divide(
-        homes[:, 3], homes[:, 2] - homes[:, 1], tiles.astype(np.int64), bytes_per_token, num_divisions,
-        problem.num_lanes, problem.node_lanes,
-    )  # fmt: skip
-    row = MicroBatch(buckets=(bucket,))
-    return _slowest_s(row, cost_model), row

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.programme import Programme, programmes_of
@@ -113,6 +114,10 @@ class Case(NamedTuple):
     window: Lambda | None = None
 
     @property
+    def lanes(self) -> Lanes:
+        return Lanes(self.num_lanes, 0, self.node_lanes)
+
+    @property
     def seen(self) -> Mask:
         """The mask of the layer that attends."""
         return self.window or self.mask
@@ -120,7 +125,7 @@ class Case(NamedTuple):
     @property
     def own(self) -> Placement:
         """The placement of that layer."""
-        return placement_under(self.placement, self.seen, self.num_lanes, self.node_lanes)
+        return placement_under(self.placement, self.seen, self.lanes)
 
     @property
     def placement(self) -> Placement:
@@ -166,7 +171,7 @@ def lanes_of(case: Case) -> list[PlacedLane]:
     """Return what each lane does, with 0, 1 or 2 tokens more than it needs, and one at least where it holds nothing."""
     placement = case.placement
     lanes = []
-    for lane, programme in enumerate(programmes_of(placement, case.num_lanes, 0, case.node_lanes)):
+    for lane, programme in enumerate(programmes_of(placement, case.lanes)):
         samples = tuple(case.samples[number] for number in placement.samples_of(lane))
         num_tokens = max(1, -(-programme.num_tokens // case.inner) + lane % 3)
         one = PlacedLane(programme=programme, samples=samples, num_tokens=num_tokens, inner_cp_size=case.inner)
@@ -258,7 +263,7 @@ def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str
     of_lane: Counter[int] = Counter()
     for row, column, lane, _ in tiles.tolist():
         of_lane[lane] += pairs[row, column]
-    fetches = fetches_of(placement, 0, case.node_lanes)
+    fetches = fetches_of(placement, case.lanes)
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     query, keys, lse = 4 * HEADS * DIM, 2 * 4 * case.kv_heads * DIM, 4 * HEADS
     seen: Counter[str] = Counter()
@@ -268,7 +273,7 @@ def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str
         assert [one.sent_bytes[direction] for one in found] == sent.tolist()
         for name, number in (("across", ACROSS), ("inside", INSIDE), ("collect", COLLECT), ("deliver", DELIVER)):
             seen[f"{name} {direction}"] += int((messages.round == number).sum())
-    every = programmes_of(case.placement, case.num_lanes, 0, case.node_lanes)
+    every = programmes_of(case.placement, case.lanes)
     programmes = [one.of_layers(case.seen) for one in every]
     for lane, one in enumerate(found):
         packs = [pack for division in one.params.packs["placed"].divisions for pack in division]

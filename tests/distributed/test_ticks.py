@@ -24,6 +24,7 @@ from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
@@ -312,7 +313,7 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
         unit = tick.unit(stage, layout.pp, layout.vpp, plan.num_microbatches)
         parts[tick.kind].append(
             PlacedLane(
-                programme=programmes_of(placement, num_members, 0, layout.topology.lanes_per_node)[member],
+                programme=programmes_of(placement, Lanes(num_members, 0, layout.topology.lanes_per_node))[member],
                 samples=tuple(samples[index] for index in placement.samples_of(member)),
                 num_tokens=0 if unit is None else tokens[unit.micro_batch],
             )

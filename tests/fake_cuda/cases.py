@@ -36,6 +36,7 @@ from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from dynamic_cp.calibration.measurements import Measurement
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW
 from dynamic_cp.types import CAUSAL, FULL, Sample, Topology
@@ -129,7 +130,7 @@ def placed_bucket(rank: int, inner: int = 1) -> PackedBucket:
     num_groups, group = 8 // inner, rank // inner
     samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33, 90)))
     placement = random_placement(np.random.default_rng(2), samples, num_groups, 4)
-    programme = programmes_of(placement, num_groups, 0, 2 // inner)[group]
+    programme = programmes_of(placement, Lanes(num_groups, 0, 2 // inner))[group]
     num_tokens = programme.num_tokens // inner + 1
     held = tuple(samples[number] for number in placement.samples_of(group))
     return PackedBucket(

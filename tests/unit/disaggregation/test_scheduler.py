@@ -16,6 +16,7 @@ from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule
 from dynamic_cp.disaggregation.scheduler import schedule, work_of
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.sent import TokenBytes
@@ -143,11 +144,11 @@ def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_halves: 
     placement = tasks.placement()
     assert placement.num_divisions == tasks.num_halves == num_halves
     order = relay_order(tasks)
-    found, expected = fetches_of_tasks(tasks, node_servers), fetches_of(placement, 0, node_servers, order)
+    found, expected = fetches_of_tasks(tasks, node_servers), fetches_of(placement, Lanes(8, 0, node_servers), order)
     assert len(found.lane) > 15
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
     # What one server sends another one, that one receives: splits are symmetric, as rounds name both sides.
-    programmes = programmes_of(placement, 8, 0, node_servers, order)
+    programmes = programmes_of(placement, Lanes(8, 0, node_servers), order)
     sent, received = Counter(), Counter()
     for server, programme in enumerate(programmes):
         for exchange in programme.exchanges:

@@ -14,6 +14,7 @@ from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
@@ -199,7 +200,7 @@ def test_buffers_keep_the_stated_limit_and_memory_knows_it() -> None:
     samples = samples_of([2200, 40, 30])
     plan = plan_global_batch(samples, **given).plan
     buffers = [
-        buffer_tokens_of(bucket.placement, bucket.cp_size, 0, 1)
+        buffer_tokens_of(bucket.placement, Lanes(bucket.cp_size, 0, 1))
         for bucket in plan.buckets
         if bucket.placement is not None
     ]
@@ -255,7 +256,7 @@ def test_heads_are_exchanged_where_that_is_faster_and_allowed() -> None:
     assert none == {1}
     assert two == {2}
     assert max(any_sizes) > 2
-    assert any_s < two_s < none_s
+    assert any_s < min(two_s, none_s)
 
 
 def shared_by(inner: int, first_lane: int = 0, num_lanes: int = 4) -> Plan:

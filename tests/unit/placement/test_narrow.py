@@ -10,8 +10,10 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.placement.cuts import Cut, trimmed
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.narrow import narrowed, placement_under, trimmed
+from dynamic_cp.placement.narrow import narrowed, placement_under
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.transport import COLUMN, ROW, fetches_of
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Lambda, Mask, Placement, Sample, Topology, parse_placement
@@ -43,6 +45,11 @@ def computed(placement: Placement, samples: tuple[Sample, ...], mask: Mask) -> l
     return counts
 
 
+def cut_to(window: Lambda, placement: Placement, samples: tuple[Sample, ...]) -> Placement:
+    """Return the placement with its homes cut to what lanes use of them."""
+    return trimmed(Cut(placement, np.zeros(len(placement.tiles), np.int64)), samples, window).placement
+
+
 def lane_of_tokens(placement: Placement) -> list[tuple[int, int, int]]:
     return [
         (sample, token, lane) for sample, start, stop, lane in placement.homes.tolist() for token in range(start, stop)
@@ -52,8 +59,8 @@ def lane_of_tokens(placement: Placement) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_pairs_of_a_window_are_computed_once_where_their_queries_are(seed: int) -> None:
     samples, placement, window, num_lanes, node_lanes = drawn(seed)
-    own = placement_under(placement, window, num_lanes, node_lanes)
-    assert placement_under(placement, CAUSAL, num_lanes, node_lanes) is placement
+    own = placement_under(placement, window, Lanes(num_lanes, 0, node_lanes))
+    assert placement_under(placement, CAUSAL, Lanes(num_lanes, 0, node_lanes)) is placement
     for mask, one in ((CAUSAL, placement), (window, own)):
         for sample, counts in zip(samples, computed(one, samples, mask), strict=True):
             assert np.array_equal(counts, dense(replace(sample, mask=mask)))
@@ -69,11 +76,14 @@ def test_lanes_fetch_little_more_than_the_window_shows() -> None:
     fetched, most, whole = 0, 0, 0
     for seed in SEEDS:
         samples, placement, window, num_lanes, node_lanes = drawn(seed)
-        own = narrowed(placement, window, num_lanes, node_lanes)
-        fetches = fetches_of(own, 0, node_lanes)
+        own = narrowed(placement, window, Lanes(num_lanes, 0, node_lanes))
+        fetches = fetches_of(own, Lanes(num_lanes, 0, node_lanes))
         assert (fetches.kind == COLUMN).all()
         seen = [dense(replace(sample, mask=window)) for sample in samples]
+        used = {(lane, column) for _, column, lane, _ in own.tiles.tolist()}
         for lane, home in zip(fetches.lane.tolist(), fetches.home.tolist(), strict=True):
+            if (lane, home) not in used:  # it only hands it on
+                continue
             sample, begin, end, _ = own.homes[home].tolist()
             rows = np.concatenate(
                 [np.arange(first, last) for of, first, last, on in own.homes.tolist() if (of, on) == (sample, lane)]
@@ -99,11 +109,11 @@ def test_lanes_fetch_little_more_than_the_window_shows() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cut_homes_keep_tokens_lanes_and_work(seed: int) -> None:
     samples, placement, window, num_lanes, node_lanes = drawn(seed, is_mixed=False)
-    cut = trimmed(placement, window)
+    cut = cut_to(window, placement, samples)
     assert why_misplaced(cut, samples, num_lanes, window) is None
     assert lane_of_tokens(cut) == lane_of_tokens(placement)
     assert cut.layer_masks == placement.layer_masks == (window,)
-    assert placement_under(cut, window, num_lanes, node_lanes) is cut
+    assert placement_under(cut, window, Lanes(num_lanes, 0, node_lanes)) is cut
     work = []
     for one in (placement, cut):
         found = tiles_between(Placement(one.homes, one.tiles[:0]), samples, window)
@@ -115,10 +125,9 @@ def test_cut_homes_keep_tokens_lanes_and_work(seed: int) -> None:
             done[lane, division] += pairs[row, column]
         work.append(done.tolist())
     assert work[0] == work[1]
-    bytes_of = [
-        sum((one.homes[:, 2] - one.homes[:, 1])[fetches_of(one, 0, node_lanes).home]) for one in (placement, cut)
-    ]
-    assert bytes_of[1] <= bytes_of[0]
+    lanes = Lanes(num_lanes, 0, num_lanes)  # in one node nobody fetches what it does not use
+    fetched = [(one.homes[:, 2] - one.homes[:, 1])[fetches_of(one, lanes).home].sum() for one in (placement, cut)]
+    assert fetched[1] <= fetched[0]
 
 
 def test_cutting_homes_saves_where_a_window_is_short() -> None:
@@ -126,7 +135,8 @@ def test_cutting_homes_saves_where_a_window_is_short() -> None:
     tiles = [(row, column, row, 0) for row in range(4) for column in (row - 1, row) if column >= 0]
     window = Lambda(0, 100)
     placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32), (window,))
-    cut = trimmed(placement, window)
+    samples = (Sample(sample_id=0, seqlen=4000),)
+    cut = cut_to(window, placement, samples)
     assert cut.homes.tolist() == [
         [0, 0, 899, 0], [0, 899, 1000, 0], [0, 1000, 1899, 1], [0, 1899, 2000, 1],
         [0, 2000, 2899, 2], [0, 2899, 3000, 2], [0, 3000, 4000, 3],
@@ -134,37 +144,43 @@ def test_cutting_homes_saves_where_a_window_is_short() -> None:
     # Queries that travel are cut, too: only the first 99 of a home see keys of the one before.
     moved = Placement(placement.homes, placement.tiles.copy(), (window,))
     moved.tiles[:, 2] = moved.homes[moved.tiles[:, 1], 3]
-    fetches = fetches_of(trimmed(moved, window), 0, 4)
+    cut_rows = cut_to(window, moved, samples)
+    fetches = fetches_of(cut_rows, Lanes(4, 0, 4))
     assert fetches.kind.tolist() == [ROW] * 3
-    assert np.diff(trimmed(moved, window).homes[fetches.home, 1:3]).ravel().tolist() == [124, 124, 124]
-    sink = trimmed(Placement(placement.homes, np.array([*tiles, (2, 0, 2, 0), (3, 0, 3, 0)], np.int32)), Lambda(7, 100))
+    assert np.diff(cut_rows.homes[fetches.home, 1:3]).ravel().tolist() == [124, 124, 124]
+    more = Placement(placement.homes, np.array([*tiles, (2, 0, 2, 0), (3, 0, 3, 0)], np.int32))
+    sink = cut_to(Lambda(7, 100), more, samples)
     assert sink.homes[:2, 1:3].tolist() == [[0, 31], [31, 899]]
-    assert why_misplaced(sink, [Sample(sample_id=0, seqlen=4000)], 4, Lambda(7, 100)) is None
+    assert why_misplaced(sink, samples, 4, Lambda(7, 100)) is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_programmes_are_of_all_masks_and_travel(seed: int) -> None:
     _samples, placement, window, num_lanes, node_lanes = drawn(seed)
-    programmes = programmes_of(placement, num_lanes, 0, node_lanes)
+    programmes = programmes_of(placement, Lanes(num_lanes, 0, node_lanes))
     assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
-    own = placement_under(placement, window, num_lanes, node_lanes)
-    for lane, (one, alone) in enumerate(zip(programmes, programmes_of(own, num_lanes, 0, node_lanes), strict=True)):
+    lanes = Lanes(num_lanes, 0, node_lanes)
+    own = placement_under(placement, window, lanes)
+    for lane, (one, alone) in enumerate(zip(programmes, programmes_of(own, lanes), strict=True)):
         narrower = one.of_layers(window)
         assert one.of_layers(CAUSAL) is one
         assert narrower.mask == str(window)
         assert narrower.num_tokens == one.num_tokens == placement.home_tokens(num_lanes)[lane]
         # Samples have the numbers that the lane knows them by; all else is that of the placement by itself.
         numbers = placement.samples_of(lane), own.samples_of(lane)
-        held = [[of[each.sample] for each in which.held] for of, which in zip(numbers, (narrower, alone), strict=True)]
-        assert held[0] == held[1]
+        for each, other in zip(narrower.held, alone.held, strict=True):
+            if each.sample >= 0 and other.sample >= 0:  # of what it only hands on a lane need not know the sample
+                assert numbers[0][each.sample] == numbers[1][other.sample]
+            assert each[1:] == other[1:]
+        assert all(alone.held[number].sample >= 0 for tiles in alone.tiles for tile in tiles for number in tile)
         assert narrower[1:] == alone[1:]
         largest = tuple(map(max, one.buffer_tokens, narrower.buffer_tokens))
-        assert buffer_tokens_of(placement, num_lanes, 0, node_lanes)[lane] == largest
+        assert buffer_tokens_of(placement, Lanes(num_lanes, 0, node_lanes))[lane] == largest
     with pytest.raises(
         UnsupportedFeatureError, match=r"for layers with the masks causal or full, lambda:.* has lambda:0,7"
     ):
         programmes[0].of_layers(Lambda(0, 7))
-    (alone,) = {one.mask for one in programmes_of(own, num_lanes, 0, node_lanes)}
+    (alone,) = {one.mask for one in programmes_of(own, Lanes(num_lanes, 0, node_lanes))}
     assert alone == str(window)
 
 

@@ -97,6 +97,11 @@ def test_two_thousand_random_ones_are_legal_and_the_same_for_any_order_of_sample
     assert seen["computed elsewhere"] > 300
 
 
+def made(samples: list[Sample], problem: PlacementProblem) -> list[Placed]:
+    """Return all candidates, with the first seed."""
+    return [make(0) for make in candidates(samples, problem)]
+
+
 def traffic_by_loops(placed: Placed, problem: PlacementProblem) -> tuple[int, int, int, float, float]:
     direct, multicast, inside = set(), set(), set()
     for row, column, lane in placed.tiles.tolist():
@@ -122,13 +127,15 @@ def traffic_by_loops(placed: Placed, problem: PlacementProblem) -> tuple[int, in
 @pytest.mark.parametrize("rule", RULES)
 def test_tokens_and_work_come_out_even(rule: str) -> None:
     for seed in range(3):
-        found = list(candidates(mixed(seed, rule), EIGHT_LANES))
+        found = list(made(mixed(seed, rule), EIGHT_LANES))
         assert [placed.name.split()[0] for placed in found] == [
-            *("search", "search", "search", "search", "greedy", "tiles", "search", "zigzag", "documents")
+            *("search", "tiles", "zigzag", "search", "search", "search", "search", "search", "documents", "greedy"),
+            "search",
         ]
-        for placed in found[:-1]:
-            assert traffic_of(placed, EIGHT_LANES).token_imbalance <= 1.05
-        tolerances = (0.4, 0.1, 0.4, 0.1, None, 0.1, 0.02, None, None)
+        for placed in found:
+            if placed.name != "documents":
+                assert traffic_of(placed, EIGHT_LANES).token_imbalance <= 1.05
+        tolerances = (0.4, 0.1, None, 0.4, 0.03, 0.1, 0.4, 0.1, None, None, 0.1)
         for placed, tolerance in zip(found, tolerances, strict=True):
             if tolerance is None:
                 continue
@@ -166,7 +173,7 @@ def test_a_last_block_that_sees_all_sends_its_queries() -> None:
 
 def test_one_lane_holds_all() -> None:
     problem = PlacementProblem(num_lanes=1, node_lanes=8, row_bytes=1, column_bytes=1)
-    for placed in candidates(mixed(0, "causal", 3000), problem):
+    for placed in made(mixed(0, "causal", 3000), problem):
         assert set(placed.homes[:, 3].tolist()) == set(placed.tiles[:, 2].tolist()) == {0}
 
 
@@ -176,7 +183,7 @@ def test_the_order_of_samples_does_not_matter(rule: str) -> None:
     order = list(range(len(samples)))
     random.Random(5).shuffle(order)
     for first, second in zip(
-        candidates(samples, EIGHT_LANES), candidates([samples[index] for index in order], EIGHT_LANES), strict=True
+        made(samples, EIGHT_LANES), made([samples[index] for index in order], EIGHT_LANES), strict=True
     ):
         assert described(first, samples) == described(second, [samples[index] for index in order])
 
@@ -202,7 +209,7 @@ print(digest_of_candidates())
 def digest_of_candidates() -> str:
     digest = hashlib.sha256()
     for rule in RULES:
-        for placed in candidates(mixed(2, rule, 6000), EIGHT_LANES):
+        for placed in made(mixed(2, rule, 6000), EIGHT_LANES):
             digest.update(placed.homes.tobytes() + placed.tiles.tobytes())
     return digest.hexdigest()
 
@@ -240,5 +247,5 @@ def test_masks_of_samples_may_differ() -> None:
     masks: list[Mask | None] = [None, CAUSAL, FULL, Lambda(64, 200), CausalBlockwise(128, 2)]
     samples = [Sample(sample_id=number, seqlen=1500, mask=mask) for number, mask in enumerate(masks)]
     problem = PlacementProblem(num_lanes=5, node_lanes=2, row_bytes=4, column_bytes=2)
-    for placed in candidates(samples, problem):
+    for placed in made(samples, problem):
         assert_legal(placed, samples, problem)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.placement.divisions import LinkRates, Schedule, divided
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.sent import TokenBytes, sent_by_lanes
@@ -22,7 +24,6 @@ from dynamic_cp.placement.transport import (
     INSIDE,
     ROW,
     Messages,
-    divide,
     fetches_of,
     messages_of,
 )
@@ -106,13 +107,14 @@ def test_masks_say_which_tiles_there_are() -> None:
 def test_programmes_fit_together(seed: int) -> None:
     """Everything that is received was sent, was there to be sent, and comes before it is used."""
     _samples, placement, num_lanes, node_lanes = drawn(seed)
-    programmes = programmes_of(placement, num_lanes, 0, node_lanes)
+    programmes = programmes_of(placement, Lanes(num_lanes, 0, node_lanes))
     assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
     numbers = [placement.samples_of(lane) for lane in range(num_lanes)]
 
-    def tokens(lane: int, number: int) -> tuple[int, int, int]:
+    def tokens(lane: int, number: int) -> tuple[int | None, int, int]:
         held = programmes[lane].held[number]
-        return numbers[lane][held.sample], held.start, held.stop
+        # Of what it only hands on a lane does not know the sample.
+        return numbers[lane][held.sample] if held.sample >= 0 else None, held.start, held.stop
 
     sent, received = {}, {}
     for lane, programme in enumerate(programmes):
@@ -123,7 +125,12 @@ def test_programmes_fit_together(seed: int) -> None:
                 for peer, entries in side:
                     pair = (lane, peer) if book is sent else (peer, lane)
                     book[(one.division, one.round, *pair)] = [(kind, *tokens(lane, number)) for number, kind in entries]
-    assert sent == received
+    assert sent.keys() == received.keys()
+    for key, entries in sent.items():
+        assert len(entries) == len(received[key])
+        for one, other in zip(entries, received[key], strict=True):
+            assert (one[0], *one[2:]) == (other[0], *other[2:])
+            assert one[1] == other[1] or None in (one[1], other[1])
     assert all(sender != receiver for _, _, sender, receiver in sent)
     for (_, when, sender, receiver), _ in sent.items():
         assert (sender // node_lanes != receiver // node_lanes) == (when in (ACROSS, DELIVER))
@@ -160,9 +167,9 @@ def test_programmes_fit_together(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_places_in_buffers_are_used_again_but_never_by_two_at_once(seed: int) -> None:
     _samples, placement, num_lanes, node_lanes = drawn(seed)
-    fetches = fetches_of(placement, 0, node_lanes)
-    programmes = programmes_of(placement, num_lanes, 0, node_lanes)
-    assert [one.buffer_tokens for one in programmes] == buffer_tokens_of(placement, num_lanes, 0, node_lanes)
+    fetches = fetches_of(placement, Lanes(num_lanes, 0, node_lanes))
+    programmes = programmes_of(placement, Lanes(num_lanes, 0, node_lanes))
+    assert [one.buffer_tokens for one in programmes] == buffer_tokens_of(placement, Lanes(num_lanes, 0, node_lanes))
     for lane, programme in enumerate(programmes):
         own = np.flatnonzero(fetches.lane == lane)
         held = [one for one in programme.held if one.kind >= 0]
@@ -185,7 +192,7 @@ def test_a_block_crosses_to_a_node_once_and_comes_back_as_one_sum() -> None:
     tiles = [(row, column, row, 0) for row in range(4) for column in range(row + 1)]
     placement = placement_of(homes, tiles)
     assert why_misplaced(placement, (sample,), 4) is None
-    fetches = fetches_of(placement, 0, 2)
+    fetches = fetches_of(placement, Lanes(4, 0, 2))
     of_first = [fetch for fetch in range(len(fetches.lane)) if fetches.home[fetch] == 0]
     found = {int(fetches.lane[f]): (int(fetches.source[f]), int(fetches.crosses[f])) for f in of_first}
     assert found[1] == (0, 0)
@@ -201,6 +208,7 @@ def test_a_block_crosses_to_a_node_once_and_comes_back_as_one_sum() -> None:
 def test_sent_bytes_are_those_of_what_the_programmes_send(seed: int) -> None:
     _, placement, num_lanes, node_lanes = drawn(seed)
     first_lane = seed % 3 * node_lanes
+    lanes = Lanes(num_lanes, first_lane, node_lanes)
     of_token = TokenBytes(query=16.0, kv=8.0, lse=1.0)
     wanted = np.zeros((2, 2, num_lanes))
     between = np.zeros((num_lanes, num_lanes))
@@ -211,7 +219,7 @@ def test_sent_bytes_are_those_of_what_the_programmes_send(seed: int) -> None:
         COLLECT: ((16.0 + 1.0, 0.0), (16.0, 8.0)),
         DELIVER: ((16.0 + 1.0, 0.0), (16.0, 8.0)),
     }
-    for lane, programme in enumerate(programmes_of(placement, num_lanes, first_lane, node_lanes)):
+    for lane, programme in enumerate(programmes_of(placement, lanes)):
         for one in programme.exchanges:
             for peer, entries in one.sends:
                 for number, kind in entries:
@@ -219,7 +227,7 @@ def test_sent_bytes_are_those_of_what_the_programmes_send(seed: int) -> None:
                         sent = programme.held[number].num_tokens * bytes_of[kind]
                         wanted[direction, int(one.round in (ACROSS, DELIVER)), lane] += sent
                         between[lane, peer] += sent
-    found = sent_by_lanes(placement, first_lane, node_lanes, of_token)
+    found = sent_by_lanes(placement, lanes, of_token)
     nodes = (first_lane + np.arange(num_lanes)) // node_lanes - first_lane // node_lanes
     assert np.array_equal(found.of_lanes(nodes), wanted)
     assert np.array_equal(found.between(np.arange(num_lanes)), between)
@@ -233,19 +241,22 @@ def test_divisions_share_out_what_is_fetched() -> None:
     num_lanes = 8
     homes = np.array([(0, 16 * lane, 16 * lane + 16, lane) for lane in range(num_lanes)], np.int64)
     tiles = np.array([(row, column, row) for row in range(num_lanes) for column in range(num_lanes)], np.int64)
-    division = divide(homes[:, 3], np.full(num_lanes, 16), tiles, np.array([4.0, 1.0]), num_lanes, num_lanes, 1)
+    placement = Placement(homes.astype(np.int32), np.column_stack([tiles, np.full(len(tiles), 9)]).astype(np.int32))
+    rates, work = LinkRates(4.0, 1.0, 100.0, 10.0, 0.5), np.ones(len(tiles), np.int64)
+    one_each = Schedule((0.0, *(1.0,) * (num_lanes - 1)), rotates=True)
+    division = divided(placement, work, Lanes(num_lanes, 0, 1), rates, one_each).tiles[:, 3]
     assert (division[tiles[:, 0] == tiles[:, 1]] == 0).all()
     away = tiles[:, 0] != tiles[:, 1]
     for one in range(1, num_lanes):
         in_it = away & (division == one)
         assert sorted(tiles[in_it, 0]) == sorted(tiles[in_it, 1]) == list(range(num_lanes))
-    assert (divide(homes[:, 3], np.full(num_lanes, 16), tiles, np.array([4.0, 1.0]), 1, num_lanes, 1) == 0).all()
+    assert (divided(placement, work, Lanes(num_lanes, 0, 1), rates, Schedule((1.0,))).tiles[:, 3] == 0).all()
 
 
 def test_time_of_two_lanes_is_as_added_up_by_hand() -> None:
     """Lane 1 fetches 100 bytes in division 1 while it computes division 0, and gives 50 back."""
     fetches = fetches_of(
-        placement_of([(0, 0, 10, 0), (0, 10, 20, 1)], [(0, 0, 0, 0), (1, 1, 1, 0), (1, 0, 1, 1)]), 0, 1
+        placement_of([(0, 0, 10, 0), (0, 10, 20, 1)], [(0, 0, 0, 0), (1, 1, 1, 0), (1, 0, 1, 1)]), Lanes(2, 0, 1)
     )
     messages = messages_of(fetches, np.full(2, 10), np.array([0.0, 10.0]), np.array([0.0, 5.0]))
     attention_s = np.array([[4.0, 3.0], [0.0, 6.0]])
@@ -270,7 +281,7 @@ def test_times_are_above_what_lanes_compute_and_send(seed: int) -> None:
     random = np.random.default_rng(seed)
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     messages = messages_of(
-        fetches_of(placement, 0, node_lanes), tokens, np.array([2.0, 1.0]), np.array([1.0, 1.0])
+        fetches_of(placement, Lanes(num_lanes, 0, node_lanes)), tokens, np.array([2.0, 1.0]), np.array([1.0, 1.0])
     )  # fmt: skip
     attention_s = random.random((placement.num_divisions, num_lanes))
     ends = lane_ends_s(messages, attention_s, 0.01, 100.0, 10.0)

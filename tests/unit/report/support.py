@@ -10,6 +10,7 @@ import numpy as np
 from dynamic_cp.comparison import Comparison, compare_policies
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 from dynamic_cp.search.search import plan_global_batch
@@ -85,7 +86,8 @@ def placed(num_lanes: int, seqlens: tuple[int, ...], home_tokens: int, node_lane
     placement = Placement(with_lanes, tiles.astype(np.int32))
     bucket = Bucket(first_lane=0, cp_size=num_lanes, cp_comm_type="blocks", samples=samples, placement=placement)
     nodes = np.arange(num_lanes) // node_lanes
-    return PlacedCase(bucket, sent_by_lanes(placement, 0, node_lanes, TokenBytes(512.0, 256.0, 32.0)), nodes)
+    sent = sent_by_lanes(placement, Lanes(num_lanes, 0, node_lanes), TokenBytes(512.0, 256.0, 32.0))
+    return PlacedCase(bucket, sent, nodes)
 
 
 @cache

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import narrowed
 from dynamic_cp.report import drawing
 from dynamic_cp.report.cp_map import cp_map
@@ -355,7 +356,7 @@ def test_pairs_are_the_mean_over_layers_with_and_without_a_window():
     window = Lambda(2, 100)
     placement = SMALL.bucket.placement
     mixed = replace(SMALL.bucket, placement=replace(placement, layer_masks=(CAUSAL, window)))
-    alone = replace(SMALL.bucket, placement=narrowed(placement, window, 4, 4))
+    alone = replace(SMALL.bucket, placement=narrowed(placement, window, Lanes(4, 0, 4)))
     args = SMALL.sent, SMALL.nodes
     full, some = lane_shares(SMALL.bucket, CAUSAL, *args), lane_shares(mixed, CAUSAL, *args, (0.75, window))
     of_window = lane_shares(alone, window, *args)["pairs computed"]

@@ -14,6 +14,7 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, serving_windows
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import narrowed
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
@@ -174,7 +175,7 @@ def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
     assert window is not None
     assert placement.layer_masks == (CAUSAL, window)
     causal = replace(bucket, placement=replace(placement, layer_masks=()))
-    windowed = replace(bucket, placement=narrowed(placement, window, 4, 2))
+    windowed = replace(bucket, placement=narrowed(placement, window, Lanes(4, 0, 2)))
     halves = [
         (bucket, model),
         (causal, replace(DEEP, num_layers=4)),

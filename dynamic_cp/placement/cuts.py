@@ -1,0 +1,288 @@
+"""Homes cut in parts: where lanes use only some of what they would fetch, and where one lane has to send too much.
+
+Parts of a home stay where it was, or go to other lanes of its node; a tile of parts is computed where that of the homes
+was, as far as the mask allows a pair in it. So lanes compute what they did, and fetch less, or from more lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.divisions import LinkRates
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.legal import tiles_between, with_masks
+from dynamic_cp.placement.order import ascending, sorted_by
+from dynamic_cp.placement.runs import Runs, runs_of, seen_in_run
+from dynamic_cp.types import Mask, Placement, Sample
+
+_MOST_PARTS = 32
+"""Parts of equal length that a home is cut into at most, where lanes use some of it."""
+_MUCH, _LARGE = 1.3, 0.5
+"""What a lane sends, and a home by itself, over the mean of the node's lanes: from there on the home is shared out."""
+_FEWEST_TOKENS = 16
+"""Of a part that another lane holds."""
+
+
+class Cut(NamedTuple):
+    """A placement, and the pairs that kernels compute for each of its tiles."""
+
+    placement: Placement
+    touched: Ints
+
+
+class _Points(NamedTuple):
+    """Where homes are cut: [point] -> home, token; ascending, none twice, none at an end."""
+
+    home: Ints
+    token: Ints
+
+
+def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
+    """Return the same with homes cut where what lanes fetch of them begins and ends, in whole 32nds of a home.
+
+    Args:
+        whole: a placement with the tiles that masks allow, or more.
+        samples: of its bucket; mask: of those that bring none.
+    """
+    homes, tiles = _as_ints(whole.placement)
+    cut, _ = _cut(whole, _Points(*_ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles)), samples, mask)
+    return cut
+
+
+def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rates: LinkRates, most_tokens: int) -> Cut:
+    """Return the same with homes that many lanes fetch shared out over the lanes of their node.
+
+    A lane that holds what all others need, as the last rows of a sample with a blockwise mask, has to send it to all.
+
+    Args:
+        whole, samples, mask: as for `trimmed`.
+        lanes, rates: of the placement, and of their links.
+        most_tokens: that a lane may hold.
+    """
+    homes, tiles = _as_ints(whole.placement)
+    sent_s = _sent_s(homes, tiles, lanes, rates)
+    num_parts = _parts_of_hubs(homes, sent_s, lanes)
+    cut, parents = _cut(whole, _Points(*_even_points(homes, num_parts)), samples, mask)
+    if cut is whole:
+        return whole
+    parts, _ = _as_ints(cut.placement)
+    parts[:, 3] = _shared_out(homes, parts, parents, num_parts, sent_s, lanes, most_tokens)
+    return cut._replace(placement=Placement(parts.astype(np.int32), cut.placement.tiles, cut.placement.layer_masks))
+
+
+def _as_ints(placement: Placement) -> tuple[Ints, Ints]:
+    return np.ascontiguousarray(placement.homes, np.int64), np.ascontiguousarray(placement.tiles, np.int64)
+
+
+def _cut(whole: Cut, points: _Points, samples: Sequence[Sample], mask: Mask) -> tuple[Cut, Ints]:
+    """Return the placement cut there, each tile on the lane and in the division of its homes', and [part] -> home."""
+    homes, tiles = _as_ints(whole.placement)
+    if not len(points.home):
+        return whole, np.arange(len(homes))
+    parts, parents = _parts(homes, points)
+    found = tiles_between(Placement(parts.astype(np.int32), whole.placement.tiles[:0]), samples, mask)
+    old = _tiles_of(tiles, parents[found.rows], parents[found.columns], len(homes))
+    of_parts = np.column_stack([found.rows, found.columns, tiles[old, 2:]]).astype(np.int32)
+    return Cut(Placement(parts.astype(np.int32), of_parts, whole.placement.layer_masks), found.touched), parents
+
+
+@compiled
+def _parts(homes: Ints, points: _Points) -> tuple[Ints, Ints]:
+    """Return the parts that homes become, and [part] -> home."""
+    num_parts = len(homes) + len(points.home)
+    parts, parents = np.empty((num_parts, 4), np.int64), np.empty(num_parts, np.int64)
+    part, point = 0, 0
+    for home in range(len(homes)):
+        start = homes[home, 1]
+        while True:
+            is_last = point == len(points.home) or points.home[point] != home
+            stop = homes[home, 2] if is_last else points.token[point]
+            parts[part] = (homes[home, 0], start, stop, homes[home, 3])
+            parents[part] = home
+            part += 1
+            if is_last:
+                break
+            start = stop
+            point += 1
+    return parts, parents
+
+
+@compiled
+def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
+    """Return the tile of each pair of homes; pairs ascend by row."""
+    by_row, firsts = sorted_by(tiles[:, 0], num_homes)
+    tile_of = np.full(num_homes, -1)  # [column], in the row that is looked at
+    found = np.empty(len(rows), np.int64)
+    row = -1
+    for pair in range(len(rows)):
+        if rows[pair] != row:
+            row = rows[pair]
+            for place in range(firsts[row], firsts[row + 1]):
+                tile_of[tiles[by_row[place], 1]] = by_row[place]
+        found[pair] = tile_of[columns[pair]]
+    return found
+
+
+@compiled
+def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
+    """Return `_Points` at which parts of a home that a lane fetches begin and end to be used by it."""
+    num_homes, num_tiles = len(homes), len(tiles)
+    first_runs = np.empty(num_homes, np.int64)
+    run = 0
+    for home in range(num_homes):
+        run = max(run, runs.starts[homes[home, 0]])
+        while runs.table[run, 1] <= homes[home, 1]:
+            run += 1
+        first_runs[home] = run
+    # In steps of a home, of which there are less than twice the most parts.
+    is_cut = np.zeros((num_homes, 2 * _MOST_PARTS), np.bool_)
+    is_used = np.empty(2 * _MOST_PARTS + 1, np.bool_)
+    num_lanes = 0
+    for tile in range(num_tiles):
+        num_lanes = max(num_lanes, tiles[tile, 2] + 1)
+    for side in range(2):
+        in_order, _ = sorted_by(tiles[:, 2], num_lanes)
+        in_order = in_order[sorted_by(tiles[in_order, side], num_homes)[0]]
+        place = 0
+        while place < num_tiles:
+            home, lane = tiles[in_order[place], side], tiles[in_order[place], 2]
+            start, size = homes[home, 1], homes[home, 2] - homes[home, 1]
+            step = max(1, size // _MOST_PARTS)
+            num_steps = -(-size // step)
+            is_used[: num_steps + 1] = False
+            while place < num_tiles and tiles[in_order[place], side] == home and tiles[in_order[place], 2] == lane:
+                row, column = tiles[in_order[place], 0], tiles[in_order[place], 1]
+                for run in range(first_runs[row], runs.starts[homes[row, 0] + 1]):
+                    if runs.table[run, 0] >= homes[row, 2] or homes[home, 3] == lane:
+                        break
+                    seen = seen_in_run(
+                        runs.table[run], homes[row, 1], homes[row, 2], homes[column, 1], homes[column, 2]
+                    )
+                    if seen[0] < seen[1]:
+                        is_used[(seen[2 * side] - start) // step : -(-(seen[2 * side + 1] - start) // step)] = True
+                place += 1
+            if homes[home, 3] != lane:
+                for one in range(1, num_steps):
+                    is_cut[home, one] |= is_used[one] != is_used[one - 1]
+    owner, token = np.empty(is_cut.sum(), np.int64), np.empty(is_cut.sum(), np.int64)
+    count = 0
+    for home in range(num_homes):
+        step = max(1, (homes[home, 2] - homes[home, 1]) // _MOST_PARTS)
+        for one in range(2 * _MOST_PARTS):
+            if is_cut[home, one]:
+                owner[count], token[count] = home, homes[home, 1] + one * step
+                count += 1
+    return owner, token
+
+
+@compiled
+def _sent_s(homes: Ints, tiles: Ints, lanes: Lanes, rates: LinkRates) -> Floats:
+    """Return [home] how long its lane sends it: to each lane of the node that uses it, and once to each other node."""
+    num_homes = len(homes)
+    seconds = np.zeros(num_homes)
+    for side in range(2):
+        of_token = rates.column_bytes if side else rates.row_bytes
+        in_order, _ = sorted_by(tiles[:, 2], lanes.number)
+        in_order = in_order[sorted_by(tiles[in_order, side], num_homes)[0]]
+        before, lane_before, node_before = -1, -1, -1
+        for tile in in_order:
+            home, lane = tiles[tile, side], tiles[tile, 2]
+            node, own = (lanes.first + lane) // lanes.of_node, (lanes.first + homes[home, 3]) // lanes.of_node
+            num_bytes = of_token * (homes[home, 2] - homes[home, 1])
+            if home != before:
+                lane_before, node_before = -1, -1
+            if node != own:
+                if node != node_before:
+                    seconds[home] += num_bytes / rates.across_bytes_per_s
+            elif lane not in (lane_before, homes[home, 3]):
+                seconds[home] += num_bytes / rates.inside_bytes_per_s
+            before, lane_before, node_before = home, lane, node
+    return seconds
+
+
+@compiled
+def _parts_of_hubs(homes: Ints, sent_s: Floats, lanes: Lanes) -> Ints:
+    """Return [home] how many parts it becomes: some where its lane sends far more than the lanes of its node do."""
+    num_nodes = (lanes.first + lanes.number - 1) // lanes.of_node + 1
+    of_lane, of_node = np.zeros(lanes.number), np.zeros(num_nodes)
+    first_of, lanes_of = np.full(num_nodes, lanes.number), np.zeros(num_nodes, np.int64)
+    for lane in range(lanes.number):
+        node = (lanes.first + lane) // lanes.of_node
+        first_of[node] = min(first_of[node], lane)
+        lanes_of[node] += 1
+    for home in range(len(homes)):
+        of_lane[homes[home, 3]] += sent_s[home]
+        of_node[(lanes.first + homes[home, 3]) // lanes.of_node] += sent_s[home]
+    num_parts = np.ones(len(homes), np.int64)
+    for home in ascending(-sent_s):
+        lane = homes[home, 3]
+        node = (lanes.first + lane) // lanes.of_node
+        mean_s = of_node[node] / lanes_of[node]
+        if of_lane[lane] <= _MUCH * mean_s or sent_s[home] <= _LARGE * mean_s:
+            continue
+        wanted = int(np.ceil(sent_s[home] / (_LARGE * mean_s)))
+        most = (homes[home, 2] - homes[home, 1]) // _FEWEST_TOKENS
+        number = min(min(wanted, most), lanes_of[node])
+        if number > 1:
+            num_parts[home] = number
+            of_lane[lane] -= sent_s[home]
+            for other in range(first_of[node], first_of[node] + lanes_of[node]):
+                of_lane[other] += sent_s[home] / lanes_of[node]
+    return num_parts
+
+
+@compiled
+def _even_points(homes: Ints, num_parts: Ints) -> tuple[Ints, Ints]:
+    """Return `_Points` that cut each home in so many equal parts."""
+    owner, token = np.empty(num_parts.sum(), np.int64), np.empty(num_parts.sum(), np.int64)
+    count = 0
+    for home in range(len(homes)):
+        size = homes[home, 2] - homes[home, 1]
+        step = -(-size // num_parts[home])
+        for offset in range(step, size, step):
+            owner[count], token[count] = home, homes[home, 1] + offset
+            count += 1
+    return owner[:count].copy(), token[:count].copy()
+
+
+@compiled
+def _shared_out(
+    homes: Ints, parts: Ints, parents: Ints, num_parts: Ints, sent_s: Floats, lanes: Lanes, most_tokens: int
+) -> Ints:
+    """Return [part] -> lane: those of one home that was cut go to the lanes of its node that send least.
+
+    Args:
+        parts, parents: what homes became, [part] -> home.
+        num_parts: [home] more than 1: it was cut.
+        sent_s: [home] how long its lane sends it.
+        most_tokens: that a lane may hold, unless its own home was cut.
+    """
+    holder = parts[:, 3].copy()
+    of_lane, tokens = np.zeros(lanes.number), np.zeros(lanes.number, np.int64)
+    for home in range(len(homes)):
+        if num_parts[home] == 1:
+            of_lane[homes[home, 3]] += sent_s[home]
+            tokens[homes[home, 3]] += homes[home, 2] - homes[home, 1]
+    by_home, firsts = sorted_by(parents, len(homes))
+    for home in ascending(-sent_s):
+        if num_parts[home] == 1:
+            continue
+        node = (lanes.first + homes[home, 3]) // lanes.of_node
+        low = max(node * lanes.of_node - lanes.first, 0)
+        high = min((node + 1) * lanes.of_node - lanes.first, lanes.number)
+        for part in by_home[firsts[home] : firsts[home + 1]]:
+            size = parts[part, 2] - parts[part, 1]
+            best = homes[home, 3]
+            least_s = of_lane[best] if tokens[best] + size <= most_tokens else np.inf
+            for lane in range(low, high):
+                if tokens[lane] + size <= most_tokens and of_lane[lane] < least_s:
+                    best, least_s = lane, of_lane[lane]
+            holder[part] = best
+            of_lane[best] += sent_s[home] * size / (homes[home, 2] - homes[home, 1])
+            tokens[best] += size
+    return holder  # type: ignore[no-any-return]

@@ -1,0 +1,258 @@
+"""In which division of the programmes each tile is computed: as soon as what it needs can be there, in even stretches.
+
+What lanes fetch is put on their links one after the other, as in an open shop: a link takes what its sender can send
+next, in an order that has much work wait for little. So everything that is fetched has a time at which it is there, and
+every tile has one from which on it can be computed. Divisions cut that time so that all compute about as much; what
+later ones fetch then travels while earlier ones compute. Tiles that need nothing are in the first one, and cover what
+it fetches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.heap import pop, sift_down
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.order import ascending, sorted_by
+from dynamic_cp.types import Placement
+
+_LAST_SHARE = 0.4
+_MOST_LOOKS = 64
+"""Things that a link may take next, of which it takes the first whose sender is free."""
+
+
+class LinkRates(NamedTuple):
+    """What fetching takes.
+
+    Attributes:
+        row_bytes, column_bytes: of a token of queries, and of keys.
+        inside_bytes_per_s, across_bytes_per_s: of the links of a lane, in its node and to other nodes.
+        latency_s: of a round of transfers.
+    """
+
+    row_bytes: float
+    column_bytes: float
+    inside_bytes_per_s: float
+    across_bytes_per_s: float
+    latency_s: float
+
+
+COMMON = LinkRates(1.0, 1.0, 4.0, 1.0, 0.0)
+"""Where nothing is known of the links: those of a node are some times as fast."""
+
+
+class Schedule(NamedTuple):
+    """How tiles come into divisions.
+
+    Attributes:
+        shares: of each division, of the work that waits for anything, in any unit. The first one waits for all that it
+            fetches, nothing hides what the last one gives back: they do with less.
+        rotates: nodes and lanes fetch from their neighbours first, as in a ring, queries before keys; otherwise first
+            what most work waits for.
+    """
+
+    shares: tuple[float, ...]
+    rotates: bool = False
+
+    @classmethod
+    def of(cls, num_divisions: int) -> Schedule:
+        """Return one that divides evenly, but for the last one."""
+        return cls((*(1.0,) * (num_divisions - 1), _LAST_SHARE))
+
+
+def divided(placement: Placement, work: Ints, lanes: Lanes, rates: LinkRates, schedule: Schedule) -> Placement:
+    """Return `placement` with its tiles in divisions; those that it has count for nothing.
+
+    Args:
+        work: [tile] what it computes, such as touched pairs.
+        lanes: of the placement.
+    """
+    tiles = placement.tiles.copy()
+    tiles[:, 3] = 0
+    if len(schedule.shares) > 1 and len(tiles):
+        homes, until = np.ascontiguousarray(placement.homes, np.int64), np.cumsum(schedule.shares)
+        tiles[:, 3] = _divisions(
+            homes, tiles.astype(np.int64), work.astype(np.float64), lanes, rates, until / until[-1], schedule.rotates
+        )
+    return Placement(placement.homes, tiles, placement.layer_masks)
+
+
+class _Fetched(NamedTuple):
+    """What lanes fetch: inside a node for each lane, from other nodes once for all lanes of a node.
+
+    Attributes:
+        receiver: [thing] a lane that needs it.
+        kind, home: what it is; crosses: 1 where it comes from another node.
+        work: of all tiles that need it.
+        of_side: [queries or keys, tile] -> thing; -1: the tile's lane holds it.
+    """
+
+    receiver: Ints
+    kind: Ints
+    home: Ints
+    crosses: Ints
+    work: Floats
+    of_side: Ints
+
+
+@compiled
+def _divisions(
+    homes: Ints, tiles: Ints, work: Floats, lanes: Lanes, rates: LinkRates, until: Floats, rotates: bool
+) -> Ints:
+    """Return the division of each tile; `until`: [division] the share of what waits that it and those before have."""
+    fetched = _fetched_of(homes, tiles, work, lanes)
+    there_s = _arrivals(homes, fetched, lanes, rates, rotates)
+    ready_s = np.zeros(len(tiles))
+    remote_work = 0.0
+    for tile in range(len(tiles)):
+        for side in range(2):
+            thing = fetched.of_side[side, tile]
+            if thing >= 0:
+                ready_s[tile] = max(ready_s[tile], there_s[thing])
+        if ready_s[tile] > 0.0:
+            remote_work += work[tile]
+    # A division begins with the first tile behind what the ones before have as their share.
+    division = np.zeros(len(tiles), np.int64)
+    now, done, end_s = 0, 0.0, 0.0
+    for tile in ascending(ready_s):
+        if ready_s[tile] <= 0.0:
+            continue
+        while now < len(until) - 1 and done >= until[now] * remote_work and ready_s[tile] > end_s:
+            now += 1
+        division[tile] = now
+        done += work[tile]
+        end_s = ready_s[tile]
+    return division
+
+
+@compiled
+def _fetched_of(homes: Ints, tiles: Ints, work: Floats, lanes: Lanes) -> _Fetched:
+    """Return what the lanes of tiles do not hold."""
+    num_homes, num_tiles = len(homes), len(tiles)
+    side_of, tile_of = np.empty(2 * num_tiles, np.int64), np.empty(2 * num_tiles, np.int64)
+    receiver, home_of = np.empty(2 * num_tiles, np.int64), np.empty(2 * num_tiles, np.int64)
+    crosses_of = np.empty(2 * num_tiles, np.int64)
+    count = 0
+    for side in range(2):
+        for tile in range(num_tiles):
+            home, lane = tiles[tile, side], tiles[tile, 2]
+            holder = homes[home, 3]
+            if holder != lane:
+                node = (lanes.first + lane) // lanes.of_node
+                side_of[count], tile_of[count], home_of[count] = side, tile, home
+                crosses_of[count] = 1 if (lanes.first + holder) // lanes.of_node != node else 0
+                # The lanes of a node fetch together what comes from another one.
+                receiver[count] = max(node * lanes.of_node - lanes.first, 0) if crosses_of[count] else lane
+                count += 1
+    in_order, _ = sorted_by(home_of[:count], num_homes)
+    in_order = in_order[sorted_by(crosses_of[in_order] * 2 + side_of[in_order], 4)[0]]
+    in_order = in_order[sorted_by(receiver[in_order], lanes.number)[0]]
+    of_side = np.full((2, num_tiles), -1)
+    things, work_of = np.empty((4, count), np.int64), np.zeros(count)
+    number, before = -1, -1
+    for entry in in_order:
+        if (
+            before < 0
+            or home_of[entry] != home_of[before]
+            or receiver[entry] != receiver[before]
+            or side_of[entry] != side_of[before]
+            or crosses_of[entry] != crosses_of[before]
+        ):
+            number += 1
+            things[0, number], things[1, number] = receiver[entry], side_of[entry]
+            things[2, number], things[3, number] = home_of[entry], crosses_of[entry]
+        of_side[side_of[entry], tile_of[entry]] = number
+        work_of[number] += work[tile_of[entry]]
+        before = entry
+    number += 1
+    return _Fetched(
+        things[0, :number].copy(), things[1, :number].copy(), things[2, :number].copy(), things[3, :number].copy(),
+        work_of[:number].copy(), of_side,
+    )  # fmt: skip
+
+
+@compiled
+def _arrivals(homes: Ints, fetched: _Fetched, lanes: Lanes, rates: LinkRates, rotates: bool) -> Floats:
+    """Return when each thing is there, in seconds after all links began."""
+    number = len(fetched.home)
+    there_s = np.zeros(number)
+    sender = homes[fetched.home, 3]
+    num_bytes = np.empty(number)
+    for thing in range(number):
+        home = fetched.home[thing]
+        token_bytes = rates.column_bytes if fetched.kind[thing] else rates.row_bytes
+        num_bytes[thing] = token_bytes * (homes[home, 2] - homes[home, 1])
+    order = _in_turn(fetched, sender, num_bytes, lanes) if rotates else ascending(-fetched.work / num_bytes)
+    for crosses in range(2):
+        own = order[fetched.crosses[order] == crosses]
+        bytes_per_s = rates.across_bytes_per_s if crosses else rates.inside_bytes_per_s
+        # What comes from another node is handed on there: two rounds more.
+        latency_s = 3.0 * rates.latency_s if crosses else rates.latency_s
+        queue_of = np.empty(lanes.number, np.int64)
+        for lane in range(lanes.number):
+            node = (lanes.first + lane) // lanes.of_node
+            queue_of[lane] = max(node * lanes.of_node - lanes.first, 0) if crosses else lane
+        ends_s = _through_links(queue_of, fetched.receiver[own], sender[own], num_bytes[own] / bytes_per_s)
+        for place in range(len(own)):
+            there_s[own[place]] = ends_s[place] + latency_s
+    return there_s
+
+
+@compiled
+def _in_turn(fetched: _Fetched, sender: Ints, num_bytes: Floats, lanes: Lanes) -> Ints:
+    """Return things as a ring would have them: queries first, then what nearer nodes and lanes behind send."""
+    num_nodes = (lanes.first + lanes.number - 1) // lanes.of_node + 1
+    order = ascending(-num_bytes)
+    nodes = (fetched.receiver + lanes.first) // lanes.of_node, (sender + lanes.first) // lanes.of_node
+    order = order[sorted_by((fetched.receiver - sender)[order] % lanes.of_node, lanes.of_node)[0]]
+    order = order[sorted_by((nodes[0] - nodes[1])[order] % num_nodes, num_nodes)[0]]
+    return order[sorted_by(fetched.kind[order], 2)[0]]
+
+
+@compiled
+def _through_links(queue_of: Ints, queue: Ints, sender: Ints, needs_s: Floats) -> Floats:
+    """Return when each thing came through the link of a lane that takes from its queue.
+
+    Args:
+        queue_of: [lane] -> queue that its link takes from, in its order.
+        queue, sender, needs_s: [thing] which queue it is in, whose link sends it, and for how long.
+    """
+    number, num_lanes = len(queue), len(queue_of)
+    head, tail, following = np.full(num_lanes, -1), np.full(num_lanes, -1), np.full(number, -1)
+    for thing in range(number):
+        if head[queue[thing]] < 0:
+            head[queue[thing]] = thing
+        else:
+            following[tail[queue[thing]]] = thing
+        tail[queue[thing]] = thing
+    receives_s, sends_s, ends_s = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(number)
+    waiting = np.arange(num_lanes)
+    num_waiting = num_lanes
+    while num_waiting:
+        lane = waiting[0]
+        first = head[queue_of[lane]]
+        if first < 0:
+            pop(receives_s, waiting, num_waiting)
+            num_waiting -= 1
+            continue
+        now_s = receives_s[lane]
+        chosen, behind, begins_s = first, -1, np.inf
+        before, thing = -1, first
+        for _ in range(_MOST_LOOKS):
+            free_s = max(now_s, sends_s[sender[thing]])
+            if free_s < begins_s:
+                chosen, behind, begins_s = thing, before, free_s
+            if begins_s <= now_s or following[thing] < 0:
+                break
+            before, thing = thing, following[thing]
+        if behind < 0:
+            head[queue_of[lane]] = following[chosen]
+        else:
+            following[behind] = following[chosen]
+        ends_s[chosen] = receives_s[lane] = sends_s[sender[chosen]] = begins_s + needs_s[chosen]
+        sift_down(receives_s, waiting, num_waiting)
+    return ends_s

@@ -1,0 +1,113 @@
+"""Which lane of a node fetches what several of its lanes use from another node, and hands it on to them.
+
+Either the lanes that use it take turns, or the lane of the node with least to fetch does it, whether it uses it or not:
+so that all NICs of a node have as much to do, however unevenly its lanes need what others hold.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Ints
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.order import ascending, sorted_by
+
+_WHOLE, _HANDED_ON = 10, 3
+"""Fetching something from another node, and handing it on inside the node, which is some times as fast."""
+
+
+@compiled
+def crossing_groups(lane: Ints, thing: Ints, crosses: Ints, lanes: Lanes) -> tuple[Ints, Ints]:
+    """Return ([fetch] -> group of the fetches of one thing by one node, -1 where it does not cross; [group] a fetch).
+
+    Args:
+        lane, thing: [fetch] who fetches what.
+        crosses: [fetch] 1 where it is held in another node.
+    """
+    num_things = 0
+    for one in thing:
+        num_things = max(num_things, one + 1)
+    crossing = np.flatnonzero(crosses)
+    by_thing, _ = sorted_by(thing[crossing], num_things)
+    nodes = (lane[crossing] + lanes.first) // lanes.of_node
+    num_nodes = 0
+    for one in nodes:
+        num_nodes = max(num_nodes, one + 1)
+    in_order = by_thing[sorted_by(nodes[by_thing], num_nodes)[0]]
+    group, firsts = np.full(len(lane), -1), np.empty(len(crossing), np.int64)
+    count, before = 0, -1
+    for place in in_order:
+        fetch = crossing[place]
+        if before < 0 or thing[fetch] != thing[crossing[before]] or nodes[place] != nodes[before]:
+            firsts[count] = fetch
+            count += 1
+        group[fetch] = count - 1
+        before = place
+    return group, firsts[:count].copy()
+
+
+@compiled
+def relays_in_turn(lane: Ints, first: Ints, turn: Ints, group: Ints, num_groups: int, node_lanes: int) -> Ints:
+    """Return [group] -> the lane that needs it first; of several one after the other, by `turn` [fetch]."""
+    relays, best = np.full(num_groups, -1), np.full(num_groups, -1)
+    for fetch in range(len(group)):
+        one = group[fetch]
+        if one < 0:
+            continue
+        now = best[one]
+        if now < 0 or (first[fetch], (lane[fetch] + turn[fetch]) % node_lanes) < (
+            first[now], (lane[now] + turn[now]) % node_lanes
+        ):  # fmt: skip
+            best[one], relays[one] = fetch, lane[fetch]
+    return relays
+
+
+@compiled
+def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Ints, firsts: Ints, lanes: Lanes) -> Ints:
+    """Return [group] -> the lane of its node that has least to fetch of its kind in its division, largest first.
+
+    Args:
+        lane, kind, first, tokens: [fetch] who needs how many tokens of what, and from which division on.
+        group, firsts: of `crossing_groups`.
+    """
+    num_groups = len(firsts)
+    begins = np.empty(num_groups, np.int64)
+    for one in range(num_groups):
+        begins[one] = first[firsts[one]]
+    uses, starts = sorted_by(group + 1, num_groups + 1)
+    order = np.empty(num_groups)
+    largest = 1
+    for one in range(num_groups):
+        for place in range(starts[one + 1], starts[one + 2]):
+            begins[one] = min(begins[one], first[uses[place]])
+        largest = max(largest, tokens[firsts[one]] + 1)
+    for one in range(num_groups):
+        order[one] = begins[one] * float(largest) - tokens[firsts[one]]
+    load, total = np.zeros((2, lanes.number), np.int64), np.zeros((2, lanes.number), np.int64)
+    is_user = np.zeros(lanes.number, np.bool_)
+    relays = np.empty(num_groups, np.int64)
+    division = -1
+    for one in ascending(order):
+        if begins[one] != division:
+            division = begins[one]
+            load[:] = 0
+        fetch = firsts[one]
+        what, needed = kind[fetch], tokens[fetch]
+        node = (lane[fetch] + lanes.first) // lanes.of_node
+        low = max(node * lanes.of_node - lanes.first, 0)
+        high = min((node + 1) * lanes.of_node - lanes.first, lanes.number)
+        for place in range(starts[one + 1], starts[one + 2]):
+            is_user[lane[uses[place]]] = True
+        best = -1
+        least, least_total = 0, 0
+        for relay in range(low, high):
+            cost = _WHOLE * load[what, relay] + (0 if is_user[relay] else _HANDED_ON * needed)
+            if best < 0 or (cost, total[what, relay]) < (least, least_total):
+                best, least, least_total = relay, cost, total[what, relay]
+        relays[one] = best
+        load[what, best] += needed
+        total[what, best] += needed
+        for place in range(starts[one + 1], starts[one + 2]):
+            is_user[lane[uses[place]]] = False
+    return relays
