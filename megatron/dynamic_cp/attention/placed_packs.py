@@ -182,7 +182,8 @@ def _packs_of_division(
 ) -> Iterator[Pack]:
     """Yield a pack of the causal squares, one of all that is full, and one of rows that see ranges of their keys.
 
-    All keys of a row are one rectangle, whichever homes they are from.
+    All keys of a row are one rectangle, whichever homes they are from, and so are all rows with the same keys: kernels
+    compute few large rectangles, however finely homes are cut.
     """
     squares: list[tuple[int, int]] = []
     full: dict[int, list[int]] = {}
@@ -201,26 +202,35 @@ def _packs_of_division(
         lengths = [held[row].num_tokens for row, _ in squares]
         of_rows, of_columns = map(tokens_of, zip(*squares, strict=True))
         yield Pack.build(lengths, mask=CAUSAL, device=device, rows=of_rows, columns=of_columns)
-    for rows, is_ranged in ((full, False), (ranged, True)):
-        if rows:
+    for of_rows, is_ranged in ((full, False), (ranged, True)):
+        if of_rows:
+            rows_of: dict[tuple[int, ...], list[int]] = {}
+            for row, columns in of_rows.items():
+                rows_of.setdefault(tuple(columns), []).append(row)
+            rows = [row for together in rows_of.values() for row in together]
             yield Pack.build(
-                [held[row].num_tokens for row in rows],
-                [sum(held[column].num_tokens for column in columns) for columns in rows.values()],
+                [sum(held[row].num_tokens for row in together) for together in rows_of.values()],
+                [sum(held[column].num_tokens for column in columns) for columns in rows_of],
                 mask=FULL,
                 device=device,
                 rows=tokens_of(rows),
-                columns=tokens_of(column for columns in rows.values() for column in columns),
-                key_ranges=_key_ranges(rows, held, masks, seqlens) if is_ranged else None,
+                columns=tokens_of(column for columns in rows_of for column in columns),
+                key_ranges=_key_ranges(rows, of_rows, held, masks, seqlens) if is_ranged else None,
             )
 
 
 def _key_ranges(
-    rows: Mapping[int, Sequence[int]], held: Sequence[Held], masks: Sequence[Mask], seqlens: Sequence[int]
+    rows: Sequence[int],
+    columns_of: Mapping[int, Sequence[int]],
+    held: Sequence[Held],
+    masks: Sequence[Mask],
+    seqlens: Sequence[int],
 ) -> NDArray[np.int32]:
     """Return what each row sees of its keys, which are parts of its sample in ascending order, one after the other."""
     found = []
     by_sample: dict[int, NDArray[np.int32]] = {}
-    for row, columns in rows.items():
+    for row in rows:
+        columns = columns_of[row]
         number = held[row].sample
         if number not in by_sample:
             by_sample[number] = masks[number].key_ranges(seqlens[number])
