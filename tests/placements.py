@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, parse_mask_rule
 
@@ -42,3 +43,9 @@ def random_placement(
     tiles = np.column_stack([wanted.rows, wanted.columns, lanes, divisions])
     layer_masks = masks if any(isinstance(mask, Lambda) for mask in masks) else ()
     return Placement(without_tiles.homes, random.permutation(tiles).astype(np.int32), layer_masks)
+
+
+def random_lanes(random: np.random.Generator, most: int = 10) -> Lanes:
+    """Return up to `most` lanes, of which the first ones may lie in the middle of a node, and the last ones, too."""
+    node_lanes = int(random.choice([1, 2, 3, 4, 8]))
+    return Lanes(int(random.integers(1, most + 1)), int(random.integers(3 * node_lanes)), node_lanes)

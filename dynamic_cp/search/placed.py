@@ -59,12 +59,13 @@ _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
-_NUM_CANDIDATES = {"fast": 2000, "thorough": 16000}
-"""Placements that are compared for a plan, times lanes, as far as each row has one: they take longer on more lanes."""
+_PLACEMENTS_PER_S, _MOST_PLACEMENTS = {"fast": 6400, "thorough": 51200}, {"fast": 200, "thorough": 1024}
+"""Placements that are compared for a plan, by lanes and for each second of its step, and in all, as far as each row has
+one: a placement takes longer on more lanes, and planning no longer than a step."""
 _INNER_SIZES = (1, 2, 8, 4)
 """Sparse masks mostly do best without an exchange of heads, others with one, so that fewer bytes cross nodes."""
-_HOPELESS = 1.1
-"""A plan is not placed where its longest row would take this many times as long."""
+_HOPELESS = 1.15
+"""A plan is not placed where its longest row would take this many times as long, as far as a few placements show."""
 
 
 def may_place(topology: Topology, options: PlanOptions) -> bool:
@@ -147,7 +148,9 @@ def placed_plans(
     more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
     most_rows = max(fewest + topology.pp_size, len(rows))
     numbers = sorted({fewest, fewest + 1, len(rows), *(number for number in more if number <= most_rows)})
-    most = _NUM_CANDIDATES[cost_model.options.search] // (topology.num_lanes * (len(rows) + sum(numbers)))
+    search, step_s = cost_model.options.search, makespan_ns(plan, cost_model) / 1e9
+    num_placements = min(_MOST_PLACEMENTS[search], int(_PLACEMENTS_PER_S[search] * step_s / topology.num_lanes))
+    most = num_placements // (len(rows) + sum(numbers))
     if most == 0:
         numbers, most = [fewest], 1
     known: dict[tuple[int, ...], MicroBatch | None] = {}
@@ -182,9 +185,9 @@ def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_mode
 
 
 def _is_hopeless(rows: Sequence[MicroBatch], of_rows: Sequence[Sequence[Sample]], cost_model: CostModel) -> bool:
-    """Return whether the longest row, placed in the ways that are mostly best, takes far longer than it does."""
+    """Return whether the longest row, placed once with each number of lanes that exchange heads, takes far longer."""
     slowest_s, longest = max((_slowest_s(row, cost_model), index) for index, row in enumerate(rows))
-    placed = place_row(of_rows[longest], cost_model, most_candidates=2)
+    placed = place_row(of_rows[longest], cost_model, most_candidates=len(_inner_sizes(cost_model)))
     return placed is None or _slowest_s(placed, cost_model) > _HOPELESS * slowest_s
 
 

@@ -1,0 +1,271 @@
+"""Relays: what crosses comes once to a node, from it to all who use it, and each lane of the node fetches its share."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.programme import programmes_of
+from dynamic_cp.placement.transport import ACROSS, COLUMN, INSIDE, ROW, fetches_of, messages_of
+from dynamic_cp.types import Placement
+from tests.placements import random_lanes, random_placement, random_samples
+
+SEEDS = range(120)
+
+Thing = tuple[int, int, int]
+"""A node, a kind, and a home of another node that lanes of it use."""
+
+
+def drawn(seed: int) -> tuple[Placement, Lanes, np.ndarray]:
+    """Return a placement, its lanes, and a number for each home by which relays take turns."""
+    random = np.random.default_rng(seed)
+    samples, lanes = random_samples(random), random_lanes(random)
+    placement = random_placement(random, samples, lanes.number, int(random.integers(1, 5)))
+    placement.tiles[:, 2] -= placement.tiles[:, 2] % int(random.integers(1, 4))  # some lanes compute nothing
+    return placement, lanes, random.integers(0, 20, len(placement.homes))
+
+
+def uses_of(placement: Placement) -> dict[tuple[int, int, int], list[int]]:
+    """Return (lane, kind, home) -> divisions of the tiles that need it, of all that a lane does not hold."""
+    uses = defaultdict(list)
+    for row, column, lane, division in placement.tiles.tolist():
+        for kind, home in ((ROW, row), (COLUMN, column)):
+            if placement.homes[home, 3] != lane:
+                uses[lane, kind, home].append(division)
+    return uses
+
+
+def crossing(placement: Placement, lanes: Lanes) -> dict[Thing, dict[int, list[int]]]:
+    """Return what each node needs of other nodes: who uses it, and in which divisions."""
+    found: dict[Thing, dict[int, list[int]]] = defaultdict(dict)
+    for (lane, kind, home), divisions in uses_of(placement).items():
+        if node_of(lane, lanes) != node_of(placement.homes[home, 3], lanes):
+            found[node_of(lane, lanes), kind, home][lane] = divisions
+    return found
+
+
+def node_of(lane: int, lanes: Lanes) -> int:
+    return int(lanes.first + lane) // lanes.of_node
+
+
+def relays_of(placement: Placement, lanes: Lanes, order: np.ndarray | None = None) -> dict[Thing, int]:
+    """Return which lane fetches what of other nodes."""
+    fetches = fetches_of(placement, lanes, order)
+    return {
+        (node_of(lane, lanes), kind, home): lane
+        for lane, kind, home, _, crosses, *_ in zip(*(column.tolist() for column in fetches), strict=True)
+        if crosses
+    }
+
+
+def tokens_of(placement: Placement) -> list[int]:
+    return np.diff(placement.homes[:, 1:3])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_what_crosses_comes_once_to_a_node_and_from_its_relay_to_all_others(takes_turns: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        placement, lanes, order = drawn(seed)
+        fetches = fetches_of(placement, lanes, order if takes_turns else None)
+        entries = [*zip(*(column.tolist() for column in fetches), strict=True)]
+        found = {entry[:3]: entry[3:] for entry in entries}
+        assert [entry[:3] for entry in entries] == sorted(found), "in order, and nothing twice"
+        uses, needed = uses_of(placement), crossing(placement, lanes)
+        assert uses.keys() <= found.keys()
+        relays = relays_of(placement, lanes, order if takes_turns else None)
+        assert relays.keys() == needed.keys()
+        assert int(fetches.crosses.sum()) == len(needed), "once for each node"
+        for (lane, kind, home), (source, crosses, first, last) in found.items():
+            assert 0 <= lane < lanes.number
+            thing, holder = (node_of(lane, lanes), kind, home), placement.homes[home, 3]
+            divisions = uses.get((lane, kind, home), [])
+            if thing not in needed:
+                assert (source, crosses) == (holder, 0)
+                seen["inside"] += 1
+            elif lane == relays[thing]:
+                assert (source, crosses) == (holder, 1)
+                seen["from the relay"] += len(needed[thing].keys() - {lane})
+                seen["wider than its own use"] += bool(divisions) and (first, last) != (min(divisions), max(divisions))
+                seen["relay that uses nothing"] += not divisions
+                divisions = [*chain(*needed[thing].values())]
+            else:
+                assert (source, crosses) == (relays[thing], 0)
+            assert (first, last) == (min(divisions), max(divisions)), "of its own tiles, or of those of its node"
+        num_nodes = node_of(lanes.number - 1, lanes) - node_of(0, lanes) + 1
+        seen["begins inside a node"] += bool(needed and lanes.first % lanes.of_node)
+        seen["ends inside a node"] += bool(needed and (lanes.first + lanes.number) % lanes.of_node)
+        seen["one lane per node"] += bool(needed and lanes.of_node == 1)
+        seen["one node"] += num_nodes == 1
+    assert (seen["relay that uses nothing"] > 0) == (not takes_turns), "lanes in turn are users"
+    for what in ("inside", "from the relay", "wider than its own use"):
+        assert seen[what] > 100, what
+    for what in ("begins inside a node", "ends inside a node", "one lane per node", "one node"):
+        assert seen[what] > 8, what
+
+
+def test_relays_are_those_of_the_rule() -> None:
+    """In plain words: largest first, each to the lane with least; three tenths more where it has to hand it on."""
+    num_relays = 0
+    for seed in SEEDS:
+        placement, lanes, _ = drawn(seed)
+        needed, tokens = crossing(placement, lanes), tokens_of(placement)
+        begins = {thing: min(chain(*users.values())) for thing, users in needed.items()}
+        fetched: Counter[tuple[int, int, int]] = Counter()
+        in_all: Counter[tuple[int, int]] = Counter()
+        expected = {}
+        for thing in sorted(needed, key=lambda thing: (begins[thing], -tokens[thing[2]], thing)):
+            node, kind, home = thing
+            best = min(
+                (10 * fetched[begins[thing], kind, lane] + (0 if lane in needed[thing] else 3 * tokens[home]),
+                 in_all[kind, lane], lane)
+                for lane in range(lanes.number) if node_of(lane, lanes) == node
+            )  # fmt: skip
+            expected[thing] = best[-1]
+            fetched[begins[thing], kind, best[-1]] += tokens[home]
+            in_all[kind, best[-1]] += tokens[home]
+        assert relays_of(placement, lanes) == expected
+        num_relays += len(expected)
+    assert num_relays > 1000
+
+
+def test_relays_in_turn_are_those_of_the_rule() -> None:
+    """Who needs it first; of several one after the other, as homes have their numbers."""
+    num_shared = 0
+    for seed in SEEDS:
+        placement, lanes, order = drawn(seed)
+        expected = {}
+        for thing, users in crossing(placement, lanes).items():
+            turn = order[thing[2]]
+            expected[thing] = min(users, key=lambda lane: (min(users[lane]), (lane + turn) % lanes.of_node))
+            num_shared += len(users) > 1
+        assert relays_of(placement, lanes, order) == expected
+    assert num_shared > 100
+
+
+def uneven(sizes: list[int], users: list[list[int]], divisions: list[int] | None = None) -> Placement:
+    """Return a placement where lane 0 holds homes of these sizes, and users of each compute with its keys.
+
+    Users hold a token each, behind these homes; tiles that nobody has to fetch anything for are left out.
+    """
+    ends = np.cumsum(sizes).tolist()
+    homes = [(0, end - size, end, 0) for size, end in zip(sizes, ends, strict=True)]
+    holders = sorted({*chain(*users)})
+    homes += [(0, ends[-1] + place, ends[-1] + place + 1, lane) for place, lane in enumerate(holders)]
+    tiles = [
+        (len(sizes) + holders.index(lane), column, lane, divisions[column] if divisions else 0)
+        for column, of_column in enumerate(users)
+        for lane in of_column
+    ]
+    return Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
+
+
+def across(placement: Placement, lanes: Lanes, order: np.ndarray | None = None) -> list[int]:
+    """Return the tokens that each lane fetches from other nodes, and what messages say of them."""
+    fetches = fetches_of(placement, lanes, order)
+    tokens = np.array(tokens_of(placement))
+    messages = messages_of(fetches, tokens, np.ones(2), np.ones(2))
+    chosen = messages.round == ACROSS
+    received = np.bincount(messages.receiver[chosen], messages.num_bytes[chosen], lanes.number).astype(int)
+    own = fetches.crosses == 1
+    assert received.tolist() == np.bincount(fetches.lane[own], tokens[fetches.home[own]], lanes.number).tolist()
+    return received.tolist()
+
+
+def test_one_lane_that_uses_everything_fetches_a_share_of_it() -> None:
+    """Lane 4 alone of its node uses eight homes of 10 tokens: four NICs fetch two each, not one all of them."""
+    lanes = Lanes(8, 0, 4)
+    placement = uneven([10] * 8, [[4]] * 8)
+    assert across(placement, lanes) == [0, 0, 0, 0, 20, 20, 20, 20]
+    assert across(placement, lanes, np.arange(len(placement.homes))) == [0, 0, 0, 0, 80, 0, 0, 0]
+    # Of the second node the bucket has lanes 2 and 3 only: they share, and no lane outside of the bucket does.
+    lanes = Lanes(4, 6, 4)
+    placement = uneven([10] * 8, [[2]] * 8)
+    assert across(placement, lanes) == [0, 0, 40, 40]
+    # Of the first node it has lane 0 only, of the last one lane 5.
+    lanes = Lanes(6, 3, 4)
+    placement = uneven([10] * 8, [[5]] * 8)
+    assert across(placement, lanes) == [0, 0, 0, 0, 0, 80]
+    placement = uneven([10] * 8, [[1]] * 8)
+    assert across(placement, lanes) == [0, 20, 20, 20, 20, 0]
+
+
+def test_a_lane_that_only_hands_on_has_room_for_it_and_computes_nothing() -> None:
+    lanes = Lanes(4, 0, 2)
+    placement = uneven([10, 10], [[2], [2]])
+    user, relay = programmes_of(placement, lanes)[2:]
+    assert (user.buffer_tokens, relay.buffer_tokens) == ((0, 20), (0, 10))
+    assert [len(tiles) for tiles in relay.tiles] == [0]
+    (fetched,) = (one for one in relay.held if one.kind == COLUMN)
+    assert fetched.sample == -1, "it knows no sample of it"
+    (inside,) = (one for one in relay.exchanges if one.round == INSIDE)
+    assert [lane for lane, _ in inside.sends] == [2]
+    assert not inside.receives
+
+
+def test_the_largest_is_given_out_first() -> None:
+    """Lane 2 fetches 6 tokens, its neighbour 3 and 3 for it; the other way round it would be 9 and 3."""
+    lanes = Lanes(4, 0, 2)
+    assert across(uneven([3, 3, 6], [[2], [2], [2]]), lanes) == [0, 0, 6, 6]
+
+
+def test_who_uses_it_is_preferred_up_to_three_tenths() -> None:
+    """Lane 3 has fetched nothing, yet lane 2 fetches a home that it uses itself, unless it has 3 of 10 tokens more."""
+    lanes = Lanes(4, 0, 2)
+    for more, expected in ((0, [0, 0, 20, 10]), (2, [0, 0, 22, 10]), (3, [0, 0, 13, 20]), (4, [0, 0, 14, 20])):
+        # First 10 + more and 10 tokens, a lane each; then 10 that lane 2 uses, and lane 3 would hand on.
+        placement = uneven([10 + more, 10, 10], [[2], [3], [2]])
+        assert across(placement, lanes) == expected
+
+
+def test_of_equals_the_one_that_fetched_least_in_all_divisions() -> None:
+    """Both lanes use a home in each division: one of 5 tokens, then of 3, then of 4."""
+    lanes = Lanes(4, 0, 2)
+    both = [[2, 3]] * 3
+    placement = uneven([5, 3, 4], both, [0, 1, 2])
+    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
+    # In one division each lane is given what is large first: 5, then 4, and 3 to the lane with less.
+    placement = uneven([5, 3, 4], both)
+    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
+    placement = uneven([5, 1, 4], both, [0, 0, 1])
+    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
+    placement = uneven([5, 4, 2], both, [0, 0, 1])
+    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
+
+
+def test_queries_and_keys_are_shared_out_apart() -> None:
+    """Lane 2 uses queries and keys of the same four homes: of each kind it fetches two, and its neighbour two."""
+    lanes = Lanes(4, 0, 2)
+    homes = [(0, 10 * number, 10 * number + 10, 0) for number in range(4)]
+    tiles = [(number, number, 2, 0) for number in range(4)]
+    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
+    counts = Counter((lane, kind) for (_, kind, _), lane in relays_of(placement, lanes).items())
+    assert counts == {(lane, kind): 2 for lane in (2, 3) for kind in (ROW, COLUMN)}
+
+
+def test_fetches_depend_on_no_order_of_tiles() -> None:
+    num_crossing = 0
+    for seed in SEEDS:
+        placement, lanes, order = drawn(seed)
+        shuffled = Placement(placement.homes, np.random.default_rng(seed).permutation(placement.tiles))
+        for turns in (None, order):
+            pairs = zip(fetches_of(placement, lanes, turns), fetches_of(shuffled, lanes, turns), strict=True)
+            assert all(np.array_equal(one, other) for one, other in pairs)
+        num_crossing += len(relays_of(placement, lanes))
+    assert num_crossing > 1000
+
+
+def test_uneven_need_is_evened_out() -> None:
+    """Where one lane of each node computes everything, the lane that fetches most from other nodes fetches far less."""
+    by_load = in_turn = 0
+    for seed in SEEDS:
+        placement, lanes, order = drawn(seed)
+        placement.tiles[:, 2] -= (lanes.first + placement.tiles[:, 2]) % lanes.of_node
+        placement.tiles[:, 2] = placement.tiles[:, 2].clip(min=0)
+        by_load += max(across(placement, lanes))
+        in_turn += max(across(placement, lanes, order))
+    assert 0 < by_load < 0.7 * in_turn
