@@ -103,7 +103,7 @@ def test_what_crosses_comes_once_to_a_node_and_from_its_relay_to_all_others(take
         seen["one node"] += num_nodes == 1
     assert (seen["relay that uses nothing"] > 0) == (not takes_turns), "lanes in turn are users"
     for what in ("inside", "from the relay", "wider than its own use"):
-        assert seen[what] > 100, what
+        assert seen[what] > 40, what
     for what in ("begins inside a node", "ends inside a node", "one lane per node", "one node"):
         assert seen[what] > 8, what
 
@@ -225,16 +225,15 @@ def test_who_uses_it_is_preferred_up_to_three_tenths() -> None:
 def test_of_equals_the_one_that_fetched_least_in_all_divisions() -> None:
     """Both lanes use a home in each division: one of 5 tokens, then of 3, then of 4."""
     lanes = Lanes(4, 0, 2)
-    both = [[2, 3]] * 3
-    placement = uneven([5, 3, 4], both, [0, 1, 2])
-    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
-    # In one division each lane is given what is large first: 5, then 4, and 3 to the lane with less.
-    placement = uneven([5, 3, 4], both)
-    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
-    placement = uneven([5, 1, 4], both, [0, 0, 1])
-    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
-    placement = uneven([5, 4, 2], both, [0, 0, 1])
-    assert [relays_of(placement, lanes)[1, COLUMN, home] for home in range(3)] == [2, 3, 3]
+    relays = relays_of(uneven([5, 3, 4], [[2, 3]] * 3, [0, 1, 2]), lanes)
+    assert relays == {(1, COLUMN, 0): 2, (1, COLUMN, 1): 3, (1, COLUMN, 2): 3}
+
+
+def test_each_division_begins_anew() -> None:
+    """Lane 3 alone uses two homes: in two divisions it fetches both, in one a neighbour fetches one for it."""
+    lanes = Lanes(4, 0, 2)
+    assert across(uneven([10, 10], [[3], [3]], [0, 1]), lanes) == [0, 0, 0, 20]
+    assert across(uneven([10, 10], [[3], [3]], [1, 1]), lanes) == [0, 0, 10, 10]
 
 
 def test_queries_and_keys_are_shared_out_apart() -> None:
@@ -260,12 +259,13 @@ def test_fetches_depend_on_no_order_of_tiles() -> None:
 
 
 def test_uneven_need_is_evened_out() -> None:
-    """Where one lane of each node computes everything, the lane that fetches most from other nodes fetches far less."""
+    """One lane of each of two nodes computes all tiles, and would fetch all; homes are few, of any size."""
+    lanes = Lanes(8, 0, 4)
     by_load = in_turn = 0
     for seed in SEEDS:
-        placement, lanes, order = drawn(seed)
-        placement.tiles[:, 2] -= (lanes.first + placement.tiles[:, 2]) % lanes.of_node
-        placement.tiles[:, 2] = placement.tiles[:, 2].clip(min=0)
+        random = np.random.default_rng(seed)
+        placement = random_placement(random, random_samples(random), lanes.number, 1)
+        placement.tiles[:, 2] &= 4
         by_load += max(across(placement, lanes))
-        in_turn += max(across(placement, lanes, order))
-    assert 0 < by_load < 0.7 * in_turn
+        in_turn += max(across(placement, lanes, np.arange(len(placement.homes))))
+    assert in_turn / 4 < by_load < 0.6 * in_turn

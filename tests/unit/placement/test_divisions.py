@@ -1,0 +1,335 @@
+"""Divisions: tiles come as soon as what they need can be there, each has its share of work, and rings stay rings."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import permutations, product
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from dynamic_cp.placement.divisions import COMMON, LinkRates, Schedule, divided
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of, messages_of
+from dynamic_cp.types import CAUSAL, Lambda, Placement
+from tests.placements import random_lanes, random_placement, random_samples
+
+SEEDS = range(120)
+CONTENT = LinkRates(1.0, 1.0, 1.0, 1.0, 0.0)
+"""A token takes a second on every link."""
+
+
+class Drawn(NamedTuple):
+    """What is divided, and how."""
+
+    placement: Placement
+    work: np.ndarray
+    lanes: Lanes
+    rates: LinkRates
+    schedule: Schedule
+
+    def divided(self) -> Placement:
+        return divided(*self)
+
+
+def drawn(seed: int) -> Drawn:
+    random = np.random.default_rng(seed)
+    samples, lanes = random_samples(random), random_lanes(random)
+    placement = random_placement(random, samples, lanes.number, 5, CAUSAL, Lambda(1, 4))
+    shares = random.integers(1, 5, random.integers(1, 6)).astype(float).tolist()
+    if len(shares) > 1 and seed % 3 == 0:
+        shares[0] = 0.0
+    rates = LinkRates(*random.choice([1.0, 2.0, 4.0], 4).tolist(), float(random.choice([0.0, 0.5, 8.0])))
+    schedule = Schedule(tuple(shares), rotates=bool(seed % 2))
+    return Drawn(placement, random.integers(1, 50, len(placement.tiles)), lanes, rates, schedule)
+
+
+def needs_of(placement: Placement) -> list[set[tuple[int, int]]]:
+    """Return [tile] -> (kind, home) of what its lane does not hold."""
+    return [
+        {(kind, home) for kind, home in enumerate((row, column)) if placement.homes[home, 3] != lane}
+        for row, column, lane, _ in placement.tiles.tolist()
+    ]
+
+
+def test_tiles_stay_where_they_are_and_those_that_need_nothing_come_first() -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        one = drawn(seed)
+        found = one.divided()
+        assert found.homes is one.placement.homes
+        assert found.layer_masks == one.placement.layer_masks
+        assert len(found.layer_masks) == 2
+        assert np.array_equal(found.tiles[:, :3], one.placement.tiles[:, :3])
+        assert found.tiles.dtype == np.int32
+        division = found.tiles[:, 3]
+        assert 0 <= division.min() <= division.max() < len(one.schedule.shares)
+        needs = np.array([*map(len, needs_of(found))])
+        assert not division[needs == 0].any()
+        if one.schedule.shares[0] == 0.0:
+            assert division[needs > 0].all(), "only what needs nothing"
+            seen["left to what needs nothing"] += bool((needs > 0).any())
+        seen["needs nothing"] += int((needs == 0).sum())
+        seen["later"] += int((division > 0).sum())
+        seen["all divisions"] += len(set(division.tolist())) == len(one.schedule.shares) > 1
+    for what in ("left to what needs nothing", "needs nothing", "later", "all divisions"):
+        assert seen[what] > 20, what
+
+
+def test_a_tile_comes_no_earlier_than_one_that_needs_part_of_the_same() -> None:
+    """And those of a lane that need the same come together."""
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        one = drawn(seed)
+        tiles, needs = one.divided().tiles.tolist(), needs_of(one.placement)
+        of_lane = defaultdict(list)
+        for tile, need in zip(tiles, needs, strict=True):
+            of_lane[tile[2]].append((tile[3], need))
+        for mine in of_lane.values():
+            for (division, need), (other, more) in permutations(mine, 2):
+                if need and need <= more:
+                    assert division <= other
+                    seen["needs more"] += need < more
+                    seen["needs the same"] += need == more
+                    seen["comes later"] += division < other
+    for what in ("needs more", "needs the same", "comes later"):
+        assert seen[what] > 40, what
+
+
+def test_divisions_of_before_and_the_order_of_tiles_count_for_nothing() -> None:
+    num_later = 0
+    for seed in SEEDS:
+        one = drawn(seed)
+        random, found = np.random.default_rng(seed), one.divided()
+        others = one.placement.tiles.copy()
+        others[:, 3] = random.integers(0, 9, len(others))
+        assert one._replace(placement=Placement(one.placement.homes, others)).divided().tiles.tolist() == (
+            found.tiles.tolist()
+        )
+        order = random.permutation(len(others))
+        shuffled = one._replace(placement=Placement(one.placement.homes, others[order]), work=one.work[order])
+        assert np.array_equal(shuffled.divided().tiles, found.tiles[order])
+        num_later += int((found.tiles[:, 3] > 0).sum())
+    assert num_later > 1000
+
+
+class Thing(NamedTuple):
+    """What a lane fetches, or its node together: then the receiver is the node's first lane."""
+
+    receiver: int
+    crosses: int
+    kind: int
+    home: int
+
+
+def divisions_by_rule(one: Drawn) -> tuple[list[int], Counter[str]]:
+    """Return the division of each tile as links would have it, one thing after the other, and what there was."""
+    placement, work, lanes, rates, schedule = one
+    nodes = [(lanes.first + lane) // lanes.of_node for lane in range(lanes.number)]
+    first_of = [nodes.index(node) for node in nodes]
+    holder = placement.homes[:, 3].tolist()
+    tokens = np.diff(placement.homes[:, 1:3])[:, 0].tolist()
+    needs: list[list[Thing]] = []
+    waiting_work: Counter[Thing] = Counter()
+    for (_, _, lane, _), needed, of_tile in zip(
+        placement.tiles.tolist(), needs_of(placement), work.tolist(), strict=True
+    ):
+        needs.append([])
+        for kind, home in needed:
+            crosses = nodes[lane] != nodes[holder[home]]
+            needs[-1].append(Thing(first_of[lane] if crosses else lane, int(crosses), kind, home))
+            waiting_work[needs[-1][-1]] += of_tile
+    token_bytes = rates.row_bytes, rates.column_bytes
+    num_bytes = {thing: tokens[thing.home] * token_bytes[thing.kind] for thing in waiting_work}
+
+    def turn(thing: Thing) -> tuple[float, ...]:
+        if not schedule.rotates:
+            return (-waiting_work[thing] / num_bytes[thing], *thing)
+        behind = nodes[thing.receiver] - nodes[holder[thing.home]]
+        lanes_behind = (thing.receiver - holder[thing.home]) % lanes.of_node
+        return (thing.kind, behind % (nodes[-1] + 1), lanes_behind, -num_bytes[thing], *thing)
+
+    there_s: dict[Thing, float] = {}
+    seen: Counter[str] = Counter()
+    for crosses in range(2):
+        queues: dict[int, list[Thing]] = defaultdict(list)
+        for thing in sorted(waiting_work, key=turn):
+            if thing.crosses == crosses:
+                queues[thing.receiver].append(thing)
+        receives_s, sends_s = [0.0] * lanes.number, [0.0] * lanes.number
+        queue_of = [queues[first_of[lane] if crosses else lane] for lane in range(lanes.number)]
+        while any(queue_of):
+            now_s, lane = min((receives_s[lane], lane) for lane in range(lanes.number) if queue_of[lane])
+            begins_s, place = min(
+                (max(now_s, sends_s[holder[thing.home]]), place) for place, thing in enumerate(queue_of[lane])
+            )
+            thing = queue_of[lane].pop(place)
+            bytes_per_s = rates.across_bytes_per_s if crosses else rates.inside_bytes_per_s
+            end_s = begins_s + num_bytes[thing] / bytes_per_s
+            receives_s[lane] = sends_s[holder[thing.home]] = end_s
+            there_s[thing] = end_s + rates.latency_s * (3 if crosses else 1)
+            seen["waits for a sender"] += begins_s > now_s
+            seen["waits for nobody, as another is first"] += place > 0
+            seen["crosses" if crosses else "inside"] += 1
+    ready_s = [max((there_s[thing] for thing in needed), default=0.0) for needed in needs]
+    until = np.cumsum(schedule.shares) / np.sum(schedule.shares)
+    work_at: Counter[float] = Counter()
+    for time_s, of_tile in zip(ready_s, work.tolist(), strict=True):
+        if time_s > 0.0:
+            work_at[time_s] += of_tile
+    division_at, now, done = {0.0: 0}, 0, 0
+    for time_s in sorted(work_at):
+        while now + 1 < len(until) and done >= until[now] * work_at.total():
+            now += 1
+        division_at[time_s] = now
+        done += work_at[time_s]
+    return [division_at[time_s] for time_s in ready_s], seen
+
+
+def test_divisions_are_those_of_the_rule() -> None:
+    """A link takes the first thing of its queue that can be sent at once, or else soonest; divisions cut the time."""
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        one = drawn(seed)
+        expected, found = divisions_by_rule(one)
+        assert one.divided().tiles[:, 3].tolist() == expected
+        seen += found
+    assert all(seen[what] > 100 for what in seen)
+    assert len(seen) == 4
+
+
+def fetching(
+    homes: list[tuple[int, int]], tiles: list[tuple[int, int, int]], work: list[int] | None = None
+) -> tuple[Placement, np.ndarray]:
+    """Return a placement of homes of so many tokens on lanes, its (row, column, lane), and what each computes."""
+    ends = np.cumsum([tokens for tokens, _ in homes]).tolist()
+    all_homes = [(0, end - tokens, end, lane) for end, (tokens, lane) in zip(ends, homes, strict=True)]
+    placement = Placement(np.array(all_homes, np.int32), np.array([(*tile, 7) for tile in tiles], np.int32))
+    return placement, np.array(work or [1] * len(tiles), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule((1.0, 2.0, 1.0)), [25, 50, 25]),
+        (Schedule((0.0, 1.0, 4.0)), [0, 20, 80]),
+        (Schedule((30.0, 30.0, 30.0, 10.0)), [30, 30, 30, 10]),
+        (Schedule.of(3), [42, 42, 16]),
+        (Schedule.of(1), [100]),
+    ],
+)
+def test_many_equal_tiles_are_shared_out_exactly(schedule: Schedule, expected: list[int]) -> None:
+    """Lane 1 computes a tile with each of 100 homes that come one by one, and a large one that needs nothing."""
+    placement, work = fetching(
+        [*[(2, 0)] * 100, (5, 1)], [(100, 100, 1), *((100, home, 1) for home in range(100))], [999] + [1] * 100
+    )
+    division = divided(placement, work, Lanes(2, 0, 1), CONTENT, schedule).tiles[:, 3]
+    assert division[0] == 0
+    assert np.bincount(division[1:], minlength=len(expected)).tolist() == expected
+
+
+def turns_of(placement: Placement, work: np.ndarray, lanes: Lanes, rates: LinkRates, *rotates: bool) -> list[int]:
+    """Return [tile] what is computed before it comes, of all that waits, and 1: tiles that come together have the same.
+
+    There are as many divisions as there is work.
+    """
+    schedule = Schedule((0.0, 0.5, *(1.0,) * int(work.sum())), *rotates)
+    return divided(placement, work, lanes, rates, schedule).tiles[:, 3].tolist()
+
+
+def test_what_most_work_waits_for_comes_first() -> None:
+    """Lane 1 fetches four homes of lane 0, of which one is short, and one is needed for two tiles."""
+    homes = [(10, 0), (10, 0), (4, 0), (10, 0), (1, 1), (1, 1)]
+    tiles = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (5, 3, 1)]
+    for work, turns in (
+        ([5, 60, 4, 20, 20], [105, 1, 101, 61, 61]),
+        ([50, 30, 24, 35, 35], [95, 145, 71, 1, 1]),
+    ):
+        assert turns_of(*fetching(homes, tiles, work), Lanes(2, 0, 1), CONTENT) == turns
+
+
+def test_bytes_of_queries_and_of_keys_count_as_they_are() -> None:
+    """Of equal work, what has fewer bytes comes first."""
+    placement, work = fetching([(10, 0), (10, 0), (5, 1)], [(0, 2, 1), (2, 1, 1)])
+    for rates, turns in ((CONTENT._replace(row_bytes=3.0), [2, 1]), (CONTENT._replace(column_bytes=3.0), [1, 2])):
+        assert turns_of(placement, work, Lanes(2, 0, 1), rates) == turns
+
+
+def test_links_have_their_own_speeds_and_latencies() -> None:
+    """Lane 1 fetches 12 tokens of its node at 4 a second, and a token of another node at 1: 3 s and 1 s, and latencies.
+
+    What crosses is handed on in another two rounds: there are three latencies to one.
+    """
+    placement, work = fetching([(12, 0), (1, 2), (5, 1)], [(2, 0, 1), (2, 1, 1)])
+    for latency_s, turns in ((0.0, [2, 1]), (0.5, [2, 1]), (1.0, [1, 1]), (2.0, [1, 2])):
+        assert turns_of(placement, work, Lanes(3, 0, 2), COMMON._replace(latency_s=latency_s)) == turns
+
+
+def test_the_links_of_a_node_fetch_together_what_crosses() -> None:
+    """Lanes 2 and 3 of a node need four homes: their two NICs fetch two at a time, as far as other lanes send two."""
+    users = [(1, 2), (1, 3)]
+    tiles = [(row, column, row - 2) for row in (4, 5) for column in range(4)]
+    of_two = fetching([(6, 0), (6, 1), (6, 0), (6, 1), *users], tiles)
+    assert turns_of(*of_two, Lanes(4, 0, 2), CONTENT) == 2 * [1, 1, 5, 5]
+    of_one = fetching([(6, 0)] * 4 + users, tiles)
+    assert turns_of(*of_one, Lanes(4, 0, 2), CONTENT) == 2 * [1, 3, 5, 7]
+
+
+def test_links_of_a_node_are_not_those_to_other_nodes() -> None:
+    """Lane 1 fetches from lane 0 of its node and from lane 2: both at once, unless that is of its node, too."""
+    one = fetching([(6, 0), (6, 2), (1, 1)], [(2, 0, 1), (2, 1, 1)])
+    assert turns_of(*one, Lanes(4, 0, 2), CONTENT) == [1, 1]
+    assert turns_of(*one, Lanes(4, 0, 4), CONTENT) == [1, 2]
+
+
+def test_rings_take_queries_first_and_then_what_is_near() -> None:
+    """Lane 2 fetches keys of lanes 0 and 1 before it and of lane 3 behind it, and queries of lane 0."""
+    homes = [(10, 0), (10, 0), (10, 1), (10, 2), (10, 3)]
+    one = fetching(homes, [(3, 1, 2), (3, 2, 2), (3, 4, 2), (0, 3, 2)], [9, 2, 40, 1])
+    for lanes in (Lanes(4, 0, 1), Lanes(4, 5, 1), Lanes(4, 0, 4), Lanes(4, 4, 4)):
+        assert turns_of(*one, lanes, CONTENT, True) == [4, 2, 13, 1], "work counts for nothing"
+        assert turns_of(*one, lanes, CONTENT) == [41, 50, 1, 52]
+
+
+@pytest.mark.parametrize(("num_nodes", "node_lanes", "first_node"), [(5, 1, 0), (1, 6, 0), (4, 2, 0), (3, 4, 2)])
+def test_rings_of_equal_lanes_stay_rings(num_nodes: int, node_lanes: int, first_node: int) -> None:
+    """All lanes need all keys: in each division each of them sends one block and receives one, as NICs and as lanes."""
+    num_lanes = num_nodes * node_lanes
+    lanes = Lanes(num_lanes, first_node * node_lanes, node_lanes)
+    tiles = [(row, column, row) for row, column in product(range(num_lanes), repeat=2)]
+    placement, work = fetching([(16, lane) for lane in range(num_lanes)], tiles)
+    rates = LinkRates(4.0, 1.0, 1000.0, 10.0, 0.5)
+    # A round for each lane of the node, then one for each other node, which brings all that its lanes hold.
+    shares = (0.0, *(1.0,) * (node_lanes - 1), *(float(node_lanes),) * (num_nodes - 1))
+    found = divided(placement, work, lanes, rates, Schedule(shares, rotates=True))
+    messages = messages_of(fetches_of(found, lanes), np.full(num_lanes, 16), np.array([0.0, 1.0]), np.zeros(2))
+    assert found.num_divisions == len(shares)
+    for one in range(1, len(shares)):
+        now = (messages.division == one) & (messages.round == (INSIDE if one < node_lanes else ACROSS))
+        assert sorted(messages.sender[now]) == sorted(messages.receiver[now]) == list(range(num_lanes))
+        assert (messages.num_bytes[now] == 16.0).all()
+        behind = (lanes.first + messages.receiver[now]) - (lanes.first + messages.sender[now])
+        if one < node_lanes:
+            assert set((behind % node_lanes).tolist()) == {one}
+        else:
+            nodes = messages.receiver[now] // node_lanes - messages.sender[now] // node_lanes
+            assert set((nodes % num_nodes).tolist()) == {one - node_lanes + 1}
+    assert (found.tiles[:, 3] == 0).sum() == num_lanes
+
+
+def test_nothing_to_fetch_is_one_division() -> None:
+    nothing = Placement(np.array([(0, 0, 8, 0)], np.int32), np.zeros((0, 4), np.int32))
+    assert divided(nothing, np.zeros(0, np.int64), Lanes(1, 0, 1), COMMON, Schedule.of(4)) == nothing
+    local, work = fetching([(8, 0), (3, 0), (9, 1)], [(0, 0, 0), (1, 0, 0), (1, 1, 0), (2, 2, 1)])
+    for node_lanes in (1, 2):
+        assert not divided(local, work, Lanes(2, 1, node_lanes), COMMON, Schedule.of(4)).tiles[:, 3].any()
+    for seed in SEEDS[:20]:
+        one = drawn(seed)
+        together = one.placement.homes.copy()
+        together[:, 3] = 0
+        tiles = one.placement.tiles.copy()
+        tiles[:, 2] = 0
+        alone = one._replace(placement=Placement(together, tiles), lanes=Lanes(1, 3, 4))
+        assert not alone.divided().tiles[:, 3].any()
+        assert not one._replace(schedule=Schedule((2.0,))).divided().tiles[:, 3].any()
