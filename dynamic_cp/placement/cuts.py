@@ -46,7 +46,7 @@ def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
     """Return the same with homes cut where what lanes fetch of them begins and ends, in whole 32nds of a home.
 
     Args:
-        whole: a placement with the tiles that masks allow, or more.
+        whole: a placement with the tiles that masks allow.
         samples: of its bucket; mask: of those that bring none.
     """
     homes, tiles = _as_ints(whole.placement)
@@ -62,7 +62,7 @@ def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rate
     Args:
         whole, samples, mask: as for `trimmed`.
         lanes, rates: of the placement, and of their links.
-        most_tokens: that a lane may hold.
+        most_tokens: that a lane may hold; one that holds more is given none.
     """
     homes, tiles = _as_ints(whole.placement)
     sent_s = _sent_s(homes, tiles, lanes, rates)
@@ -260,14 +260,14 @@ def _shared_out(
         parts, parents: what homes became, [part] -> home.
         num_parts: [home] more than 1: it was cut.
         sent_s: [home] how long its lane sends it.
-        most_tokens: that a lane may hold, unless its own home was cut.
+        most_tokens: that a lane may hold; one that holds more is given none.
     """
     holder = parts[:, 3].copy()
     of_lane, tokens = np.zeros(lanes.number), np.zeros(lanes.number, np.int64)
     for home in range(len(homes)):
+        tokens[homes[home, 3]] += homes[home, 2] - homes[home, 1]
         if num_parts[home] == 1:
             of_lane[homes[home, 3]] += sent_s[home]
-            tokens[homes[home, 3]] += homes[home, 2] - homes[home, 1]
     by_home, firsts = sorted_by(parents, len(homes))
     for home in ascending(-sent_s):
         if num_parts[home] == 1:
@@ -278,10 +278,10 @@ def _shared_out(
         for part in by_home[firsts[home] : firsts[home + 1]]:
             size = parts[part, 2] - parts[part, 1]
             best = homes[home, 3]
-            least_s = of_lane[best] if tokens[best] + size <= most_tokens else np.inf
+            tokens[best] -= size
             for lane in range(low, high):
-                if tokens[lane] + size <= most_tokens and of_lane[lane] < least_s:
-                    best, least_s = lane, of_lane[lane]
+                if tokens[lane] + size <= most_tokens and of_lane[lane] < of_lane[best]:
+                    best = lane
             holder[part] = best
             of_lane[best] += sent_s[home] * size / (homes[home, 2] - homes[home, 1])
             tokens[best] += size

@@ -1,4 +1,4 @@
-"""Homes cut to what is used of them, and shared out: the same tokens and pairs, less to fetch, from more lanes."""
+"""Homes cut to what lanes use of them: the same tokens and pairs where they were, and less to fetch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from dynamic_cp.placement.cuts import Cut, spread, trimmed
-from dynamic_cp.placement.divisions import LinkRates
-from dynamic_cp.placement.lanes import Lanes
-from dynamic_cp.placement.legal import tiles_between, why_misplaced, with_masks
-from dynamic_cp.placement.runs import seen_in_run
-from dynamic_cp.placement.transport import fetches_of, messages_of
+from dynamic_cp.placement.cuts import Cut, trimmed
+from dynamic_cp.placement.legal import why_misplaced, with_masks
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, parse_mask_rule
-from tests.placements import random_lanes, random_placement, random_samples
+from tests.placements import random_placement
 from tests.unit.placement.instances import dense, random_ranges, touched_by
 
-SEEDS = range(12)
+SEEDS = range(40)
 MASKS: dict[str, Callable[[np.random.Generator, int], Mask | None]] = {
     "causal": lambda _random, _seqlen: None,
     "full": lambda _random, _seqlen: FULL,
@@ -178,7 +174,7 @@ def test_trimmed_homes_keep_tokens_and_pairs_where_they_are(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_nothing_is_fetched_that_is_unused_but_for_rounding(kind: str) -> None:
-    """Every 32nd of a home that a lane fetches has something in it that the lane needs, and homes are cut for no more."""
+    """Every 32nd of a home that a lane fetches has something that the lane needs, and homes are cut for no more."""
     fewer = num_steps = 0
     for seed in SEEDS:
         one = drawn(seed, kind)
@@ -260,200 +256,3 @@ def test_short_homes_are_cut_between_any_tokens() -> None:
     homes, tiles = [(0, 0, 40, 0), (0, 40, 80, 1)], [(0, 0, 0, 0), (1, 0, 1, 0), (1, 1, 1, 0)]
     cut = trimmed(Cut(placement_of(homes, tiles), np.zeros(3, np.int64)), samples, window).placement
     assert cut.homes[:, 1:].tolist() == [[0, 31, 0], [31, 40, 0], [40, 80, 1]]
-
-
-# Homes shared out.
-
-
-def sent_s(placement: Placement, lanes: Lanes, rates: LinkRates) -> np.ndarray:
-    """Return [home] how long its lane sends it: to each lane of the node that uses it, once to each other node."""
-    seconds = np.zeros(len(placement.homes))
-    sizes, holder = sizes_of(placement), placement.homes[:, 3]
-    to_lanes, to_nodes = set(), set()
-    for (lane, kind), homes in fetched_by(placement).items():
-        node = (lanes.first + lane) // lanes.of_node
-        for home in homes:
-            if node == (lanes.first + holder[home]) // lanes.of_node:
-                to_lanes.add((lane, kind, home))
-            else:
-                to_nodes.add((node, kind, home))
-    for things, bytes_per_s in ((to_lanes, rates.inside_bytes_per_s), (to_nodes, rates.across_bytes_per_s)):
-        for _, kind, home in things:
-            seconds[home] += sizes[home] * (rates.row_bytes, rates.column_bytes)[kind] / bytes_per_s
-    return seconds
-
-
-def drawn_for_many(seed: int) -> tuple[Drawn, Lanes, LinkRates, int]:
-    rng = np.random.default_rng(seed)
-    lanes = random_lanes(rng)
-    samples = random_samples(rng, 250)
-    placement = random_placement(rng, samples, lanes.number, int(rng.integers(1, 4)))
-    rates = LinkRates(*rng.choice([1.0, 2.0, 4.0], 4).tolist(), 0.0)
-    most_tokens = int(rng.choice([1.0, 1.3, 2.0]) * sum(sample.seqlen for sample in samples) / lanes.number) + 1
-    return Drawn(placement, samples, CAUSAL, lanes.number), lanes, rates, most_tokens
-
-
-def test_shared_out_homes_stay_in_their_node_and_are_computed_where_they_were() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(100):
-        one, lanes, rates, most_tokens = drawn_for_many(seed)
-        cut = spread(one.whole, one.samples, one.mask, lanes, rates, most_tokens)
-        placement, before = cut.placement, one.placement
-        seconds, holder = sent_s(before, lanes, rates), before.homes[:, 3]
-        node_of = (lanes.first + np.arange(lanes.number)) // lanes.of_node
-        of_lane = np.bincount(holder, seconds, lanes.number)
-        nodes = {node: np.flatnonzero(node_of == node) for node in node_of.tolist()}
-        mean_s = {node: float(of_lane[of_node].mean()) for node, of_node in nodes.items()}
-        # A home that can be cut: what its lane sends is far above the mean, and so is the home by itself.
-        hubs = [
-            home
-            for home, lane in enumerate(holder.tolist())
-            if of_lane[lane] > 1.3 * mean_s[node_of[lane]]
-            and seconds[home] > 0.5 * mean_s[node_of[lane]]
-            and sizes_of(before)[home] >= 32
-        ]
-        if cut is one.whole:
-            assert not hubs
-            seen["as it was"] += 1
-            continue
-        assert why_misplaced(placement, one.samples, lanes.number) is None
-        assert equal(computed(before, one.seen), computed(placement, one.seen))
-        parents = np.array(parents_of(placement, before))
-        parts_of = np.bincount(parents, minlength=len(before.homes))
-        largest = {}
-        for home in np.flatnonzero(parts_of > 1).tolist():
-            lane, parts = holder[home], np.flatnonzero(parents == home)
-            node = node_of[lane]
-            assert seconds[home] > 0.5 * mean_s[node], "homes that hardly count stay whole"
-            largest[node] = max(largest.get(node, 0.0), seconds[home])
-            assert parts_of[home] <= len(nodes[node])
-            sizes = sizes_of(placement)[parts]
-            assert sizes[0] >= 16
-            assert sizes[0] == sizes.max()
-            assert len(set(sizes[:-1].tolist())) == 1, "equal ones, and a rest"
-            assert (node_of[placement.homes[parts, 3]] == node).all()
-            seen["goes elsewhere"] += int((placement.homes[parts, 3] != lane).sum())
-            seen["in a part of a node"] += len(nodes[node]) < lanes.of_node
-        for node, most_s in largest.items():
-            senders = {int(holder[home]) for home in np.flatnonzero((seconds == most_s) & (node_of[holder] == node))}
-            assert any(of_lane[lane] > 1.3 * mean_s[node] for lane in senders), "the first one is of a busy lane"
-        assert {node_of[holder[home]] for home in hubs} == largest.keys()
-        whole = parts_of[parents] == 1
-        assert np.array_equal(placement.homes[whole], before.homes[parts_of == 1])
-        tokens = [np.array(each.home_tokens(lanes.number)) for each in (before, placement)]
-        gives = np.isin(np.arange(lanes.number), holder[parts_of > 1])
-        above = tokens[1] > most_tokens
-        assert (tokens[1] <= tokens[0])[above & ~gives].all(), "nobody is given more than there is room for"
-        seen["is full"] += int((above & ~gives).sum())
-        found = tiles_between(Placement(placement.homes, placement.tiles[:0]), one.samples, one.mask)
-        assert cut.touched.tolist() == found.touched.tolist()
-        seen["shared out"] += 1
-        seen["less to send"] += sent_s(placement, lanes, rates)[placement.homes[:, 3] >= 0].size > 0
-    for what in ("as it was", "goes elsewhere", "in a part of a node", "is full", "shared out"):
-        assert seen[what] > 10, what
-
-
-BLOCKWISE = Sample(sample_id=0, seqlen=320, mask=CausalBlockwise(64, 1))
-"""Four blocks on a lane each, of which a row sees the first, its own and the one before; the last 64 rows see all."""
-BLOCKS = [(0, 64 * block, 64 * block + 64, min(block, 3)) for block in range(5)]
-RATES = LinkRates(4.0, 1.0, 2.0, 1.0, 0.0)
-
-
-def blockwise() -> Cut:
-    """Return the placement in which rows of the last block are computed where keys are, all others where they are."""
-    pairs = [
-        (0, 0),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 1),
-        (2, 2),
-        (3, 0),
-        (3, 2),
-        (3, 3),
-        *((4, block) for block in range(5)),
-    ]
-    tiles = [(row, column, BLOCKS[column if row == 4 else row][3], 0) for row, column in pairs]
-    placement = placement_of(BLOCKS, tiles)
-    assert why_misplaced(placement, (BLOCKWISE,), 4) is None
-    return Cut(placement, np.zeros(len(tiles), np.int64))
-
-
-def bytes_sent(placement: Placement, lanes: Lanes) -> list[float]:
-    """Return what lanes send each other before they compute, relays among them."""
-    messages = messages_of(fetches_of(placement, lanes), sizes_of(placement), np.array(RATES[:2]), np.zeros(2))
-    return np.bincount(messages.sender, messages.num_bytes, lanes.number).tolist()
-
-
-def test_a_last_block_that_all_lanes_fetch_is_held_by_several() -> None:
-    """64 rows of 4 bytes go to three lanes, 768 bytes; keys of the first block to three, and of two others to one."""
-    lanes, whole = Lanes(4, 0, 4), blockwise()
-    assert bytes_sent(whole.placement, lanes) == [192, 64, 64, 768]
-    cut = spread(whole, (BLOCKWISE,), CAUSAL, lanes, RATES, 200)
-    assert cut.placement.homes[:4].tolist() == whole.placement.homes[:4].tolist()
-    # To who sends least: lane 3 (0), 1 (64) and 2 (64), and 3 again, which sends 192 then as lane 0 does.
-    assert cut.placement.homes[4:, 1:].tolist() == [[256, 272, 3], [272, 288, 1], [288, 304, 2], [304, 320, 3]]
-    # A part of 16 rows to three lanes is 192 bytes; its 16 keys are used where the last block was, on lane 3.
-    assert bytes_sent(cut.placement, lanes) == [192, 64 + 192 + 16, 64 + 192 + 16, 2 * 192]
-    # 64 + 16 tokens are what a lane may hold: lane 3 has room for one part with its first block, and keeps two.
-    for most_tokens, holders in ((80, [3, 1, 2, 0]), (79, [3, 3, 3, 3])):
-        cut = spread(whole, (BLOCKWISE,), CAUSAL, lanes, RATES, most_tokens)
-        assert cut.placement.homes[4:, 3].tolist() == holders
-
-
-def test_a_block_is_shared_out_in_its_own_node() -> None:
-    """Lanes 2 and 3 are a node: of rows that the other node needs, too, each sends half."""
-    lanes, whole = Lanes(4, 0, 2), blockwise()
-    cut = spread(whole, (BLOCKWISE,), CAUSAL, lanes, RATES, 200)
-    assert [home[1:] for home in cut.placement.homes.tolist()[4:]] == [[256, 288, 3], [288, 320, 2]]
-    assert cut.placement.homes[:4].tolist() == whole.placement.homes[:4].tolist()
-    # A lane by itself in its node has nobody to share with.
-    assert spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 0, 1), RATES, 200) is whole
-    assert spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 1, 4), RATES, 200) is whole
-
-
-def test_nothing_is_shared_out_where_all_send_alike() -> None:
-    """All lanes need all keys, or none needs any."""
-    samples = (Sample(sample_id=0, seqlen=400, mask=FULL),)
-    homes = [(0, 100 * lane, 100 * lane + 100, lane) for lane in range(4)]
-    whole = Cut(
-        placement_of(homes, [(row, column, row, 0) for row in range(4) for column in range(4)]), np.zeros(16, int)
-    )
-    for node_lanes in (1, 2, 4):
-        assert spread(whole, samples, CAUSAL, Lanes(4, 0, node_lanes), RATES, 1000) is whole
-    alone = tuple(Sample(sample_id=number, seqlen=100) for number in range(4))
-    homes = [(number, 0, 100, number) for number in range(4)]
-    whole = Cut(placement_of(homes, [(number, number, number, 0) for number in range(4)]), np.zeros(4, int))
-    assert spread(whole, alone, CAUSAL, Lanes(4, 0, 4), RATES, 1000) is whole
-
-
-# What cuts are made from.
-
-
-def test_what_is_seen_in_a_run_is_what_a_dense_mask_shows() -> None:
-    seen: Counter[str] = Counter()
-    rng = random.Random(0)
-    for _ in range(4000):
-        num_rows = rng.randint(1, 12)
-        begin_step, end_step = rng.randint(0, 1), rng.randint(0, 1)
-        begin = rng.randint(0, 10)
-        shrinks = (num_rows - 1) * (begin_step - end_step)
-        first_row, end = rng.randint(0, 10), begin + 1 + max(0, shrinks) + rng.randint(0, 6)
-        run = np.array([first_row, first_row + num_rows, begin, end, begin_step, end_step])
-        mask = np.zeros((40, 40), bool)
-        for offset in range(num_rows):
-            mask[first_row + offset, begin + offset * begin_step : end + offset * end_step] = True
-        row, row_stop = sorted(rng.sample(range(25), 2))
-        low, high = sorted(rng.sample(range(32), 2))
-        part = mask[row:row_stop, low:high]
-        found = seen_in_run(run, row, row_stop, low, high)
-        if not part.any():
-            assert found[0] >= found[1]
-            seen["nothing"] += 1
-            continue
-        rows, keys = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
-        assert found == (row + rows[0], row + rows[-1] + 1, low + keys[0], low + keys[-1] + 1)
-        seen[f"{begin_step}{end_step}"] += 1
-        seen["not all rows"] += len(rows) < len(mask[row:row_stop].any(axis=1).nonzero()[0])
-    assert len(seen) == 6
-    assert min(seen.values()) > 200

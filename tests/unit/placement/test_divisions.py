@@ -333,3 +333,14 @@ def test_nothing_to_fetch_is_one_division() -> None:
         alone = one._replace(placement=Placement(together, tiles), lanes=Lanes(1, 3, 4))
         assert not alone.divided().tiles[:, 3].any()
         assert not one._replace(schedule=Schedule((2.0,))).divided().tiles[:, 3].any()
+
+
+def test_tiles_without_work_have_a_division_too() -> None:
+    """What waits is no work at all, so every division has its share of it; some tiles wait nevertheless."""
+    num_waiting = 0
+    for seed in SEEDS:
+        one = drawn(seed)
+        division = one._replace(work=np.zeros_like(one.work)).divided().tiles[:, 3]
+        assert 0 <= division.min() <= division.max() < len(one.schedule.shares)
+        num_waiting += sum(map(bool, needs_of(one.placement)))
+    assert num_waiting > 1000

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from dynamic_cp.placement.blocks import blocks_of
-from dynamic_cp.placement.runs import count_tiles, cut_samples, runs_of
+from dynamic_cp.placement.runs import count_tiles, cut_samples, runs_of, seen_in_run
 from dynamic_cp.types import CAUSAL, CausalBlockwise, Lambda, Sample, SharedQuestion
 from tests.unit.placement.instances import dense, random_samples, touched_by
 
@@ -67,3 +68,32 @@ def test_short_samples_share_vertices_and_keep_their_work() -> None:
     assert blocks.graph.tokens.tolist() == [1024, 976, 700 + 300 + 1, 600, 512]
     assert blocks.graph.work.sum() == blocks.tiles.touched.sum()
     assert blocks.graph.net_bytes[0].sum() == 4 * sum(sample.seqlen for sample in samples)
+
+
+def test_what_is_seen_in_a_run_is_what_a_dense_mask_shows() -> None:
+    seen: Counter[str] = Counter()
+    rng = random.Random(0)
+    for _ in range(4000):
+        num_rows = rng.randint(1, 12)
+        begin_step, end_step = rng.randint(0, 1), rng.randint(0, 1)
+        begin = rng.randint(0, 10)
+        shrinks = (num_rows - 1) * (begin_step - end_step)
+        first_row, end = rng.randint(0, 10), begin + 1 + max(0, shrinks) + rng.randint(0, 6)
+        run = np.array([first_row, first_row + num_rows, begin, end, begin_step, end_step])
+        mask = np.zeros((40, 40), bool)
+        for offset in range(num_rows):
+            mask[first_row + offset, begin + offset * begin_step : end + offset * end_step] = True
+        row, row_stop = sorted(rng.sample(range(25), 2))
+        low, high = sorted(rng.sample(range(32), 2))
+        part = mask[row:row_stop, low:high]
+        found = seen_in_run(run, row, row_stop, low, high)
+        if not part.any():
+            assert found[0] >= found[1]
+            seen["nothing"] += 1
+            continue
+        rows, keys = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
+        assert found == (row + rows[0], row + rows[-1] + 1, low + keys[0], low + keys[-1] + 1)
+        seen[f"{begin_step}{end_step}"] += 1
+        seen["not all rows"] += len(rows) < len(mask[row:row_stop].any(axis=1).nonzero()[0])
+    assert len(seen) == 6
+    assert min(seen.values()) > 200
