@@ -71,7 +71,7 @@ class Blocks(Mechanism):
         reason = _why_misplaced(placement, bucket, groups)
         if reason is not None:
             return reason
-        return why_too_much_fetched(bucket, buffer_tokens_of(placement, groups), max_tokens_per_rank)
+        return why_too_much_fetched(bucket, buffer_tokens_of(placement, bucket.samples, groups), max_tokens_per_rank)
 
     def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
         from dynamic_cp.mechanisms.placed_seconds import placed_seconds
@@ -129,7 +129,7 @@ class Blocks(Mechanism):
 
         assert bucket.placement is not None
         inner, groups = bucket.inner_cp_size, _groups_of(bucket, node_lanes)
-        placement = placement_under(bucket.placement, mask, groups)
+        placement = placement_under(bucket.placement, bucket.samples, mask, groups)
         of_lane = TokenBytes(of.query / inner, copies * of.kv / inner, of.lse / inner)
         sent = sent_by_lanes(placement, groups, of_lane)
         if inner == 1:
@@ -146,7 +146,8 @@ class Blocks(Mechanism):
         from dynamic_cp.placement.programme import programmes_of
 
         assert bucket.placement is not None
-        programmes = programmes_of(bucket.placement, _groups_of(bucket, lanes_in_one_node(topology)))
+        lanes = _groups_of(bucket, lanes_in_one_node(topology))
+        programmes = programmes_of(bucket.placement, bucket.samples, lanes)
         return [part for one in programmes for part in [one.as_json()] * bucket.inner_cp_size]
 
 
@@ -178,12 +179,11 @@ def _why_misplaced(placement: Placement, bucket: Bucket, lanes: Lanes) -> str | 
             f"its placement is for layers with the masks {shown}, one window is possible, with or without causal "
             "layers before it: plan these samples again"
         )
-    if masked is not None:
-        return f"{masked.mask_in_words}, and its placement is for layers with windows ({shown}): plan it without either"
     reason = why_misplaced(placement, samples, lanes.number, first)
     if reason is not None or not others:
         return reason
-    return why_misplaced(placement_under(placement, others[0], lanes), samples, lanes.number, others[0])
+    narrower = placement_under(placement, samples, others[0], lanes)
+    return why_misplaced(narrower, samples, lanes.number, others[0])
 
 
 def why_too_much_fetched(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.registry import serving_masks, serving_windows
+from dynamic_cp.mechanisms.registry import MECHANISMS, serving_masks, serving_windows
 from dynamic_cp.types import CpCommType, ModelShape, PlanOptions, Sample
 
 
@@ -16,7 +16,7 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
 
     Raises:
         UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or samples
-            bring masks and the model's attention is not causal, or has windows.
+            bring masks and the model's attention is not causal, or has windows through which they are no such masks.
     """
     samples = tuple(samples)
     masked = next((sample for sample in samples if sample.mask is not None), None)
@@ -30,13 +30,21 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
             f"{what}, but tokens of this model attend to all of their sample: give samples no masks",
             sample_id=masked.sample_id,
         )
-    if model.window is not None:
-        raise UnsupportedFeatureError(
-            f"{what}, but {model.windows_in_words}, and both together are not supported: give samples no masks, or "
-            "layers no windows",
-            sample_id=masked.sample_id,
-        )
-    return _options_of(serving_masks, what, samples, options, sample_id=masked.sample_id)
+    if model.window is None:
+        return _options_of(serving_masks, what, samples, options, sample_id=masked.sample_id)
+    for sample in samples:
+        reason = sample.mask_in(model.window).why_unfit(sample.seqlen)
+        if reason is not None:
+            raise UnsupportedFeatureError(
+                f"{sample.mask_in_words}, but {model.windows_in_words}: {reason}", sample_id=sample.sample_id
+            )
+    what = f"{what}, and {model.windows_in_words}"
+    return _options_of(_serving_both, what, samples, options, sample_id=masked.sample_id)
+
+
+def _serving_both(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCommType, ...]:
+    """Return those of `names` that serve samples with masks in layers with windows."""
+    return serving_masks(serving_windows(names))
 
 
 def _options_of(

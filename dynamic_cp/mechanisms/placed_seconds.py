@@ -29,7 +29,7 @@ def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequenc
     """
     total = np.zeros((2, lanes.number))
     for kind in stage.kinds:
-        total += _placed_seconds(kind, placement_under(placement, kind.mask, lanes), samples, lanes)
+        total += _placed_seconds(kind, placement_under(placement, samples, kind.mask, lanes), samples, lanes)
     return total
 
 
@@ -51,7 +51,7 @@ def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequenc
     """Return [forward or backward, lane] seconds of kernels."""
     total = np.zeros((2, lanes.number))
     for kind in stage.kinds:
-        own = placement_under(placement, kind.mask, lanes)
+        own = placement_under(placement, samples, kind.mask, lanes)
         total += _kernel_seconds(kind, own, samples, lanes.number).sum(axis=1)
     return total
 
@@ -107,9 +107,7 @@ def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal 
 
 def _is_causal(samples: Sequence[Sample], mask: Causal | Full | Lambda) -> Bools:
     """Return [sample] -> whether it is computed as a causal one is."""
-    if mask == CAUSAL:
-        return np.array([sample.mask is None or sample.mask == CAUSAL for sample in samples])
-    return np.array([(sample.mask or mask.within(sample.seqlen)) == CAUSAL for sample in samples])
+    return np.array([sample.mask_in(mask) == CAUSAL for sample in samples])
 
 
 @compiled

@@ -50,7 +50,7 @@ def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: in
     return (
         f"queries {start} to {stop} of sample {samples[sample].sample_id} meet keys {first} to {end} of sample "
         f"{samples[of_keys].sample_id} in {(given == key).sum()} tiles, under the mask "
-        f"{str(samples[sample].mask or mask)[:40]} in {(needed == key).sum()}{remedy}"
+        f"{str(samples[sample].mask_in(mask))[:40]} in {(needed == key).sum()}{remedy}"
     )
 
 
@@ -82,10 +82,10 @@ def _cuts_of(homes: Ints, seqlens: Ints) -> tuple[Ints, Ints]:
 
 
 def with_masks(samples: Sequence[Sample], mask: Mask) -> Sequence[Sample]:
-    """Return `samples` with `mask` where they bring none; a causal one needs no words."""
+    """Return `samples` with what they see in layers with `mask`; in causal ones it is what they bring."""
     if mask == CAUSAL:
         return samples
-    return [sample if sample.mask else replace(sample, mask=mask) for sample in samples]
+    return [replace(sample, mask=sample.mask_in(mask)) for sample in samples]
 
 
 def why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:

@@ -22,7 +22,7 @@ from dynamic_cp.placement.buffers import places_in_buffers
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
-from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement
+from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement, Sample
 
 
 class Held(NamedTuple):
@@ -148,12 +148,14 @@ def _name_of(mask: Mask) -> str:
     return str(mask) if isinstance(mask, Lambda) else ""
 
 
-def programmes_of(placement: Placement, lanes: Lanes, order: Ints | None = None) -> list[Programme]:
-    """Return what each lane does, in layers of all masks; arguments as those of `transport.fetches_of`."""
+def programmes_of(
+    placement: Placement, samples: Sequence[Sample], lanes: Lanes, order: Ints | None = None
+) -> list[Programme]:
+    """Return what each lane does, in layers of all masks; `samples` of the bucket, others as `transport.fetches_of`."""
     samples_of = [placement.samples_of(lane) for lane in range(lanes.number)]
     named = []
     for mask in placement.layer_masks or (CAUSAL,):
-        own = placement_under(placement, mask, lanes)
+        own = placement_under(placement, samples, mask, lanes)
         programmes = _programmes(own, samples_of, fetches_of(own, lanes, order))
         named.append([one._replace(mask=_name_of(mask)) for one in programmes])
     if len(named) == 1:
@@ -207,11 +209,11 @@ def _programmes(placement: Placement, samples_of: Sequence[Sequence[int]], fetch
     ]
 
 
-def buffer_tokens_of(placement: Placement, lanes: Lanes) -> list[tuple[int, int]]:
+def buffer_tokens_of(placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> list[tuple[int, int]]:
     """Return the largest `Programme.buffer_tokens` of each lane."""
     of_masks = []
     for mask in placement.layer_masks or (CAUSAL,):
-        own = placement_under(placement, mask, lanes)
+        own = placement_under(placement, samples, mask, lanes)
         of_masks.append(_places(fetches_of(own, lanes), own, lanes.number)[1])
     largest = np.max(of_masks, axis=0).tolist()
     return [(rows, columns) for rows, columns in largest]

@@ -85,7 +85,7 @@ class _Programmes:
                 first = plan.num_servers - turn * topology.num_lanes
                 return turned_programmes(programmes, turn, topology), own[first:] + own[:first]
         placement, samples = tasks.placement(), plan.samples_of(tick)
-        made = programmes_of(placement, Lanes(plan.num_servers, 0, self._relay_servers), relay_order(tasks))
+        made = programmes_of(placement, samples, Lanes(plan.num_servers, 0, self._relay_servers), relay_order(tasks))
         programmes = [one.as_json() for one in made]
         own = [
             [[samples[number].sample_id, samples[number].seqlen] for number in placement.samples_of(server)]

@@ -163,7 +163,7 @@ def lane_shares(
     share = 0.0 if windowed is None else windowed[0]
     pairs = (1.0 - share) * _lane_pairs(placement, bucket, mask)
     if windowed is not None:
-        own = placement_under(placement, windowed[1], Lanes(num_groups, 0, num_groups))
+        own = placement_under(placement, bucket.samples, windowed[1], Lanes(num_groups, 0, num_groups))
         pairs += share * _lane_pairs(own, bucket, windowed[1])
     # The lanes of an inner group have equal shares: of its tokens, and of the heads of its pairs.
     return {

@@ -104,7 +104,7 @@ def _draw(
     mine = placement.homes[tiles[:, 0], 0] == number
     is_exact = int(mine.sum()) <= _MAX_TILES
     rectangles = (_exact if is_exact else _reduced)(placement, tiles[mine], of_tile[mine])
-    outline = _allowed(sample.mask or mask, sample.seqlen)
+    outline = _allowed(sample.mask_in(mask), sample.seqlen)
     for color, found in sorted(rectangles.items()):
         fill, alpha = colors[color]
         line = {"edgecolor": theme.background, "linewidth": 0.4} if is_exact else {}

@@ -372,6 +372,7 @@ def _has_room(bucket: Bucket, cost_model: CostModel) -> bool:
     """Return whether what its lanes fetch keeps the limit."""
     assert bucket.placement is not None
     inner, node_lanes = bucket.inner_cp_size, lanes_in_one_node(cost_model.topology)
-    buffers = buffer_tokens_of(bucket.placement, Lanes(bucket.num_inner_groups, 0, node_lanes // inner))
+    lanes = Lanes(bucket.num_inner_groups, 0, node_lanes // inner)
+    buffers = buffer_tokens_of(bucket.placement, bucket.samples, lanes)
     copies, most_tokens = cost_model.sharing.copies(inner), cost_model.options.max_tokens_per_rank
     return why_too_much_fetched(bucket, buffers, most_tokens, copies) is None

@@ -10,6 +10,7 @@ Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text
     ranges:<base64>               any two ranges of keys per token (`KeyRanges`)
 
 A token always sees itself, and at most two ranges of keys. Work is counted in pairs of a token and a key that it sees.
+In a layer with a window it sees of those what its window shows, by positions (`Windowed`).
 
 Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise and shared_question with these shapes from DCP
 (arXiv 2510.10620, section 7).
@@ -22,6 +23,7 @@ import binascii
 import zlib
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
@@ -339,6 +341,52 @@ class KeyRanges(Mask):
         return f"{self.name}:{base64.urlsafe_b64encode(zlib.compress(self.content)).decode()}"
 
 
+@dataclass(frozen=True, slots=True)
+class Windowed(Mask):
+    """What a layer with a window sees of a sample's own mask: keys whose positions lie in the window or in its sink.
+
+    Where positions begin anew, as with every answer to a prompt, the window reaches back over them into the prompt.
+    Samples bring `mask` and layers have `window`, so it has no text that is read.
+    """
+
+    name = "windowed"
+    mask: Mask
+    window: Lambda
+
+    def why_unfit(self, seqlen: int) -> str | None:
+        reason = self.mask.why_unfit(seqlen)
+        if reason is not None:
+            return reason
+        if isinstance(self.mask, Full):
+            return "its tokens see later ones, and a window ends with the token itself: use a mask that looks back"
+        most = _most_ranges_through(self.mask, self.window, seqlen)
+        if most <= 2:
+            return None
+        return (
+            f"through a window of {self.window.window} tokens and a sink of {self.window.sink} a token sees {most} "
+            "ranges of keys, at most 2 are supported: leave out the sink (--window-sink-tokens), or the mask"
+        )
+
+    def num_pairs(self, seqlen: int) -> int:
+        return _num_pairs_through(self.mask, self.window, seqlen)
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        return _ranges_through(self.mask, self.window, seqlen)[0]
+
+    def positions(self, seqlen: int) -> Positions | None:
+        return self.mask.positions(seqlen)
+
+    def within(self, seqlen: int) -> Mask:
+        """Where no key is too far away, it is the mask itself."""
+        positions = self.mask.positions(seqlen)
+        longest = seqlen if positions is None else int(positions.max()) + 1
+        is_whole = longest <= self.window.window and not isinstance(self.mask, Full)
+        return self.mask.within(seqlen) if is_whole else self
+
+    def __str__(self) -> str:
+        return f"{self.mask} through {self.window}"
+
+
 CAUSAL, FULL = Causal(), Full()
 
 MaskRule = Callable[[int], Mask | None]
@@ -413,6 +461,47 @@ class _SharesOf:
 _KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
 _NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
 _EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2 or shared_question:100,30,50"
+
+
+@lru_cache(maxsize=65536)
+def _num_pairs_through(mask: Mask, window: Lambda, seqlen: int) -> int:
+    begin, end, second, last = _ranges_through(mask, window, seqlen)[0].T
+    return int((end - begin + last - second).sum())
+
+
+@lru_cache(maxsize=65536)
+def _most_ranges_through(mask: Mask, window: Lambda, seqlen: int) -> int:
+    return _ranges_through(mask, window, seqlen)[1] if window.sink else 2
+
+
+def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> tuple[Ranges, int]:
+    """Return (the first two ranges of keys that each token sees through a window, how many the most have).
+
+    Positions in a range go up by 1 from key to key, so that a window leaves of it its end, and a sink its beginning.
+    """
+    import numpy as np
+
+    ranges = mask.key_ranges(seqlen).astype(np.int64)
+    positions = mask.positions(seqlen)
+    if positions is None:
+        positions = np.arange(seqlen)
+    begin, end = ranges[:, ::2], ranges[:, 1::2]
+    first = positions[np.minimum(begin, seqlen - 1)]
+    size = end - begin
+    until = begin + np.clip(window.sink - first, 0, size)
+    since = np.maximum(begin + np.clip(positions[:, None] - window.window + 1 - first, 0, size), until)
+    parts = np.stack([begin, until, since, end], axis=2).reshape(seqlen, 4, 2)
+    found, count = np.zeros((seqlen, 5, 2), np.int64), np.zeros(seqlen, np.int64)
+    rows = np.arange(seqlen)
+    for part in range(4):
+        low, high = parts[:, part].T
+        there = low < high
+        # What begins where the one before ends is one with it; slot 0 stays empty.
+        is_new = there & ((count == 0) | (found[rows, count, 1] != low))
+        count += is_new
+        found[rows[is_new], count[is_new], 0] = low[is_new]
+        found[rows[there], count[there], 1] = high[there]
+    return found[:, 1:3].reshape(seqlen, 4).astype(np.int32), int(count.max())
 
 
 def _triangle(num_tokens: int) -> int:

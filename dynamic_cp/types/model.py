@@ -254,16 +254,15 @@ class ModelShape:
         Layers with and without a window count as the mean of all.
         """
         windowed, window = self.num_windowed_layers, self.window
-        if sample.mask is not None or window is None:
+        if window is None:
             return sample.squared_tokens
-        in_window = window.squared_tokens(sample.seqlen)
+        in_window = sample.mask_in(window).squared_tokens(sample.seqlen)
         total = windowed * in_window + (self.num_layers - windowed) * sample.squared_tokens
         return total / self.num_layers
 
     def density(self, sample: Sample) -> float:
         """Return the work of the attention to `sample` over that without a window; 1.0 exactly where none cuts it."""
-        most = self.window_sink_tokens + self.window_tokens
-        if sample.mask is not None or sample.seqlen <= most or not self.num_windowed_layers:
+        if not self.num_windowed_layers or sample.seqlen <= self.window_sink_tokens + self.window_tokens:
             return sample.density
         return self.squared_tokens(sample) / (sample.seqlen * sample.seqlen)
 

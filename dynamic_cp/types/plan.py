@@ -10,7 +10,7 @@ from numbers import Integral
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.attention import CHOOSES_INNER_SIZE, INNER_SIZES, PLACED, Attention, CpCommType
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
-from dynamic_cp.types.masks import Mask
+from dynamic_cp.types.masks import CAUSAL, Lambda, Mask, Windowed
 from dynamic_cp.types.placement import Placement
 from dynamic_cp.types.tasks import PoolTasks, Tasks
 from dynamic_cp.types.ticks import KINDS, Tick, tick_order
@@ -52,6 +52,12 @@ class Sample:
                 sample_id=self.sample_id,
                 seqlen=self.seqlen,
             )
+
+    def mask_in(self, layers: Mask) -> Mask:
+        """Return what its tokens see in layers with a mask: the layers', or its own, as far as a window shows it."""
+        if self.mask is None or self.mask == CAUSAL:
+            return layers.within(self.seqlen)
+        return Windowed(self.mask, layers).within(self.seqlen) if isinstance(layers, Lambda) else self.mask
 
     @property
     def density(self) -> float:

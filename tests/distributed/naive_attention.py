@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamic_cp.types import CAUSAL, Mask, Sample
+from dynamic_cp.types import CAUSAL, Lambda, Mask, Sample
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SCALE = DIM**-0.5
@@ -29,11 +29,16 @@ def naive_of_pairs(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sees: Tensor) ->
 
 
 def sees_of(sample: Sample, mask: Mask = CAUSAL) -> Tensor:
-    """Return which keys each token of a sample sees, pair by pair; `mask`: of one that brings none."""
+    """Return which keys each token of a sample sees, pair by pair, in layers with `mask`."""
     keys = torch.arange(sample.seqlen)
     ranges = (sample.mask or mask).key_ranges(sample.seqlen)
     begin, end, second, last = (torch.from_numpy(x.astype(np.int64))[:, None] for x in ranges.T)
-    return ((keys >= begin) & (keys < end)) | ((keys >= second) & (keys < last))
+    sees = ((keys >= begin) & (keys < end)) | ((keys >= second) & (keys < last))
+    if sample.mask is None or not isinstance(mask, Lambda):
+        return sees
+    positions = sample.mask.positions(sample.seqlen)
+    at = keys if positions is None else torch.from_numpy(positions)
+    return sees & ((at[:, None] - at < mask.window) | (at < mask.sink))
 
 
 def naive_samples(inputs_THD: Sequence[Tensor], samples: Sequence[Sample], mask: Mask = CAUSAL) -> list[Tensor]:

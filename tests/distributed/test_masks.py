@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import (
+    CAUSAL,
     FULL,
     Bucket,
     CausalBlockwise,
@@ -70,14 +71,26 @@ PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
 }
 
 
+WINDOW = Lambda(0, 6)
+IN_WINDOWS = ("answers", "windows without a sink", "blocks", "ranges")
+"""Packs that also meet layers with a window."""
+PACKS["windows without a sink"] = tuple((n, mask) for n, mask in PACKS["windows"] if mask and not mask.sink)
+THROUGH = " through a window"
+
+
 def samples_of(pack: str) -> tuple[Sample, ...]:
-    return tuple(Sample(sample_id=i, seqlen=n, mask=mask) for i, (n, mask) in enumerate(PACKS[pack]))
+    masks = PACKS[pack.removesuffix(THROUGH)]
+    return tuple(Sample(sample_id=i, seqlen=n, mask=mask) for i, (n, mask) in enumerate(masks))
+
+
+def layers_of(pack: str) -> Mask:
+    return WINDOW if pack.endswith(THROUGH) else CAUSAL
 
 
 @lru_cache
 def attended(cp_size: int) -> list[dict[str, tuple[Tensor, ...]]]:
     """Return for each rank pack -> `attend`, in one job."""
-    return run_ranks(cp_size, attend_all, cp_size, tuple(PACKS))
+    return run_ranks(cp_size, attend_all, cp_size, (*PACKS, *(pack + THROUGH for pack in IN_WINDOWS)))
 
 
 def attend_all(cp_size: int, names: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
@@ -97,7 +110,7 @@ def attend(pack: str, cp_size: int, groups: DynamicCPGroups) -> tuple[Tensor, ..
     facts = PlanFacts.of(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,), reason=""))
     packed = pack_step(lane_plan(plan, groups.lane, facts), None)
     (batch,) = micro_batches(packed, groups, torch.device("cpu"), "test", ExchangeStats())
-    params = batch["packed_seq_params"]
+    params = batch["packed_seq_params"].with_mask(layers_of(pack))
     padded = params.padded_seqlens
     local = packed_shard_positions(padded, cp_size, groups.lane)
     starts = np.repeat(np.cumsum((0, *padded[:-1])), np.array(padded) // cp_size)
@@ -123,7 +136,7 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
     for sample, tokens in zip(samples_of(pack), padded, strict=True):
         real = slice(start, start + sample.seqlen)
         q, k, v = (x[real] for x in inputs)
-        outs.append(naive_of_pairs(q, k, v, sees_of(sample))[0])
+        outs.append(naive_of_pairs(q, k, v, sees_of(sample, layers_of(pack)))[0])
         kept.append(torch.arange(real.start, real.stop))
         start += tokens
     chosen, out = torch.cat(kept), torch.cat(outs)
@@ -132,7 +145,7 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("pack", [*PACKS, *(pack + THROUGH for pack in IN_WINDOWS)])
 def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
     ranks = [of_rank[pack] for of_rank in attended(cp_size)]
     expected = dense(pack, cp_size)
@@ -166,8 +179,11 @@ FAULTS = {
     plant.__name__: (plant, noticed)
     for plant, noticed in (
         (drop_a_rectangle, ("answers", "rectangles", "all kinds")),
-        (widen_windows_by_one, ("windows", "blocks", "all kinds")),
-        (give_rows_the_ranges_of_the_row_before, ("windows", "blocks", "ranges", "all kinds")),
+        (widen_windows_by_one, ("windows", "windows without a sink", "blocks", "all kinds")),
+        (
+            give_rows_the_ranges_of_the_row_before,
+            ("windows", "windows without a sink", "blocks", "ranges", "all kinds"),
+        ),
     )
 }
 

@@ -34,6 +34,7 @@ from dynamic_cp.types import (
     Causal,
     CausalBlockwise,
     Full,
+    KeyRanges,
     Lambda,
     Mask,
     MicroBatch,
@@ -125,7 +126,7 @@ class Case(NamedTuple):
     @property
     def own(self) -> Placement:
         """The placement of that layer."""
-        return placement_under(self.placement, self.seen, self.lanes)
+        return placement_under(self.placement, self.samples, self.seen, self.lanes)
 
     @property
     def placement(self) -> Placement:
@@ -171,7 +172,7 @@ def lanes_of(case: Case) -> list[PlacedLane]:
     """Return what each lane does, with 0, 1 or 2 tokens more than it needs, and one at least where it holds nothing."""
     placement = case.placement
     lanes = []
-    for lane, programme in enumerate(programmes_of(placement, case.lanes)):
+    for lane, programme in enumerate(programmes_of(placement, case.samples, case.lanes)):
         samples = tuple(case.samples[number] for number in placement.samples_of(lane))
         num_tokens = max(1, -(-programme.num_tokens // case.inner) + lane % 3)
         one = PlacedLane(programme=programme, samples=samples, num_tokens=num_tokens, inner_cp_size=case.inner)
@@ -273,7 +274,7 @@ def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str
         assert [one.sent_bytes[direction] for one in found] == sent.tolist()
         for name, number in (("across", ACROSS), ("inside", INSIDE), ("collect", COLLECT), ("deliver", DELIVER)):
             seen[f"{name} {direction}"] += int((messages.round == number).sum())
-    every = programmes_of(case.placement, case.lanes)
+    every = programmes_of(case.placement, case.samples, case.lanes)
     programmes = [one.of_layers(case.seen) for one in every]
     for lane, one in enumerate(found):
         packs = [pack for division in one.params.packs["placed"].divisions for pack in division]
@@ -362,6 +363,25 @@ def test_layers_with_a_window_keep_the_homes_of_those_without() -> None:
     assert not seen["collect 0"]
     with pytest.raises(AssertionError, match="output: error"):
         assert_equal_to_dense(_expected(KV_HEADS, samples, Lambda(4, 7)), _expected(KV_HEADS, samples, Lambda(4, 6)))
+
+
+def test_layers_with_a_window_cut_the_masks_that_samples_bring() -> None:
+    """Answers see the end of their prompt only; of all masks both kinds of layers compute what they should."""
+    looking_back = [one for one in SAMPLES if one.mask != FULL]
+    samples = tuple(replace(one, sample_id=i) for i, one in enumerate(looking_back))
+    assert {type(one.mask) for one in samples} == {type(None), Lambda, CausalBlockwise, SharedQuestion, KeyRanges}
+    window, seen = Lambda(0, 9), Counter[str]()
+    for num_lanes, node_lanes, inner in ((2, 1, 1), (4, 2, 1), (3, 3, 1)):
+        case = Case(num_lanes, node_lanes, 2, samples=samples, window=window, inner=inner)
+        seen += assert_case(case)
+        without = case._replace(window=None)
+        assert why_misplaced(case.own, samples, num_lanes, window) is None
+        assert_equal_to_dense(attended(without, lanes_of(without)), without.expected)
+    assert seen["ranged"] > 0
+    answers = (samples[4],)
+    assert isinstance(answers[0].mask, SharedQuestion)
+    with pytest.raises(AssertionError, match="output: error"):
+        assert_equal_to_dense(_expected(KV_HEADS, answers, window), _expected(KV_HEADS, answers, CAUSAL))
 
 
 @contextlib.contextmanager

@@ -308,12 +308,13 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
         begin = [chunk.start_grad_sync for chunk in model]
         config.grad_sync_func = begin if len(model) > 1 else begin[0]
     assert one.ticks is not None
+    lanes = Lanes(num_members, 0, layout.topology.lanes_per_node)
     for tick, (placement, samples) in sorted(one.ticks.items(), key=lambda item: item[0].number):
         assert why_misplaced(placement, samples, num_members) is None
         unit = tick.unit(stage, layout.pp, layout.vpp, plan.num_microbatches)
         parts[tick.kind].append(
             PlacedLane(
-                programme=programmes_of(placement, Lanes(num_members, 0, layout.topology.lanes_per_node))[member],
+                programme=programmes_of(placement, samples, lanes)[member],
                 samples=tuple(samples[index] for index in placement.samples_of(member)),
                 num_tokens=0 if unit is None else tokens[unit.micro_batch],
             )

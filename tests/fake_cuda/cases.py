@@ -130,7 +130,7 @@ def placed_bucket(rank: int, inner: int = 1) -> PackedBucket:
     num_groups, group = 8 // inner, rank // inner
     samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33, 90)))
     placement = random_placement(np.random.default_rng(2), samples, num_groups, 4)
-    programme = programmes_of(placement, Lanes(num_groups, 0, 2 // inner))[group]
+    programme = programmes_of(placement, samples, Lanes(num_groups, 0, 2 // inner))[group]
     num_tokens = programme.num_tokens // inner + 1
     held = tuple(samples[number] for number in placement.samples_of(group))
     return PackedBucket(

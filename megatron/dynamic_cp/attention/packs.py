@@ -18,7 +18,7 @@ Everything is made on the host from the lengths that came with the plan, once pe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -155,7 +155,6 @@ def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
     """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
     samples = params.masked_samples
     if isinstance(params.mask, Lambda):
-        assert samples is None, "planned for no samples with masks"
         assert params.ring_size == 1, "windows are planned for one lane or a2a"
         return _kept(params, "window", lambda: [*_packs_of(_as_samples(params), params.padded_seqlens, device)])
     if samples is None:
@@ -165,7 +164,9 @@ def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
 
 
 def _as_samples(params: DynamicPackedSeqParams) -> list[Sample]:
-    """Return the sequences as samples that bring the mask of the layers; no token sees the padding behind it."""
+    """Return the sequences as samples that bring what layers see of them; no token sees the padding behind it."""
+    if params.masked_samples is not None:
+        return [replace(sample, mask=sample.mask_in(params.mask)) for sample in params.masked_samples]
     seqlens = params.padded_seqlens
     return [Sample(sample_id=index, seqlen=seqlen, mask=params.mask) for index, seqlen in enumerate(seqlens)]
 

@@ -99,7 +99,7 @@ class PlacedLane:
         Raises:
             UnsupportedFeatureError: the plan was made for layers with other windows.
         """
-        masks = [sample.mask or mask.within(sample.seqlen) for sample in self.samples]
+        masks = [sample.mask_in(mask) for sample in self.samples]
         seqlens = [sample.seqlen for sample in self.samples]
         programme = self.programme.of_layers(mask)
         return build_placed_packs(programme, masks, seqlens, self.inner_cp_size * self.num_tokens, device)

@@ -163,11 +163,10 @@ def _check_masks(settings: Settings) -> None:
             f"--mtp-num-layers {depths}: after a prompt with several responses more than one token is the next, and "
             "both together are not supported: give each response a line with its prompt, or leave the flag out"
         )
-    if settings.planning.has_windows:
-        size = ",".join(map(str, settings.model.window_size or ()))
+    if sink := settings.model.window_sink_tokens:
         raise UnsupportedFeatureError(
-            f"--window-size {size}: prompts with several responses have masks of their own, and both together are not "
-            "supported: give each response a line with its prompt, or leave the window out"
+            f"--window-sink-tokens {sink}: a response sees itself, the end of its prompt and the sink, three ranges of "
+            "keys, and two are supported: give each response a line with its prompt, or leave the sink out"
         )
 
 

@@ -148,7 +148,7 @@ def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_halves: 
     assert len(found.lane) > 15
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
     # What one server sends another one, that one receives: splits are symmetric, as rounds name both sides.
-    programmes = programmes_of(placement, Lanes(8, 0, node_servers), order)
+    programmes = programmes_of(placement, (), Lanes(8, 0, node_servers), order)
     sent, received = Counter(), Counter()
     for server, programme in enumerate(programmes):
         for exchange in programme.exchanges:

@@ -200,7 +200,7 @@ def test_buffers_keep_the_stated_limit_and_memory_knows_it() -> None:
     samples = samples_of([2200, 40, 30])
     plan = plan_global_batch(samples, **given).plan
     buffers = [
-        buffer_tokens_of(bucket.placement, Lanes(bucket.cp_size, 0, 1))
+        buffer_tokens_of(bucket.placement, bucket.samples, Lanes(bucket.cp_size, 0, 1))
         for bucket in plan.buckets
         if bucket.placement is not None
     ]

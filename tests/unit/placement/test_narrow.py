@@ -59,8 +59,8 @@ def lane_of_tokens(placement: Placement) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_pairs_of_a_window_are_computed_once_where_their_queries_are(seed: int) -> None:
     samples, placement, window, num_lanes, node_lanes = drawn(seed)
-    own = placement_under(placement, window, Lanes(num_lanes, 0, node_lanes))
-    assert placement_under(placement, CAUSAL, Lanes(num_lanes, 0, node_lanes)) is placement
+    own = placement_under(placement, samples, window, Lanes(num_lanes, 0, node_lanes))
+    assert placement_under(placement, samples, CAUSAL, Lanes(num_lanes, 0, node_lanes)) is placement
     for mask, one in ((CAUSAL, placement), (window, own)):
         for sample, counts in zip(samples, computed(one, samples, mask), strict=True):
             assert np.array_equal(counts, dense(replace(sample, mask=mask)))
@@ -76,7 +76,7 @@ def test_lanes_fetch_little_more_than_the_window_shows() -> None:
     fetched, most, whole = 0, 0, 0
     for seed in SEEDS:
         samples, placement, window, num_lanes, node_lanes = drawn(seed)
-        own = narrowed(placement, window, Lanes(num_lanes, 0, node_lanes))
+        own = narrowed(placement, samples, window, Lanes(num_lanes, 0, node_lanes))
         fetches = fetches_of(own, Lanes(num_lanes, 0, node_lanes))
         assert (fetches.kind == COLUMN).all()
         seen = [dense(replace(sample, mask=window)) for sample in samples]
@@ -113,7 +113,7 @@ def test_cut_homes_keep_tokens_lanes_and_work(seed: int) -> None:
     assert why_misplaced(cut, samples, num_lanes, window) is None
     assert lane_of_tokens(cut) == lane_of_tokens(placement)
     assert cut.layer_masks == placement.layer_masks == (window,)
-    assert placement_under(cut, window, Lanes(num_lanes, 0, node_lanes)) is cut
+    assert placement_under(cut, samples, window, Lanes(num_lanes, 0, node_lanes)) is cut
     work = []
     for one in (placement, cut):
         found = tiles_between(Placement(one.homes, one.tiles[:0]), samples, window)
@@ -156,12 +156,12 @@ def test_cutting_homes_saves_where_a_window_is_short() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_programmes_are_of_all_masks_and_travel(seed: int) -> None:
-    _samples, placement, window, num_lanes, node_lanes = drawn(seed)
-    programmes = programmes_of(placement, Lanes(num_lanes, 0, node_lanes))
+    samples, placement, window, num_lanes, node_lanes = drawn(seed)
+    programmes = programmes_of(placement, samples, Lanes(num_lanes, 0, node_lanes))
     assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
     lanes = Lanes(num_lanes, 0, node_lanes)
-    own = placement_under(placement, window, lanes)
-    for lane, (one, alone) in enumerate(zip(programmes, programmes_of(own, lanes), strict=True)):
+    own = placement_under(placement, samples, window, lanes)
+    for lane, (one, alone) in enumerate(zip(programmes, programmes_of(own, samples, lanes), strict=True)):
         narrower = one.of_layers(window)
         assert one.of_layers(CAUSAL) is one
         assert narrower.mask == str(window)
@@ -175,12 +175,12 @@ def test_programmes_are_of_all_masks_and_travel(seed: int) -> None:
         assert all(alone.held[number].sample >= 0 for tiles in alone.tiles for tile in tiles for number in tile)
         assert narrower[1:] == alone[1:]
         largest = tuple(map(max, one.buffer_tokens, narrower.buffer_tokens))
-        assert buffer_tokens_of(placement, Lanes(num_lanes, 0, node_lanes))[lane] == largest
+        assert buffer_tokens_of(placement, samples, Lanes(num_lanes, 0, node_lanes))[lane] == largest
     with pytest.raises(
         UnsupportedFeatureError, match=r"for layers with the masks causal or full, lambda:.* has lambda:0,7"
     ):
         programmes[0].of_layers(Lambda(0, 7))
-    (alone,) = {one.mask for one in programmes_of(own, Lanes(num_lanes, 0, node_lanes))}
+    (alone,) = {one.mask for one in programmes_of(own, samples, Lanes(num_lanes, 0, node_lanes))}
     assert alone == str(window)
 
 
@@ -213,7 +213,6 @@ def test_placements_for_other_masks_of_layers_are_illegal() -> None:
         )
     assert "in 1 tiles, under the mask lambda:0,1 in 0" in why(replace(placement, layer_masks=(Lambda(0, 1),)))
     assert "in 0 tiles" in why(replace(placement, tiles=placement.tiles[1:]))
-    masked = (replace(samples[0], mask=Lambda(0, 9)), *samples[1:])
-    assert "has the mask lambda:0,9, and its placement is for layers with windows (causal, lambda" in why(
-        placement, masked
-    )
+    # Tiles of a causal sample are too many for one with a mask of its own.
+    masked = (*samples[:3], replace(samples[3], mask=Lambda(0, 1)))
+    assert "under the mask lambda:0,1 in 0" in why(placement, masked)

@@ -107,7 +107,7 @@ def test_masks_say_which_tiles_there_are() -> None:
 def test_programmes_fit_together(seed: int) -> None:
     """Everything that is received was sent, was there to be sent, and comes before it is used."""
     _samples, placement, num_lanes, node_lanes = drawn(seed)
-    programmes = programmes_of(placement, Lanes(num_lanes, 0, node_lanes))
+    programmes = programmes_of(placement, (), Lanes(num_lanes, 0, node_lanes))
     assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
     numbers = [placement.samples_of(lane) for lane in range(num_lanes)]
 
@@ -168,8 +168,8 @@ def test_programmes_fit_together(seed: int) -> None:
 def test_places_in_buffers_are_used_again_but_never_by_two_at_once(seed: int) -> None:
     _samples, placement, num_lanes, node_lanes = drawn(seed)
     fetches = fetches_of(placement, Lanes(num_lanes, 0, node_lanes))
-    programmes = programmes_of(placement, Lanes(num_lanes, 0, node_lanes))
-    assert [one.buffer_tokens for one in programmes] == buffer_tokens_of(placement, Lanes(num_lanes, 0, node_lanes))
+    programmes = programmes_of(placement, (), Lanes(num_lanes, 0, node_lanes))
+    assert [one.buffer_tokens for one in programmes] == buffer_tokens_of(placement, (), Lanes(num_lanes, 0, node_lanes))
     for lane, programme in enumerate(programmes):
         own = np.flatnonzero(fetches.lane == lane)
         held = [one for one in programme.held if one.kind >= 0]
@@ -219,7 +219,7 @@ def test_sent_bytes_are_those_of_what_the_programmes_send(seed: int) -> None:
         COLLECT: ((16.0 + 1.0, 0.0), (16.0, 8.0)),
         DELIVER: ((16.0 + 1.0, 0.0), (16.0, 8.0)),
     }
-    for lane, programme in enumerate(programmes_of(placement, lanes)):
+    for lane, programme in enumerate(programmes_of(placement, (), lanes)):
         for one in programme.exchanges:
             for peer, entries in one.sends:
                 for number, kind in entries:

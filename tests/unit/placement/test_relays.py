@@ -197,7 +197,7 @@ def test_one_lane_that_uses_everything_fetches_a_share_of_it() -> None:
 def test_a_lane_that_only_hands_on_has_room_for_it_and_computes_nothing() -> None:
     lanes = Lanes(4, 0, 2)
     placement = uneven([10, 10], [[2], [2]])
-    user, relay = programmes_of(placement, lanes)[2:]
+    user, relay = programmes_of(placement, (), lanes)[2:]
     assert (user.buffer_tokens, relay.buffer_tokens) == ((0, 20), (0, 10))
     assert [len(tiles) for tiles in relay.tiles] == [0]
     (fetched,) = (one for one in relay.held if one.kind == COLUMN)

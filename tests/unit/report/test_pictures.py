@@ -356,7 +356,7 @@ def test_pairs_are_the_mean_over_layers_with_and_without_a_window():
     window = Lambda(2, 100)
     placement = SMALL.bucket.placement
     mixed = replace(SMALL.bucket, placement=replace(placement, layer_masks=(CAUSAL, window)))
-    alone = replace(SMALL.bucket, placement=narrowed(placement, window, Lanes(4, 0, 4)))
+    alone = replace(SMALL.bucket, placement=narrowed(placement, SMALL.bucket.samples, window, Lanes(4, 0, 4)))
     args = SMALL.sent, SMALL.nodes
     full, some = lane_shares(SMALL.bucket, CAUSAL, *args), lane_shares(mixed, CAUSAL, *args, (0.75, window))
     of_window = lane_shares(alone, window, *args)["pairs computed"]

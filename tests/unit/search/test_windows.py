@@ -27,15 +27,19 @@ from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
     CAUSAL,
     CP_COMM_TYPES,
+    FULL,
     Bucket,
+    CausalBlockwise,
     Lambda,
     MicroBatch,
     PlanOptions,
     Problem,
     Sample,
+    SharedQuestion,
     Topology,
     exchanges_of,
 )
+from tests.unit.placement.instances import dense
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 WINDOW = 48
@@ -104,6 +108,49 @@ def test_windows_of_all_layers_plan_as_samples_with_that_mask():
         for samples, model in ((samples_of(*lengths), WINDOWED), (masked, DEEP))
     ]
     assert bounds[0] == bounds[1]
+
+
+@pytest.mark.parametrize("names", [("a2a",), ("blocks",), ("a2a", "blocks")])
+@pytest.mark.parametrize("model", [WINDOWED, EVERY_SECOND], ids=["all layers", "every second"])
+def test_windows_cut_the_masks_that_samples_bring(model, names):
+    """Prompts with answers, and others: work is counted pair by pair, plans are legal and above their bound."""
+    answers, few = SharedQuestion(150, (300, 200, 250)), SharedQuestion(9, (9,))
+    masked = ((900, answers), (700, None), (500, Lambda(3, 200)), (260, CausalBlockwise(16, 4)), (18, few))
+    samples = [Sample(sample_id=i, seqlen=seqlen, mask=mask) for i, (seqlen, mask) in enumerate(masked)]
+    windowed = model.num_windowed_layers
+    for sample in samples:
+        own = sample.mask or CAUSAL
+        positions = own.positions(sample.seqlen)
+        at = np.arange(sample.seqlen) if positions is None else positions
+        seen = dense(sample)
+        near = seen & (at[:, None] - at < WINDOW)
+        pairs = windowed * int(near.sum()) + (8 - windowed) * int(seen.sum())
+        assert model.squared_tokens(sample) * 8 == 2 * pairs - 8 * sample.seqlen
+        assert (near < seen).any() == (at.max() >= WINDOW)
+    job = {"model": model, "topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE}
+    job["options"] = PlanOptions(max_tokens_per_rank=512, cp_comm_types=names)
+    planned = plan_global_batch(samples, **job)
+    check_plan(planned.plan, samples)
+    assert loads(dumps(planned.plan)) == planned.plan
+    assert lower_bound(samples, CostModel(**job)).seconds <= planned.predicted_s
+    used = {bucket.cp_comm_type for bucket in planned.plan.buckets if bucket.cp_size > 1}
+    assert used <= set(names)
+    assert used
+    flops = plan_flops(model, planned.plan)[0].forward
+    squares = sum(model.squared_tokens(sample) for sample in samples)
+    assert flops == pytest.approx(batch_flops(model, sum(sample.seqlen for sample in samples), squares).forward)
+
+
+def test_masks_that_windows_cut_to_too_many_ranges_are_refused():
+    model = replace(WINDOWED, window_sink_tokens=4)
+    sample = Sample(sample_id=7, seqlen=400, mask=SharedQuestion(200, (100, 100)))
+    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("a2a", "blocks"))
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"sample 7 has the mask shared_question.* a token sees 3 ranges of keys"
+    ):
+        plan_global_batch(
+            [sample], model=model, topology=Topology(num_lanes=4), hardware=CURVED_HARDWARE, options=options
+        )
 
 
 @pytest.mark.parametrize(("cp_size", "exchange"), [(1, "p2p"), (4, "a2a"), (4, "all_gather")])
@@ -175,7 +222,7 @@ def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
     assert window is not None
     assert placement.layer_masks == (CAUSAL, window)
     causal = replace(bucket, placement=replace(placement, layer_masks=()))
-    windowed = replace(bucket, placement=narrowed(placement, window, Lanes(4, 0, 2)))
+    windowed = replace(bucket, placement=narrowed(placement, bucket.samples, window, Lanes(4, 0, 2)))
     halves = [
         (bucket, model),
         (causal, replace(DEEP, num_layers=4)),
@@ -251,9 +298,10 @@ def test_what_serves_no_windows_is_told():
         UnsupportedFeatureError, match="layers have windows, which only all_gather, a2a and blocks serve"
     ):
         plan_global_batch(samples_of(64, 20), options=static, policy="static", **job)
-    masked = [Sample(sample_id=3, seqlen=9, mask=CAUSAL)]
+    masked = [Sample(sample_id=3, seqlen=9, mask=FULL)]
     with pytest.raises(
-        UnsupportedFeatureError, match=r"sample 3 has the mask causal, but 4 of the 8 layers .* window of 48"
+        UnsupportedFeatureError,
+        match=r"sample 3 has the mask full, but 4 of the 8 layers .* window of 48 tokens: its tokens see later ones",
     ):
         plan_global_batch(masked, options=ring, **job)
     for policy in ("wlb", "flexsp"):

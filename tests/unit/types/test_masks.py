@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import Sample
 from dynamic_cp.types.masks import (
     CAUSAL,
     FULL,
@@ -14,6 +15,7 @@ from dynamic_cp.types.masks import (
     Lambda,
     Mask,
     SharedQuestion,
+    Windowed,
     parse_mask,
     parse_mask_rule,
 )
@@ -76,6 +78,58 @@ def test_answers_see_the_prompt_and_themselves(mask: SharedQuestion) -> None:
     expected = defined(mask, seqlen)
     assert (dense(mask, seqlen) == expected).all()
     assert mask.num_pairs(seqlen) == expected.sum()
+
+
+def any_two_ranges(seqlen: int) -> KeyRanges:
+    """Tokens see their own fifths, ahead and behind, and some keys before."""
+    ranges = np.zeros((seqlen, 4), np.int32)
+    own = np.arange(seqlen) // 5 * 5
+    ranges[:, 1], ranges[:, 2], ranges[:, 3] = own // 3, own, np.minimum(own + 5, seqlen)
+    return KeyRanges.of(ranges)
+
+
+@pytest.mark.parametrize("window", [Lambda(0, 1), Lambda(0, 4), Lambda(0, 17), Lambda(2, 3), Lambda(0, 500)])
+def test_a_window_shows_of_a_mask_what_is_near_by_positions(window: Lambda) -> None:
+    """Pair by pair: both the mask and the window of the layer allow it, also from an answer back into its prompt."""
+    looked_at = refused = cut_in_prompt = 0
+    for seqlen in (1, 9, 31, 64):
+        for mask in (
+            *(Lambda(0, 6), Lambda(3, 5), CausalBlockwise(8, 1), any_two_ranges(seqlen)),
+            *(SharedQuestion(seqlen // 4, (1, seqlen // 4, seqlen - 2 * (seqlen // 4) - 1)) for _ in range(seqlen > 8)),
+        ):
+            positions = mask.positions(seqlen)
+            at = np.arange(seqlen) if positions is None else positions
+            near = (at[:, None] - at < window.window) | (at < window.sink)
+            expected = dense(mask, seqlen) * near
+            seen = Windowed(mask, window)
+            num_ranges = (np.diff(expected, axis=1, prepend=0) == 1).sum(axis=1).max()
+            reason = seen.why_unfit(seqlen)
+            assert (reason is not None) == (num_ranges > 2), (mask, seqlen)
+            if reason is not None:
+                assert f"sees {num_ranges} ranges of keys, at most 2 are supported: leave out the sink" in reason
+                refused += 1
+                continue
+            assert (dense(seen, seqlen) == expected).all(), (mask, seqlen)
+            assert seen.num_pairs(seqlen) == expected.sum()
+            assert (dense(seen.within(seqlen), seqlen) == expected).all()
+            assert (seen.within(seqlen) == mask.within(seqlen)) == (at.max() < window.window)
+            sample = Sample(sample_id=0, seqlen=seqlen, mask=mask)
+            assert (dense(sample.mask_in(window), seqlen) == expected).all()
+            assert sample.mask_in(CAUSAL) == mask
+            looked_at += 1
+            cut_in_prompt += isinstance(mask, SharedQuestion) and (expected < dense(mask, seqlen)).any()
+    assert looked_at >= 9
+    assert (refused > 0) == (window.sink > 0)
+    assert cut_in_prompt or window.window == 500 or window.sink
+
+
+def test_causal_samples_see_in_a_layer_what_the_layer_does() -> None:
+    for mask in (None, CAUSAL):
+        sample = Sample(sample_id=0, seqlen=20, mask=mask)
+        assert sample.mask_in(Lambda(1, 8)) == Lambda(1, 8)
+        assert sample.mask_in(Lambda(1, 19)) == CAUSAL
+    assert "its tokens see later ones" in str(Windowed(FULL, Lambda(0, 4)).why_unfit(20))
+    assert Windowed(SharedQuestion(3, (4,)), Lambda(0, 4)).why_unfit(20) == SharedQuestion(3, (4,)).why_unfit(20)
 
 
 def test_densities_are_those_of_the_paper() -> None:
