@@ -38,7 +38,7 @@ _kernels: set[int] = set()
 _IMPORTS = re.compile(r"^from dynamic_cp\.([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
 _MODULES = re.compile(r"^from dynamic_cp([\w.]*) import (\w+)$", re.MULTILINE)
 _PLAIN = re.compile(r"(?:compiled|inlined)\((\w+)\.\w+\)")
-_CONSTANT = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
+_CONSTANT = re.compile(r"[A-Z][A-Z0-9_]+")
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -136,14 +136,19 @@ def _cache_folder() -> Path | None:
 
 
 def sources_of_kernels(package: Path) -> list[Path]:
-    """Return the files of `package` with compiled functions, and with constants and plain functions that these need."""
+    """Return the files of `package` with compiled functions, and with what these need: constants, tuples, functions."""
     sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
     kernels = {file: text for file, text in sources.items() if "@compiled" in text or "@inlined" in text}
-    constants = {
-        package.joinpath(*module.split(".")).with_suffix(".py")
+    imported = {
+        (package.joinpath(*module.split(".")).with_suffix(".py"), name)
         for text in kernels.values()
         for module, names in _IMPORTS.findall(text)
-        if _CONSTANT.search(names)
+        for name in re.findall(r"\w+", names)
+    }
+    values = {
+        file
+        for file, name in imported
+        if _CONSTANT.fullmatch(name) or f"class {name}(NamedTuple)" in sources.get(file, "")
     }
     plain = {
         package.joinpath(*room.split("."), f"{module}.py")
@@ -151,7 +156,7 @@ def sources_of_kernels(package: Path) -> list[Path]:
         for room, module in _MODULES.findall(text)
         if module in _PLAIN.findall(text)
     }
-    return sorted({*kernels, *constants, *plain} & sources.keys())
+    return sorted({*kernels, *values, *plain} & sources.keys())
 
 
 def _writable(parent: Path, name: str) -> Path:

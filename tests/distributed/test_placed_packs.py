@@ -42,8 +42,8 @@ def lane_packs(
     of_lane = [(0, start, stop, int(home in fetched)) for home, (start, stop) in enumerate(homes)]
     tiles = [(*pair, 0, 1) for pair in pairs]
     placement = Placement(np.array(of_lane, np.int32), np.array(tiles, np.int32))
-    programme = programmes_of(placement, Lanes(2, 0, 2))[0]
-    nothing, division = packs_of(programme, [Sample(sample_id=0, seqlen=homes[-1][1])], mask).divisions
+    samples = [Sample(sample_id=0, seqlen=homes[-1][1])]
+    nothing, division = packs_of(programmes_of(placement, samples, Lanes(2, 0, 2))[0], samples, mask).divisions
     assert not nothing
     return list(division)
 
@@ -136,7 +136,7 @@ def test_each_pair_is_in_one_pack_of_few_rectangles(num_lanes: int) -> None:
         lanes = Lanes(num_lanes, 0, 2)
         placement = as_searched(placement, SOME, lanes, 3)
         counts = np.zeros((firsts[-1], firsts[-1]), np.int64)
-        for lane, programme in enumerate(programmes_of(placement, lanes)):
+        for lane, programme in enumerate(programmes_of(placement, SOME, lanes)):
             numbers = placement.samples_of(lane)
             packs = packs_of(programme, [SOME[number] for number in numbers])
             for tiles, division in zip(programme.tiles, packs.divisions, strict=True):
@@ -185,7 +185,7 @@ def test_finely_cut_homes_equal_a_dense_softmax(mask: Mask, first_keys: int, exp
         (row, column, 0, int(homes[column, 1] >= first_keys))
         for row, column in zip(wanted.rows.tolist(), wanted.columns.tolist(), strict=True)
     ]
-    (programme,) = programmes_of(Placement(homes, np.array(tiles, np.int32)), Lanes(1, 0, 1))
+    (programme,) = programmes_of(Placement(homes, np.array(tiles, np.int32)), [sample], Lanes(1, 0, 1))
     packs = [pack for division in packs_of(programme, [sample]).divisions for pack in division]
     inputs = random_qkv(64, 64)
     assert_equal(attend([x.float() for x in inputs], packs, CPU), exact(inputs, sample_sees(sample).long()))
@@ -206,7 +206,7 @@ def test_lanes_compute_placements_as_the_planner_makes_them() -> None:
     for case in (Searched(4, 2, 3), Searched(3, 1, 2), Searched(6, 3, 4, idle=2)):
         seen += assert_case(case)
         assert len(case.placement.homes) > len(Case(*case).placement.homes)
-        for programme in programmes_of(case.placement, case.lanes):
+        for programme in programmes_of(case.placement, case.samples, case.lanes):
             used = {number for tiles in programme.tiles for tile in tiles for number in tile}
             fetched = {number for number, one in enumerate(programme.held) if one.kind >= 0}
             seen["fetched for others alone"] += len(fetched - used)
