@@ -136,19 +136,24 @@ def print_times() -> None:
 
 
 def print_plans() -> None:
-    """Print the CPU time of `plan_problem`, the least of some, and of what it takes without placed attention."""
-    print("| lanes | PP | samples | lengths | mask | CPU s, with placed attention | without |\n" + "|---" * 7 + "|")
+    """Print the CPU time of `plan_problem`, the least of some, with placed attention and without, and a step's time."""
+    print(
+        "| lanes | PP | samples | lengths | mask | CPU s, with placed attention | without | step s |\n"
+        + "|---" * 8
+        + "|"
+    )
     model, hardware = load_model("llama-3-8b"), load_hardware("h100")
     for lanes, pp_size, num_samples, name, mask in PLANS:
         topology = Topology(num_lanes=lanes, tp_size=4, pp_size=pp_size, sequence_parallel=True)
         seqlens = sorted(draw_lengths(name, num_samples, 0, NUM_TOKENS, min_seqlen=1).tolist(), reverse=True)
         samples = samples_of(seqlens, mask)
-        took_s = []
+        took_s, predicted_s = [], []
         for exchanges in (("a2a", "blocks"), ("a2a",)):
             options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=exchanges)
             problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
             took_s.append(min(cpu_s(lambda: plan_problem(problem, samples)) for _ in range(NUM_REPEATS)))  # noqa: B023
-        cells = (lanes, pp_size, num_samples, name, mask, *(f"{one:.2f}" for one in took_s))
+            predicted_s.append(plan_problem(problem, samples).predicted_s)
+        cells = (lanes, pp_size, num_samples, name, mask, *(f"{one:.2f}" for one in (*took_s, predicted_s[0])))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.placement.divisions import LinkRates
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, with_masks
@@ -20,8 +20,12 @@ from dynamic_cp.placement.order import ascending, sorted_by
 from dynamic_cp.placement.runs import Runs, runs_of, seen_in_run
 from dynamic_cp.types import Mask, Placement, Sample
 
-_MOST_PARTS = 32
-"""Parts of equal length that a home is cut into at most, where lanes use some of it."""
+_NUM_STEPS = 32
+"""Homes are cut at multiples of a step: so many whole steps, and what is left."""
+_STRIDES = (1, 4, 16)
+"""Of every so many steps, the first of these that keeps the number of homes."""
+_MOST_TIMES = 4
+"""There are no more than so many times as many homes then: each costs planning, and its transfers, some time."""
 _MUCH, _LARGE = 1.3, 0.5
 """What a lane sends, and a home by itself, over the mean of the node's lanes: from there on the home is shared out."""
 _FEWEST_TOKENS = 16
@@ -43,15 +47,16 @@ class _Points(NamedTuple):
 
 
 def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
-    """Return the same with homes cut where what lanes fetch of them begins and ends, in whole 32nds of a home.
+    """Return the same with homes cut about where what lanes fetch of them begins and ends, outside of that.
 
     Args:
         whole: a placement with the tiles that masks allow.
         samples: of its bucket; mask: of those that bring none.
     """
     homes, tiles = _as_ints(whole.placement)
-    cut, _ = _cut(whole, _Points(*_ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles)), samples, mask)
-    return cut
+    is_cut = _ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles)
+    few = np.flatnonzero(is_cut.sum(axis=(1, 2)) <= (_MOST_TIMES - 1) * len(homes))
+    return _cut(whole, _points_of(homes, is_cut[few[0]]), samples, mask)[0] if len(few) else whole
 
 
 def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rates: LinkRates, most_tokens: int) -> Cut:
@@ -128,9 +133,15 @@ def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
     return found
 
 
+def _points_of(homes: Ints, is_cut: Bools) -> _Points:
+    """Return the points of [home, step] in tokens."""
+    home, step = np.nonzero(is_cut)
+    return _Points(home, homes[home, 1] + step * np.maximum(1, (homes[home, 2] - homes[home, 1]) // _NUM_STEPS))
+
+
 @compiled
-def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
-    """Return `_Points` at which parts of a home that a lane fetches begin and end to be used by it."""
+def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> Bools:
+    """Return [stride, home, step] where parts of a home that a lane fetches begin or end to be used by it."""
     num_homes, num_tiles = len(homes), len(tiles)
     first_runs = np.empty(num_homes, np.int64)
     run = 0
@@ -139,9 +150,9 @@ def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
         while runs.table[run, 1] <= homes[home, 1]:
             run += 1
         first_runs[home] = run
-    # In steps of a home, of which there are less than twice the most parts.
-    is_cut = np.zeros((num_homes, 2 * _MOST_PARTS), np.bool_)
-    is_used = np.empty(2 * _MOST_PARTS + 1, np.bool_)
+    # A step is rounded down: there are less than twice as many.
+    is_cut = np.zeros((len(_STRIDES), num_homes, 2 * _NUM_STEPS), np.bool_)
+    is_used = np.empty(2 * _NUM_STEPS, np.bool_)
     num_lanes = 0
     for tile in range(num_tiles):
         num_lanes = max(num_lanes, tiles[tile, 2] + 1)
@@ -152,9 +163,9 @@ def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
         while place < num_tiles:
             home, lane = tiles[in_order[place], side], tiles[in_order[place], 2]
             start, size = homes[home, 1], homes[home, 2] - homes[home, 1]
-            step = max(1, size // _MOST_PARTS)
-            num_steps = -(-size // step)
-            is_used[: num_steps + 1] = False
+            step = max(1, size // _NUM_STEPS)
+            count = -(-size // step)
+            is_used[:count] = False
             while place < num_tiles and tiles[in_order[place], side] == home and tiles[in_order[place], 2] == lane:
                 row, column = tiles[in_order[place], 0], tiles[in_order[place], 1]
                 for run in range(first_runs[row], runs.starts[homes[row, 0] + 1]):
@@ -167,17 +178,13 @@ def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
                         is_used[(seen[2 * side] - start) // step : -(-(seen[2 * side + 1] - start) // step)] = True
                 place += 1
             if homes[home, 3] != lane:
-                for one in range(1, num_steps):
-                    is_cut[home, one] |= is_used[one] != is_used[one - 1]
-    owner, token = np.empty(is_cut.sum(), np.int64), np.empty(is_cut.sum(), np.int64)
-    count = 0
-    for home in range(num_homes):
-        step = max(1, (homes[home, 2] - homes[home, 1]) // _MOST_PARTS)
-        for one in range(2 * _MOST_PARTS):
-            if is_cut[home, one]:
-                owner[count], token[count] = home, homes[home, 1] + one * step
-                count += 1
-    return owner, token
+                for number, stride in enumerate(_STRIDES):
+                    before = is_used[:stride].any()
+                    for one in range(stride, count, stride):
+                        now = is_used[one : min(one + stride, count)].any()
+                        is_cut[number, home, one] |= now != before
+                        before = now
+    return is_cut
 
 
 @compiled

@@ -68,13 +68,13 @@ def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator
     def cut(block_size: int) -> _Cut:
         return _Cut.of(samples, problem, block_size)
 
+    yield lambda seed: _greedy(cut(half), problem)
     yield partial(_search, cut(quarter), uneven)
     yield partial(_search, cut(half), problem, moves_rows=False)
     yield lambda seed: _zigzag(cut(quarter), problem)
     for size, of_work in ((eighth, uneven), (quarter, even), (eighth, problem), (half, uneven), (quarter, problem)):
         yield partial(_search, cut(size), of_work)
     yield lambda seed: place_whole(samples, problem)
-    yield lambda seed: _greedy(cut(half), problem)
     yield partial(_search, cut(half), problem)
 
 

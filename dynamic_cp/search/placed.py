@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import repeat, zip_longest
 from math import ceil
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
+from dynamic_cp.types.counts import MAX_COUNT
 
 _SCHEDULES = (
     Schedule((1.0, 0.4)),
@@ -48,22 +50,29 @@ _SCHEDULES = (
     Schedule((0.3, 1.0, 1.0, 0.4)),
     Schedule((0.3, 1.0, 1.0, 0.4), rotates=True),
     Schedule((0.0, 0.3, 0.7, 1.0, 0.5), rotates=True),
+    Schedule((0.0, 1.0)),
 )
-_NUM_SCHEDULED = 4
-"""Placements that are tried in all schedules, after all were in the first."""
-_NUM_SEARCHED_AGAIN, _MORE_SEEDS = 2, (1, 2)
-"""Placements that are searched again with other seeds, and these."""
-_FAR = 1.2
-"""Lanes exchange heads in no way whose first placement takes so many times as long as that of another."""
+_IN_LITTLE_ROOM = Schedule.of(8)
+"""Where what lanes fetch has no room: what one division fetched makes room for what the next but one does."""
+_NUM_SCHEDULED, _EACH_SCHEDULED = 4, 4
+"""Placements that are tried in all schedules, after all were in the first: so many, one of each few, at least one."""
+_NUM_SEARCHED_AGAIN, _EACH_SEARCHED_AGAIN, _MORE_SEEDS = 2, 8, (1, 2)
+"""Placements that are searched again with other seeds, so many, one of each few; and these seeds."""
+_FAR, _NUM_TURNS = 1.2, 2
+"""A way to exchange heads is slow if its fastest placement takes so many times as long as another's, after so many."""
+_TOKEN_TOLERANCE = 0.05
+"""Share by which a lane may hold more tokens than the mean: linear layers wait for the fullest."""
 _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
-_PLACEMENTS_PER_S, _MOST_PLACEMENTS = {"fast": 6400, "thorough": 51200}, {"fast": 200, "thorough": 1024}
-"""Placements that are compared for a plan, by lanes and for each second of its step, and in all, as far as each row has
-one: a placement takes longer on more lanes, and planning no longer than a step."""
+_CANDIDATES_PER_S, _MOST_CANDIDATES = {"fast": 6400, "thorough": 51200}, {"fast": 200, "thorough": 1024}
+"""Candidates that are tried for a plan, by lanes and for each second of its step, and in all. One takes about 0.15 ms
+for each lane, with its share of schedules and searches: planning takes about as long as a step."""
+_SHORTEST_STEP_S = 0.25
+"""Steps that take less are planned as if they took so long: few do on devices that need such plans."""
 _INNER_SIZES = (1, 2, 8, 4)
-"""Sparse masks mostly do best without an exchange of heads, others with one, so that fewer bytes cross nodes."""
+"""Sparse masks mostly do best without an exchange of heads, others with one over a node, so that fewer bytes cross."""
 _HOPELESS = 1.15
 """A plan is not placed where its longest row would take this many times as long, as far as a few placements show."""
 
@@ -147,16 +156,22 @@ def placed_plans(
     # More rows than needed fill a pipeline better.
     more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
     most_rows = max(fewest + topology.pp_size, len(rows))
-    numbers = sorted({fewest, fewest + 1, len(rows), *(number for number in more if number <= most_rows)})
-    search, step_s = cost_model.options.search, makespan_ns(plan, cost_model) / 1e9
-    num_placements = min(_MOST_PLACEMENTS[search], int(_PLACEMENTS_PER_S[search] * step_s / topology.num_lanes))
-    most = num_placements // (len(rows) + sum(numbers))
-    if most == 0:
-        numbers, most = [fewest], 1
+    search, step_s = cost_model.options.search, max(_SHORTEST_STEP_S, makespan_ns(plan, cost_model) / 1e9)
+    num_candidates = min(_MOST_CANDIDATES[search], int(_CANDIDATES_PER_S[search] * step_s / topology.num_lanes))
+    levels: list[list[list[Sample]]] = []
+    num_rows = len(rows)
+    for number in dict.fromkeys((fewest, len(rows), fewest + 1, *more)):
+        num_rows += number
+        if levels and (number > most_rows or num_rows > num_candidates):
+            break
+        level = _level_rows(samples, number, cost_model)
+        if level is not None:
+            levels.append(level)
+    most = num_candidates // len({_names_of(row) for of_plan in (of_rows, *levels) for row in of_plan})
     known: dict[tuple[int, ...], MicroBatch | None] = {}
 
     def place(row: Sequence[Sample]) -> MicroBatch | None:
-        names = tuple(sample.sample_id for sample in row)
+        names = _names_of(row)
         if names not in known:
             known[names] = place_row(row, cost_model, most)
         return known[names]
@@ -166,10 +181,12 @@ def placed_plans(
         for row, of_row, may_stay in zip(rows, of_rows, fixed, strict=True)
     ]
     yield from _plan_of("", chosen, plan, cost_model)
-    for num_rows in numbers:
-        level = _level_rows(samples, num_rows, cost_model)
-        if level is not None:
-            yield from _plan_of("level ", [place(row) for row in level], plan, cost_model)
+    for level in levels:
+        yield from _plan_of("level ", [place(row) for row in level], plan, cost_model)
+
+
+def _names_of(row: Sequence[Sample]) -> tuple[int, ...]:
+    return tuple(sample.sample_id for sample in row)
 
 
 def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_model: CostModel) -> Iterator[PlacedPlan]:
@@ -187,7 +204,7 @@ def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_mode
 def _is_hopeless(rows: Sequence[MicroBatch], of_rows: Sequence[Sequence[Sample]], cost_model: CostModel) -> bool:
     """Return whether the longest row, placed once with each number of lanes that exchange heads, takes far longer."""
     slowest_s, longest = max((_slowest_s(row, cost_model), index) for index, row in enumerate(rows))
-    placed = place_row(of_rows[longest], cost_model, most_candidates=len(_inner_sizes(cost_model)))
+    placed = place_row(of_rows[longest], cost_model, most_candidates=0)
     return placed is None or _slowest_s(placed, cost_model) > _HOPELESS * slowest_s
 
 
@@ -228,9 +245,7 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     return [row for row in rows if row]
 
 
-def place_row(
-    samples: Sequence[Sample], cost_model: CostModel, most_candidates: int | None = None
-) -> MicroBatch | None:
+def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates: int = MAX_COUNT) -> MicroBatch | None:
     """Return the fastest placed micro-batch of `samples` on all lanes; None where none keeps the limits.
 
     All candidates are priced in one schedule, the best ones in others and searched again with other seeds.
@@ -238,30 +253,31 @@ def place_row(
     Args:
         samples: of the micro-batch.
         cost_model: topology, limits and prices.
-        most_candidates: placements to compare; None: all there are.
+        most_candidates: to try after the first one of each inner size; more until one keeps the limits.
     """
-    masked = with_masks(samples, cost_model.mask)
-    ways = [_Way.of(inner, cost_model) for inner in _inner_sizes(cost_model)]
-    makers = [(way, candidates(masked, way.problem)) for way in ways][:most_candidates]
+    masked, num_tokens = with_masks(samples, cost_model.mask), sum(sample.seqlen for sample in samples)
     tried = _Tried(samples, cost_model)
-    for way, of_way in makers:
-        tried.add(way, next(of_way))
-    near = tried.ways_within(_FAR)
-    turns = zip_longest(*([(way, make) for make in of_way] for way, of_way in makers if way in near))
-    others = (one for turn in turns for one in turn if one is not None)
-    for way, make in islice(others, None if most_candidates is None else most_candidates - len(makers)):
+    ways = [_Way.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
+    for number, (way, make) in enumerate(_in_turn(ways, masked, tried)):
+        if number >= len(ways) + most_candidates and tried.best():
+            break
         tried.add(way, make)
-    for one in tried.best(_NUM_SCHEDULED):
+    num_scheduled = min(_NUM_SCHEDULED, max(1, most_candidates // _EACH_SCHEDULED))
+    for one in tried.best(num_scheduled):
         for schedule in _SCHEDULES[1:]:
             tried.add_scheduled(one, schedule)
-    num_again = _NUM_SEARCHED_AGAIN if most_candidates is None else min(_NUM_SEARCHED_AGAIN, most_candidates // 8)
-    for one in tried.best(num_again):
+    for one in tried.best(min(_NUM_SEARCHED_AGAIN, most_candidates // _EACH_SEARCHED_AGAIN)):
         for seed in _MORE_SEEDS:
             tried.add(one.way, one.make, seed, one.schedule)
-    for one in tried.best():
-        if _has_room(one.row.buckets[0], cost_model):
-            return one.row
-    return None
+    return next((one.row for one in tried.best()), None)
+
+
+def _in_turn(ways: Sequence[_Way], masked: Sequence[Sample], tried: _Tried) -> Iterator[tuple[_Way, Maker]]:
+    """Yield a candidate of each way, then another of each, and so on, but of ways that proved slow no more."""
+    turns = zip_longest(*(zip(repeat(way), candidates(masked, way.problem)) for way in ways))
+    for number, turn in enumerate(turns):
+        slow = tried.ways_beyond(_FAR) if number >= _NUM_TURNS else set()
+        yield from (one for one in turn if one is not None and one[0] not in slow)
 
 
 class _Way(NamedTuple):
@@ -279,19 +295,23 @@ class _Way(NamedTuple):
     rates: LinkRates
 
     @classmethod
-    def of(cls, inner_cp_size: int, cost_model: CostModel) -> _Way:
+    def of(cls, inner_cp_size: int, num_tokens: int, cost_model: CostModel) -> _Way:
+        """Return how to place so many tokens in all, as uneven as is usual and as lanes have room for."""
         topology, stage = cost_model.topology, cost_model.stage.attention.of_inner_group(inner_cp_size)
+        num_lanes, multiple = topology.num_lanes // inner_cp_size, topology.rank_token_multiple
+        most_tokens = cost_model.options.max_tokens_per_rank // multiple * multiple * inner_cp_size
         problem = PlacementProblem(
-            num_lanes=topology.num_lanes // inner_cp_size,
+            num_lanes=num_lanes,
             node_lanes=lanes_in_one_node(topology) // inner_cp_size,
             row_bytes=max(1, round(stage.query_bytes)),
             column_bytes=max(1, round(stage.kv_bytes)),
+            token_tolerance=max(0.0, min(_TOKEN_TOLERANCE, most_tokens * num_lanes / num_tokens - 1.0)),
         )
-        return cls(inner_cp_size, problem, Lanes(problem.num_lanes, 0, problem.node_lanes), link_rates(stage))
+        return cls(inner_cp_size, problem, Lanes(num_lanes, 0, problem.node_lanes), link_rates(stage))
 
 
 class _Try(NamedTuple):
-    """A placement that keeps the limit of tokens, in a schedule, and what it takes.
+    """A placement that keeps the limits of tokens held and fetched, in a schedule, and what it takes.
 
     Attributes:
         seconds: of the slowest lane, forward and backward.
@@ -308,24 +328,26 @@ class _Try(NamedTuple):
 
 
 class _Tried:
-    """The placements of a micro-batch that were tried, each once, however often it was made."""
+    """The placements of a micro-batch that keep the limits, each tried once, however often it was made."""
 
     def __init__(self, samples: Sequence[Sample], cost_model: CostModel) -> None:
         self._samples, self._cost_model = samples, cost_model
-        self._known: dict[tuple[int, Schedule, bytes, bytes], _Try] = {}
+        self._seen: set[tuple[int, Schedule, bytes]] = set()
+        self._tries: list[_Try] = []
 
     def best(self, number: int | None = None) -> list[_Try]:
         """Return the fastest first, of equals the one that was tried first; with a number: of each cut only one."""
-        in_order = sorted(self._known.values(), key=lambda one: one.seconds)
+        in_order = sorted(self._tries, key=lambda one: one.seconds)
         if number is None:
             return in_order
         firsts = {(one.way.inner_cp_size, id(one.cut)): one for one in reversed(in_order)}
         return sorted(firsts.values(), key=lambda one: one.seconds)[:number]
 
-    def ways_within(self, factor: float) -> set[_Way]:
-        """Return the ways with a placement that takes no more than so many times as long as the fastest."""
-        most_s = factor * min((one.seconds for one in self._known.values()), default=0.0)
-        return {one.way for one in self._known.values() if one.seconds <= most_s}
+    def ways_beyond(self, factor: float) -> set[_Way]:
+        """Return the ways whose placements all take more than so many times as long as the fastest."""
+        most_s = factor * min((one.seconds for one in self._tries), default=0.0)
+        within = {one.way for one in self._tries if one.seconds <= most_s}
+        return {one.way for one in self._tries} - within
 
     def add(self, way: _Way, make: Maker, seed: int = 0, schedule: Schedule = _SCHEDULES[0]) -> None:
         """Try a placement cut to what is used, and with what many use shared out besides."""
@@ -345,21 +367,33 @@ class _Tried:
         self._add(one.cut, one.way, one.make, schedule)
 
     def _add(self, cut: Cut, way: _Way, make: Maker, schedule: Schedule) -> None:
-        placement, topology = cut.placement, self._cost_model.topology
-        key = way.inner_cp_size, schedule, placement.homes.tobytes(), placement.tiles.tobytes()
-        if key in self._known:
+        key = way.inner_cp_size, schedule, _digest_of(cut.placement)
+        if key in self._seen:
             return
+        self._seen.add(key)
         bucket = Bucket(
             first_lane=0,
-            cp_size=topology.num_lanes,
+            cp_size=self._cost_model.topology.num_lanes,
             cp_comm_type=PLACED[0],
             inner_cp_size=way.inner_cp_size,
             samples=tuple(self._samples),
-            placement=divided(placement, cut.touched, way.lanes, way.rates, schedule),
+            placement=cut.placement,
         )
-        if max(placed_tokens(bucket, topology.rank_token_multiple)) <= self._cost_model.options.max_tokens_per_rank:
+        most_tokens = self._cost_model.options.max_tokens_per_rank
+        if max(placed_tokens(bucket, self._cost_model.topology.rank_token_multiple)) > most_tokens:
+            return
+        bucket = replace(bucket, placement=divided(cut.placement, cut.touched, way.lanes, way.rates, schedule))
+        if _has_room(bucket, way.lanes, self._cost_model):
             row = MicroBatch(buckets=(bucket,))
-            self._known[key] = _Try(_slowest_s(row, self._cost_model), row, way, make, cut, schedule)
+            self._tries.append(_Try(_slowest_s(row, self._cost_model), row, way, make, cut, schedule))
+        else:
+            self._add(cut, way, make, _IN_LITTLE_ROOM)
+
+
+def _digest_of(placement: Placement) -> bytes:
+    digest = hashlib.blake2b(placement.homes.tobytes(), digest_size=16)
+    digest.update(placement.tiles.tobytes())
+    return digest.digest()
 
 
 def _inner_sizes(cost_model: CostModel) -> list[int]:
@@ -368,11 +402,9 @@ def _inner_sizes(cost_model: CostModel) -> list[int]:
     return sorted(sizes, key=lambda size: (_INNER_SIZES.index(size) if size in _INNER_SIZES else size, size))
 
 
-def _has_room(bucket: Bucket, cost_model: CostModel) -> bool:
+def _has_room(bucket: Bucket, lanes: Lanes, cost_model: CostModel) -> bool:
     """Return whether what its lanes fetch keeps the limit."""
     assert bucket.placement is not None
-    inner, node_lanes = bucket.inner_cp_size, lanes_in_one_node(cost_model.topology)
-    lanes = Lanes(bucket.num_inner_groups, 0, node_lanes // inner)
     buffers = buffer_tokens_of(bucket.placement, bucket.samples, lanes)
-    copies, most_tokens = cost_model.sharing.copies(inner), cost_model.options.max_tokens_per_rank
+    copies, most_tokens = cost_model.sharing.copies(bucket.inner_cp_size), cost_model.options.max_tokens_per_rank
     return why_too_much_fetched(bucket, buffers, most_tokens, copies) is None

@@ -129,13 +129,13 @@ def test_tokens_and_work_come_out_even(rule: str) -> None:
     for seed in range(3):
         found = list(made(mixed(seed, rule), EIGHT_LANES))
         assert [placed.name.split()[0] for placed in found] == [
-            *("search", "tiles", "zigzag", "search", "search", "search", "search", "search", "documents", "greedy"),
+            *("greedy", "search", "tiles", "zigzag", "search", "search", "search", "search", "search", "documents"),
             "search",
         ]
         for placed in found:
             if placed.name != "documents":
                 assert traffic_of(placed, EIGHT_LANES).token_imbalance <= 1.05
-        tolerances = (0.4, 0.1, None, 0.4, 0.03, 0.1, 0.4, 0.1, None, None, 0.1)
+        tolerances = (None, 0.4, 0.1, None, 0.4, 0.03, 0.1, 0.4, 0.1, None, 0.1)
         for placed, tolerance in zip(found, tolerances, strict=True):
             if tolerance is None:
                 continue
