@@ -67,6 +67,8 @@ def relays_in_turn(lane: Ints, first: Ints, turn: Ints, group: Ints, num_groups:
 def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Ints, firsts: Ints, lanes: Lanes) -> Ints:
     """Return [group] -> the lane of its node that has least to fetch of its kind in its division, largest first.
 
+    Of several the one with least of both kinds in that division, then in all.
+
     Args:
         lane, kind, first, tokens: [fetch] who needs how many tokens of what, and from which division on.
         group, firsts: of `crossing_groups`.
@@ -84,7 +86,7 @@ def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Int
         largest = max(largest, tokens[firsts[one]] + 1)
     for one in range(num_groups):
         order[one] = begins[one] * float(largest) - tokens[firsts[one]]
-    load, total = np.zeros((2, lanes.number), np.int64), np.zeros((2, lanes.number), np.int64)
+    load, total = np.zeros((2, lanes.number), np.int64), np.zeros(lanes.number, np.int64)
     is_user = np.zeros(lanes.number, np.bool_)
     relays = np.empty(num_groups, np.int64)
     division = -1
@@ -99,15 +101,15 @@ def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Int
         high = min((node + 1) * lanes.of_node - lanes.first, lanes.number)
         for place in range(starts[one + 1], starts[one + 2]):
             is_user[lane[uses[place]]] = True
-        best = -1
-        least, least_total = 0, 0
+        best, least = -1, (0, 0, 0)
         for relay in range(low, high):
-            cost = _WHOLE * load[what, relay] + (0 if is_user[relay] else _HANDED_ON * needed)
-            if best < 0 or (cost, total[what, relay]) < (least, least_total):
-                best, least, least_total = relay, cost, total[what, relay]
+            own = _WHOLE * load[what, relay] + (0 if is_user[relay] else _HANDED_ON * needed)
+            cost = own, load[0, relay] + load[1, relay], total[relay]
+            if best < 0 or cost < least:
+                best, least = relay, cost
         relays[one] = best
         load[what, best] += needed
-        total[what, best] += needed
+        total[best] += needed
         for place in range(starts[one + 1], starts[one + 2]):
             is_user[lane[uses[place]]] = False
     return relays

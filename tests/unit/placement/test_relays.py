@@ -109,25 +109,28 @@ def test_what_crosses_comes_once_to_a_node_and_from_its_relay_to_all_others(take
 
 
 def test_relays_are_those_of_the_rule() -> None:
-    """In plain words: largest first, each to the lane with least; three tenths more where it has to hand it on."""
+    """In plain words: largest first, each to the lane with least; three tenths more where it has to hand it on.
+
+    Of equals: to the one with least of both kinds, then to the one with least in all.
+    """
     num_relays = 0
     for seed in SEEDS:
         placement, lanes, _ = drawn(seed)
         needed, tokens = crossing(placement, lanes), tokens_of(placement)
         begins = {thing: min(chain(*users.values())) for thing, users in needed.items()}
         fetched: Counter[tuple[int, int, int]] = Counter()
-        in_all: Counter[tuple[int, int]] = Counter()
+        in_all: Counter[int] = Counter()
         expected = {}
         for thing in sorted(needed, key=lambda thing: (begins[thing], -tokens[thing[2]], thing)):
             node, kind, home = thing
             best = min(
                 (10 * fetched[begins[thing], kind, lane] + (0 if lane in needed[thing] else 3 * tokens[home]),
-                 in_all[kind, lane], lane)
+                 sum(fetched[begins[thing], one, lane] for one in (ROW, COLUMN)), in_all[lane], lane)
                 for lane in range(lanes.number) if node_of(lane, lanes) == node
             )  # fmt: skip
             expected[thing] = best[-1]
             fetched[begins[thing], kind, best[-1]] += tokens[home]
-            in_all[kind, best[-1]] += tokens[home]
+            in_all[best[-1]] += tokens[home]
         assert relays_of(placement, lanes) == expected
         num_relays += len(expected)
     assert num_relays > 1000
@@ -227,6 +230,15 @@ def test_of_equals_the_one_that_fetched_least_in_all_divisions() -> None:
     lanes = Lanes(4, 0, 2)
     relays = relays_of(uneven([5, 3, 4], [[2, 3]] * 3, [0, 1, 2]), lanes)
     assert relays == {(1, COLUMN, 0): 2, (1, COLUMN, 1): 3, (1, COLUMN, 2): 3}
+
+
+def test_of_equals_the_one_that_fetches_least_of_the_other_kind() -> None:
+    """Both lanes use queries of a home, and keys of another: each fetches one of them."""
+    lanes = Lanes(4, 0, 2)
+    homes = [(0, 0, 10, 0), (0, 10, 20, 0), (0, 20, 21, 2), (0, 21, 22, 3)]
+    tiles = [(0, 2, 2, 0), (0, 3, 3, 0), (2, 1, 2, 0), (3, 1, 3, 0)]
+    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
+    assert relays_of(placement, lanes) == {(1, ROW, 0): 2, (1, COLUMN, 1): 3}
 
 
 def test_each_division_begins_anew() -> None:
