@@ -109,10 +109,10 @@ def print_ways(num_batches: int) -> None:
             found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
             for batch in batches(data, num_batches):
                 for make in candidates(samples_of(batch, mask), NODES_OF_8):
-                    placed = make(0)
+                    placed = make()
                     traffic = traffic_of(placed, NODES_OF_8)
                     sizes = (len(placed.homes), len(placed.tiles))
-                    found[placed.name].append((*(one / 1e6 for one in traffic[:3]), *traffic[3:], *sizes))
+                    found[make.name].append((*(one / 1e6 for one in traffic[:3]), *traffic[3:], *sizes))
             for name, rows in found.items():
                 direct, multicast, inside, *imbalances, homes, tiles = np.mean(rows, axis=0)
                 numbers = f"{direct:.0f} | {multicast:.1f} | {inside:.0f} | {imbalances[0]:.2f} | {imbalances[1]:.3f}"
@@ -231,7 +231,7 @@ def partitioned(partition: Partition, samples: list[Sample], problem: PlacementP
         is_here = nodes[vertices] == node
         homes[vertices[is_here]] = node * node_lanes + part_homes[is_here]
         lanes[tiles] = node * node_lanes + part_lanes
-    return placed_of("partitioner", blocks, homes, lanes, problem)
+    return placed_of(blocks, homes, lanes, problem)
 
 
 def part_and_repair(partition: Partition, graph: Graph, caps: Caps) -> tuple[Ints, Ints]:

@@ -3,8 +3,8 @@
 What lanes fetch is put on their links one after the other, as in an open shop: a link takes what its sender can send
 next, in an order that has much work wait for little. So everything that is fetched has a time at which it is there, and
 every tile has one from which on it can be computed. Divisions cut that time so that all compute about as much; what
-later ones fetch then travels while earlier ones compute. Tiles that need nothing are in the first one, and cover what
-it fetches.
+later ones fetch then travels while earlier ones compute. Tiles that need nothing are in the first one: it waits for
+what it fetches all the same, but while it computes them, what later ones need is on its way.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dynamic_cp.placement.order import ascending, sorted_by
 from dynamic_cp.types import Placement
 
 _LAST_SHARE = 0.4
+"""Of the last division, where the others have 1: what it gives back travels while nothing computes."""
 _MOST_LOOKS = 64
 """Things that a link may take next, of which it takes the first whose sender is free."""
 

@@ -125,15 +125,20 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
             lanes[tile] = homes[graph.ends[pushed[graph.ends[0, tile]], tile]]
         starts[start, :num_vertices], starts[start, num_vertices:] = homes, lanes
         costs[start] = _cost(graph, state_of(graph, homes, lanes, num_parts), caps, prices)
-    lowest = np.inf
-    for start in ascending(costs)[:_NUM_IMPROVED]:
-        if costs[start] < np.inf:
-            homes, lanes = starts[start, :num_vertices].copy(), starts[start, num_vertices:].copy()
-            state = state_of(graph, homes, lanes, num_parts)
-            improve_tiles(graph, state, caps, effort.num_rounds)
-            cost = _cost(graph, state, caps, prices)
-            if cost < lowest:
-                best_homes, best_lanes, lowest = homes, lanes, cost
+    lowest, before, num_improved = np.inf, -1, 0
+    for start in ascending(costs):
+        if costs[start] == np.inf or num_improved == _NUM_IMPROVED:
+            break
+        if before >= 0 and (starts[start] == starts[before]).all():
+            continue
+        before = start
+        num_improved += 1
+        homes, lanes = starts[start, :num_vertices].copy(), starts[start, num_vertices:].copy()
+        state = state_of(graph, homes, lanes, num_parts)
+        improve_tiles(graph, state, caps, effort.num_rounds)
+        cost = _cost(graph, state, caps, prices)
+        if cost < lowest:
+            best_homes, best_lanes, lowest = homes, lanes, cost
     return best_homes, best_lanes
 
 

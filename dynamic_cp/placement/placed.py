@@ -22,7 +22,6 @@ class Placed(NamedTuple):
     """Which lane holds which tokens of a micro-batch, and which lane computes which tile.
 
     Attributes:
-        name: how it was found.
         homes: int32 [home, 4]: index of the sample in the micro-batch, first token, token behind the last, lane;
             ascending by (sample, first token). The homes of a sample tile it.
         tiles: int32 [tile, 3]: home of the queries, home of the keys, lane; ascending by (queries, keys). All pairs of
@@ -30,20 +29,16 @@ class Placed(NamedTuple):
         pairs, touched: int64 [tile]: pairs that the mask allows, and those that a kernel computes (`runs.SUB_TILE`).
     """
 
-    name: str
     homes: Int32s
     tiles: Int32s
     pairs: Ints
     touched: Ints
 
 
-def placed_of(
-    name: str, blocks: Blocks, homes: Ints, lanes: Ints, problem: PlacementProblem, *, is_even: bool = True
-) -> Placed:
+def placed_of(blocks: Blocks, homes: Ints, lanes: Ints, problem: PlacementProblem, *, is_even: bool = True) -> Placed:
     """Return the placement in which the vertices of `blocks` are at `homes`, and its graph's tiles at `lanes`.
 
     Args:
-        name: how it was found.
         blocks: of the micro-batch.
         homes, lanes: [vertex] -> lane, [tile of the graph] -> lane.
         problem: says how even tokens have to be.
@@ -66,10 +61,10 @@ def placed_of(
     pieces = even_out(block_sizes, block_lanes, short_work, lane_work, problem.node_lanes, most_tokens, most_work)
     moved = np.flatnonzero(before != block_lanes)
     tile_lanes[num_own_tiles + moved - blocks.num_own] = block_lanes[moved]
-    return _in_order_of_samples(name, blocks, tile_lanes, pieces)
+    return _in_order_of_samples(blocks, tile_lanes, pieces)
 
 
-def _in_order_of_samples(name: str, blocks: Blocks, tile_lanes: Ints, pieces: Pieces) -> Placed:
+def _in_order_of_samples(blocks: Blocks, tile_lanes: Ints, pieces: Pieces) -> Placed:
     """Return homes and tiles, with samples counted as in the micro-batch."""
     starts, cuts, samples = _cut_again(blocks.starts, blocks.cuts, pieces)
     tiles = blocks.tiles
@@ -84,7 +79,7 @@ def _in_order_of_samples(name: str, blocks: Blocks, tile_lanes: Ints, pieces: Pi
     number[by_sample] = np.arange(len(homes))
     found = np.stack([number[tiles.rows], number[tiles.columns], tile_lanes], axis=1)
     by_row = np.argsort(found[:, 0], kind="stable")
-    return Placed(name, homes[by_sample], found[by_row].astype(np.int32), tiles.pairs[by_row], tiles.touched[by_row])
+    return Placed(homes[by_sample], found[by_row].astype(np.int32), tiles.pairs[by_row], tiles.touched[by_row])
 
 
 @compiled

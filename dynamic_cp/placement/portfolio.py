@@ -29,32 +29,45 @@ def place_whole(samples: Sequence[Sample], problem: PlacementProblem) -> Placed:
     """Return whole samples on lanes, longest first, each on the lane that is least full: nothing travels."""
     blocks = blocks_of(samples, MAX_COUNT, problem.row_bytes, problem.column_bytes, share_bins=False)
     lanes = _least_full(blocks.graph.tokens, blocks.graph.work.astype(np.float64), problem.num_lanes)
-    return placed_of("documents", blocks, lanes, lanes, problem, is_even=False)
+    return placed_of(blocks, lanes, lanes, problem, is_even=False)
 
 
 def place_zigzag(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
     """Return blocks dealt to lanes 0, 1, ..., K - 1, K - 1, ..., 0 and so on; a tile is where its queries are."""
-    return _zigzag(_Cut.of(samples, problem, block_size), problem)
+    return _zigzag(_blocks(samples, problem, block_size), problem)
 
 
 def place_greedily(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
     """Return whole documents where they fit, the others split over few nodes and lanes; nothing is moved any more."""
-    return _greedy(_Cut.of(samples, problem, block_size), problem)
+    return _greedy(_blocks(samples, problem, block_size), problem)
 
 
 def search_placement(
     samples: Sequence[Sample], problem: PlacementProblem, block_size: int, *, moves_rows: bool = True
 ) -> Placed:
     """Return what a local search over rows (with `moves_rows`) and then over tiles makes of such a beginning."""
-    return _search(_Cut.of(samples, problem, block_size), problem, problem.seed, moves_rows=moves_rows)
+    return (_search if moves_rows else _search_tiles)(_blocks(samples, problem, block_size), problem)
 
 
-Maker = Callable[[int], Placed]
-"""Seed -> placement; some are the same with every seed."""
+class Maker(NamedTuple):
+    """A way to place a micro-batch.
+
+    Attributes:
+        name: of the way, and of how many tokens blocks are.
+        make: what makes a placement; where it `takes_seed`, from a seed.
+        takes_seed: another seed, another placement.
+    """
+
+    name: str
+    make: Callable[..., Placed]
+    takes_seed: bool = False
+
+    def __call__(self, seed: int = 0) -> Placed:
+        return self.make(seed) if self.takes_seed else self.make()
 
 
 def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Maker]:
-    """Yield ways to place, best guess first: what is best depends on what is simulated.
+    """Yield ways to place, first what takes little to find, then best guess first: simulation says what is best.
 
     Blocks have an eighth, a quarter or half of the tokens of a lane, rounded down to powers of two, and at least a
     sub-tile's. Works are even to the problem's tolerance, less so (fewer bytes: mostly best under sparse masks), or
@@ -65,51 +78,56 @@ def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator
     uneven, even = (replace(problem, work_tolerance=times * problem.work_tolerance) for times in (4.0, 0.3))
 
     @lru_cache
-    def cut(block_size: int) -> _Cut:
-        return _Cut.of(samples, problem, block_size)
+    def blocks(block_size: int) -> Blocks:
+        return _blocks(samples, problem, block_size)
 
-    yield lambda seed: _greedy(cut(half), problem)
-    yield partial(_search, cut(quarter), uneven)
-    yield partial(_search, cut(half), problem, moves_rows=False)
-    yield lambda seed: _zigzag(cut(quarter), problem)
-    for size, of_work in ((eighth, uneven), (quarter, even), (eighth, problem), (half, uneven), (quarter, problem)):
-        yield partial(_search, cut(size), of_work)
-    yield lambda seed: place_whole(samples, problem)
-    yield partial(_search, cut(half), problem)
-
-
-class _Cut(NamedTuple):
-    """A micro-batch cut into blocks of at most so many tokens."""
-
-    block_size: int
-    blocks: Blocks
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> _Cut:
-        return cls(block_size, blocks_of(samples, block_size, problem.row_bytes, problem.column_bytes))
+    # Small batches have blocks of one size only.
+    for name, way, size, of_work in dict.fromkeys(
+        (
+            ("greedy", _greedy, half, problem),
+            ("search", _search, quarter, uneven),
+            ("tiles", _search_tiles, half, problem),
+            ("zigzag", _zigzag, quarter, problem),
+            ("search", _search, eighth, uneven),
+            ("search", _search, quarter, even),
+            ("search", _search, eighth, problem),
+            ("search", _search, half, uneven),
+            ("search", _search, quarter, problem),
+            ("search", _search, half, problem),
+        )
+    ):
+        yield Maker(f"{name} {size}", partial(way, blocks(size), of_work), takes_seed=way is _search)
+    yield Maker("documents", partial(place_whole, samples, problem))
 
 
-def _zigzag(cut: _Cut, problem: PlacementProblem) -> Placed:
-    graph = cut.blocks.graph
+def _blocks(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Blocks:
+    return blocks_of(samples, block_size, problem.row_bytes, problem.column_bytes)
+
+
+def _zigzag(blocks: Blocks, problem: PlacementProblem) -> Placed:
+    graph = blocks.graph
     turns = np.arange(len(graph.tokens)) % (2 * problem.num_lanes)
     homes = np.minimum(turns, 2 * problem.num_lanes - 1 - turns)
-    return placed_of(f"zigzag {cut.block_size}", cut.blocks, homes, homes[graph.ends[0]], problem)
+    return placed_of(blocks, homes, homes[graph.ends[0]], problem)
 
 
-def _greedy(cut: _Cut, problem: PlacementProblem) -> Placed:
-    return _searched("greedy", cut, problem, Effort(_NUM_STARTS, 0, 0, problem.seed))
+def _greedy(blocks: Blocks, problem: PlacementProblem) -> Placed:
+    return _placed(blocks, problem, Effort(_NUM_STARTS, 0, 0, 0))
 
 
-def _search(cut: _Cut, problem: PlacementProblem, seed: int, *, moves_rows: bool = True) -> Placed:
-    effort = Effort(_NUM_STARTS, _NUM_SWEEPS if moves_rows else 0, _NUM_ROUNDS, seed)
-    return _searched("search" if moves_rows else "tiles", cut, problem, effort)
+def _search_tiles(blocks: Blocks, problem: PlacementProblem) -> Placed:
+    return _placed(blocks, problem, Effort(_NUM_STARTS, 0, _NUM_ROUNDS, 0))
 
 
-def _searched(name: str, cut: _Cut, problem: PlacementProblem, effort: Effort) -> Placed:
+def _search(blocks: Blocks, problem: PlacementProblem, seed: int = 0) -> Placed:
+    return _placed(blocks, problem, Effort(_NUM_STARTS, _NUM_SWEEPS, _NUM_ROUNDS, seed))
+
+
+def _placed(blocks: Blocks, problem: PlacementProblem, effort: Effort) -> Placed:
     homes, lanes = place_graph(
-        cut.blocks.graph, problem.num_lanes, problem.node_lanes, problem.token_tolerance, problem.work_tolerance, effort
+        blocks.graph, problem.num_lanes, problem.node_lanes, problem.token_tolerance, problem.work_tolerance, effort
     )
-    return placed_of(f"{name} {cut.block_size}", cut.blocks, homes, lanes, problem)
+    return placed_of(blocks, homes, lanes, problem)
 
 
 @compiled

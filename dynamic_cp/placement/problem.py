@@ -19,7 +19,6 @@ class PlacementProblem:
         column_bytes: per token whose keys are read elsewhere, of keys and values.
         token_tolerance: no lane holds more tokens than the mean by more than this share (or than the mean, rounded up).
         work_tolerance: the same for touched pairs of attention, as far as whole tiles allow.
-        seed: another seed, another search.
     """
 
     num_lanes: int
@@ -28,12 +27,10 @@ class PlacementProblem:
     column_bytes: int
     token_tolerance: float = 0.05
     work_tolerance: float = 0.1
-    seed: int = 0
 
     def __post_init__(self) -> None:
         require_at_least(1, num_lanes=self.num_lanes, node_lanes=self.node_lanes)
         require_at_least(1, row_bytes=self.row_bytes, column_bytes=self.column_bytes)
-        require_at_least(0, seed=self.seed)
         for name, value in (("token_tolerance", self.token_tolerance), ("work_tolerance", self.work_tolerance)):
             if not value >= 0.0:
                 raise InvalidInputError(f"{name} is {value}, at least 0 is needed: give a share such as 0.05")

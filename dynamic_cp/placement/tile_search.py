@@ -6,7 +6,7 @@ known and here nobody else needs these. First parts above their cap of work are 
 then lines move where that saves bytes and keeps the caps. By such moves queries go to keys, and keys to queries.
 
 What counts is not what all parts need together, but what the busiest does. So bytes have a price where they are needed,
-which rises from round to round for parts that need more than others, as for wires of a chip (PathFinder, McMurchie and
+which follows, from round to round, what parts need over the mean, as for wires of a chip (PathFinder, McMurchie and
 Ebeling, FPGA 1995).
 """
 
@@ -23,9 +23,9 @@ from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.order import ascending
 
 _LEAST = 0.5
-"""Bytes that a move has to save."""
+"""Bytes, at their prices, that a move has to save."""
 _LEAST_PRICE, _MOST_PRICE = 0.5, 4.0
-"""Of a byte for a part that needs nothing, and for one that needs this many times the mean."""
+"""Of a byte for a part that needs at most this many times the mean, and at least this many times."""
 
 
 class State(NamedTuple):
@@ -93,7 +93,7 @@ def transfers(graph: Graph, state: State) -> tuple[Floats, Floats]:
 
 
 @compiled
-def _raise_prices(graph: Graph, state: State) -> None:
+def _follow_needs(graph: Graph, state: State) -> None:
     """Let prices follow, half way, what parts need over the mean."""
     needed, _ = transfers(graph, state)
     num_parts = len(needed)
@@ -111,7 +111,7 @@ def improve_tiles(graph: Graph, state: State, caps: Caps, num_rounds: int) -> No
     ratios = np.empty(2 * num_vertices)
     for _ in range(num_rounds):
         num_moves = 0
-        _raise_prices(graph, state)
+        _follow_needs(graph, state)
         for part in range(num_parts):
             if state.work[part] > caps.work[part]:
                 num_moves += _relieve(graph, state, caps, part, line, ratios)

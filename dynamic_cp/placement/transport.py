@@ -1,8 +1,9 @@
 """What the lanes of a placement fetch and give back, over which link, and in which division.
 
 A lane fetches the queries (a row) or the keys and values (a column) of a home that its tiles use and that another lane
-holds. Transport has two phases: what several lanes of a node use crosses to that node once, to one of them, the
-*relay*, which hands it to the others. On the way back the relay adds up what its node computed, and one sum crosses.
+holds. Transport has two phases: what lanes of a node use of another node crosses once, to one lane of the node, the
+*relay*, which hands it to all that use it, whether it is one of them or not. On the way back the relay adds up what its
+node computed, and one sum crosses.
 Without this, placed attention loses to a ring where documents are long (with a prototype, the best modelled total fell
 by a factor of 1.1 to 2.0 on causal data).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat, zip_longest
 from math import ceil
@@ -43,10 +43,10 @@ from dynamic_cp.types import (
 from dynamic_cp.types.counts import MAX_COUNT
 
 _SCHEDULES = (
-    Schedule((1.0, 0.4)),
-    Schedule((1.0,)),
+    Schedule.of(2),
+    Schedule.of(1),
     Schedule((1.0, 0.7)),
-    Schedule((1.0, 1.0, 0.4)),
+    Schedule.of(3),
     Schedule((0.3, 1.0, 1.0, 0.4)),
     Schedule((0.3, 1.0, 1.0, 0.4), rotates=True),
     Schedule((0.0, 0.3, 0.7, 1.0, 0.5), rotates=True),
@@ -259,17 +259,18 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
     tried = _Tried(samples, cost_model)
     ways = [_Way.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
     for number, (way, make) in enumerate(_in_turn(ways, masked, tried)):
-        if number >= len(ways) + most_candidates and tried.best():
+        if number >= len(ways) + most_candidates and tried.fastest():
             break
         tried.add(way, make)
     num_scheduled = min(_NUM_SCHEDULED, max(1, most_candidates // _EACH_SCHEDULED))
-    for one in tried.best(num_scheduled):
+    for one in tried.fastest(lambda one: id(one.cut))[:num_scheduled]:
         for schedule in _SCHEDULES[1:]:
             tried.add_scheduled(one, schedule)
-    for one in tried.best(min(_NUM_SEARCHED_AGAIN, most_candidates // _EACH_SEARCHED_AGAIN)):
+    num_searched = min(_NUM_SEARCHED_AGAIN, most_candidates // _EACH_SEARCHED_AGAIN)
+    for one in [one for one in tried.fastest(lambda one: one.make) if one.make.takes_seed][:num_searched]:
         for seed in _MORE_SEEDS:
             tried.add(one.way, one.make, seed, one.schedule)
-    return next((one.row for one in tried.best()), None)
+    return next((one.row for one in tried.fastest()), None)
 
 
 def _in_turn(ways: Sequence[_Way], masked: Sequence[Sample], tried: _Tried) -> Iterator[tuple[_Way, Maker]]:
@@ -335,13 +336,12 @@ class _Tried:
         self._seen: set[tuple[int, Schedule, bytes]] = set()
         self._tries: list[_Try] = []
 
-    def best(self, number: int | None = None) -> list[_Try]:
-        """Return the fastest first, of equals the one that was tried first; with a number: of each cut only one."""
-        in_order = sorted(self._tries, key=lambda one: one.seconds)
-        if number is None:
-            return in_order
-        firsts = {(one.way.inner_cp_size, id(one.cut)): one for one in reversed(in_order)}
-        return sorted(firsts.values(), key=lambda one: one.seconds)[:number]
+    def fastest(self, kind: Callable[[_Try], Hashable] = id) -> list[_Try]:
+        """Return the fastest first, of equals the one that was tried first; of those of one kind only one."""
+        firsts: dict[Hashable, _Try] = {}
+        for one in sorted(self._tries, key=lambda one: one.seconds):
+            firsts.setdefault(kind(one), one)
+        return list(firsts.values())
 
     def ways_beyond(self, factor: float) -> set[_Way]:
         """Return the ways whose placements all take more than so many times as long as the fastest."""

@@ -200,12 +200,12 @@ def _packs_of_division(
             ranged.setdefault(row, []).append(column)
     if squares:
         lengths = [held[row].num_tokens for row, _ in squares]
-        of_rows, of_columns = map(tokens_of, zip(*squares, strict=True))
-        yield Pack.build(lengths, mask=CAUSAL, device=device, rows=of_rows, columns=of_columns)
-    for of_rows, is_ranged in ((full, False), (ranged, True)):
-        if of_rows:
+        square_rows, square_columns = map(tokens_of, zip(*squares, strict=True))
+        yield Pack.build(lengths, mask=CAUSAL, device=device, rows=square_rows, columns=square_columns)
+    for columns_of, is_ranged in ((full, False), (ranged, True)):
+        if columns_of:
             rows_of: dict[tuple[int, ...], list[int]] = {}
-            for row, columns in of_rows.items():
+            for row, columns in columns_of.items():
                 rows_of.setdefault(tuple(columns), []).append(row)
             rows = [row for together in rows_of.values() for row in together]
             yield Pack.build(
@@ -215,7 +215,7 @@ def _packs_of_division(
                 device=device,
                 rows=tokens_of(rows),
                 columns=tokens_of(column for columns in rows_of for column in columns),
-                key_ranges=_key_ranges(rows, of_rows, held, masks, seqlens) if is_ranged else None,
+                key_ranges=_key_ranges(rows, columns_of, held, masks, seqlens) if is_ranged else None,
             )
 
 

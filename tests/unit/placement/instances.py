@@ -57,7 +57,6 @@ def random_problem(rng: random.Random) -> PlacementProblem:
         column_bytes=rng.choice([1, 2]),
         token_tolerance=rng.choice([0.0, 0.05, 0.3]),
         work_tolerance=rng.choice([0.0, 0.1]),
-        seed=rng.randint(0, 5),
     )
 
 
