@@ -82,7 +82,10 @@ def test_lanes_fetch_little_more_than_the_window_shows() -> None:
         seen = [dense(replace(sample, mask=window)) for sample in samples]
         used = {(lane, column) for _, column, lane, _ in own.tiles.tolist()}
         for lane, home in zip(fetches.lane.tolist(), fetches.home.tolist(), strict=True):
-            if (lane, home) not in used:  # it only hands it on
+            if (lane, home) not in used:  # it only hands it on, to a neighbour that uses it
+                node, holder = lane // node_lanes, int(own.homes[home, 3])
+                assert holder // node_lanes != node
+                assert any((other, home) in used for other in range(node * node_lanes, (node + 1) * node_lanes))
                 continue
             sample, begin, end, _ = own.homes[home].tolist()
             rows = np.concatenate(
@@ -125,9 +128,14 @@ def test_cut_homes_keep_tokens_lanes_and_work(seed: int) -> None:
             done[lane, division] += pairs[row, column]
         work.append(done.tolist())
     assert work[0] == work[1]
-    lanes = Lanes(num_lanes, 0, num_lanes)  # in one node nobody fetches what it does not use
-    fetched = [(one.homes[:, 2] - one.homes[:, 1])[fetches_of(one, lanes).home].sum() for one in (placement, cut)]
-    assert fetched[1] <= fetched[0]
+    # In one node nobody fetches what it does not use, and across nodes relays fetch once what any lane of theirs uses.
+    for of_node in (num_lanes, node_lanes):
+        fetched = []
+        for one in (placement, cut):
+            fetches = fetches_of(one, Lanes(num_lanes, 0, of_node))
+            counted = fetches.home[(fetches.crosses == 1) | (of_node == num_lanes)]
+            fetched.append((one.homes[:, 2] - one.homes[:, 1])[counted].sum())
+        assert fetched[1] <= fetched[0]
 
 
 def test_cutting_homes_saves_where_a_window_is_short() -> None:

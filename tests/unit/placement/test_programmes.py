@@ -109,13 +109,14 @@ def test_programmes_fit_together(seed: int) -> None:
     _samples, placement, num_lanes, node_lanes = drawn(seed)
     programmes = programmes_of(placement, (), Lanes(num_lanes, 0, node_lanes))
     assert [Programme.read(json.loads(json.dumps(one.as_json()))) for one in programmes] == programmes
-    numbers = [placement.samples_of(lane) for lane in range(num_lanes)]
-
-    def tokens(lane: int, number: int) -> tuple[int | None, int, int]:
-        held = programmes[lane].held[number]
-        # Of what it only hands on a lane does not know the sample.
-        return numbers[lane][held.sample] if held.sample >= 0 else None, held.start, held.stop
-
+    # What a lane holds and of which sample; of what it only hands on it does not know that.
+    samples_of = [placement.samples_of(lane) for lane in range(num_lanes)]
+    known = {
+        (lane, number): samples_of[lane][held.sample]
+        for lane, programme in enumerate(programmes)
+        for number, held in enumerate(programme.held)
+        if held.sample >= 0
+    }
     sent, received = {}, {}
     for lane, programme in enumerate(programmes):
         rounds = [(one.division, one.round) for one in programme.exchanges]
@@ -124,13 +125,15 @@ def test_programmes_fit_together(seed: int) -> None:
             for book, side in ((sent, one.sends), (received, one.receives)):
                 for peer, entries in side:
                     pair = (lane, peer) if book is sent else (peer, lane)
-                    book[(one.division, one.round, *pair)] = [(kind, *tokens(lane, number)) for number, kind in entries]
+                    book[(one.division, one.round, *pair)] = entries
     assert sent.keys() == received.keys()
-    for key, entries in sent.items():
-        assert len(entries) == len(received[key])
-        for one, other in zip(entries, received[key], strict=True):
-            assert (one[0], *one[2:]) == (other[0], *other[2:])
-            assert one[1] == other[1] or None in (one[1], other[1])
+    for key in sorted(sent):
+        _, _, sender, receiver = key
+        for (number, kind), (other, other_kind) in zip(sent[key], received[key], strict=True):
+            one, there = programmes[sender].held[number], programmes[receiver].held[other]
+            assert (kind, one.start, one.stop) == (other_kind, there.start, there.stop)
+            sample = known[sender, number]
+            assert known.setdefault((receiver, other), sample) == sample, "what a relay got is what it hands on"
     assert all(sender != receiver for _, _, sender, receiver in sent)
     for (_, when, sender, receiver), _ in sent.items():
         assert (sender // node_lanes != receiver // node_lanes) == (when in (ACROSS, DELIVER))
