@@ -184,6 +184,26 @@ FAULTS = {
         "masked = samples",
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
+    "no more is tried where nothing fits yet": Fault(
+        "if number >= len(ways) + most_candidates and tried.fastest():",
+        "if number >= len(ways) + most_candidates:",
+        "tests/unit/search/test_placed_rows.py -k until_something_fits",
+    ),
+    "lanes are as uneven as usual, however full": Fault(
+        "token_tolerance=max(0.0, min(_TOKEN_TOLERANCE, most_tokens * num_lanes / num_tokens - 1.0)),",
+        "token_tolerance=_TOKEN_TOLERANCE,",
+        "tests/unit/search/test_placed_rows.py -k last_token",
+    ),
+    "homes are trimmed however many they become": Fault(
+        "few = np.flatnonzero(is_cut.sum(axis=(1, 2)) <= (_MOST_TIMES - 1) * len(homes))",
+        "few = np.arange(1)",
+        "tests/unit/placement/test_cuts.py -k many_more",
+    ),
+    "relays of equal load look at one kind": Fault(
+        "cost = own, load[0, relay] + load[1, relay], total[relay]",
+        "cost = own, load[what, relay], total[relay]",
+        "tests/unit/placement/test_relays.py",
+    ),
     "in a pool gradients are summed up before the last backward": Fault(
         "self._begin_by_themselves and unit.micro_batch == self._last)",
         "self._begin_by_themselves and unit.micro_batch == 0)",

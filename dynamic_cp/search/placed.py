@@ -255,7 +255,8 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
         cost_model: topology, limits and prices.
         most_candidates: to try after the first one of each inner size; more until one keeps the limits.
     """
-    masked, num_tokens = with_masks(samples, cost_model.mask), sum(sample.seqlen for sample in samples)
+    masked = with_masks(samples, cost_model.mask)
+    num_tokens = sum(sample.seqlen for sample in samples)
     tried = _Tried(samples, cost_model)
     ways = [_Way.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
     for number, (way, make) in enumerate(_in_turn(ways, masked, tried)):

@@ -67,6 +67,13 @@ def test_one_document_that_fills_its_lanes_is_placed() -> None:
     check_row(place_row(samples, prices), samples, prices)
 
 
+def test_it_goes_on_until_something_fits() -> None:
+    """What comes first, greedy placements, fetches too much here, with heads exchanged or not."""
+    prices = cost_model(32, 2048, tp_size=4)
+    samples = of_mask([62259], parse_mask("causal_blockwise:256,4,1"))
+    check_row(place_row(samples, prices, most_candidates=0), samples, prices)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_how_many_are_tried_never_decides_whether_one_is_found(seed: int) -> None:
     random = np.random.default_rng(seed)
