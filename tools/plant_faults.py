@@ -190,7 +190,7 @@ FAULTS = {
         "tests/unit/search/test_placed_rows.py -k until_something_fits",
     ),
     "lanes are as uneven as usual, however full": Fault(
-        "token_tolerance=max(0.0, min(_TOKEN_TOLERANCE, most_tokens * num_lanes / num_tokens - 1.0)),",
+        "token_tolerance=min(_TOKEN_TOLERANCE, most_tokens / num_tokens - 1.0),",
         "token_tolerance=_TOKEN_TOLERANCE,",
         "tests/unit/search/test_placed_rows.py -k last_token",
     ),

@@ -257,6 +257,8 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
     """
     masked = with_masks(samples, cost_model.mask)
     num_tokens = sum(sample.seqlen for sample in samples)
+    if num_tokens > _most_tokens_of_lane(cost_model) * cost_model.topology.num_lanes:
+        return None
     tried = _Tried(samples, cost_model)
     ways = [_Way.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
     for number, (way, make) in enumerate(_in_turn(ways, masked, tried)):
@@ -300,16 +302,20 @@ class _Way(NamedTuple):
     def of(cls, inner_cp_size: int, num_tokens: int, cost_model: CostModel) -> _Way:
         """Return how to place so many tokens in all, as uneven as is usual and as lanes have room for."""
         topology, stage = cost_model.topology, cost_model.stage.attention.of_inner_group(inner_cp_size)
-        num_lanes, multiple = topology.num_lanes // inner_cp_size, topology.rank_token_multiple
-        most_tokens = cost_model.options.max_tokens_per_rank // multiple * multiple * inner_cp_size
+        most_tokens = _most_tokens_of_lane(cost_model) * topology.num_lanes
         problem = PlacementProblem(
-            num_lanes=num_lanes,
+            num_lanes=topology.num_lanes // inner_cp_size,
             node_lanes=lanes_in_one_node(topology) // inner_cp_size,
             row_bytes=max(1, round(stage.query_bytes)),
             column_bytes=max(1, round(stage.kv_bytes)),
-            token_tolerance=max(0.0, min(_TOKEN_TOLERANCE, most_tokens * num_lanes / num_tokens - 1.0)),
+            token_tolerance=min(_TOKEN_TOLERANCE, most_tokens / num_tokens - 1.0),
         )
-        return cls(inner_cp_size, problem, Lanes(num_lanes, 0, problem.node_lanes), link_rates(stage))
+        return cls(inner_cp_size, problem, Lanes(problem.num_lanes, 0, problem.node_lanes), link_rates(stage))
+
+
+def _most_tokens_of_lane(cost_model: CostModel) -> int:
+    multiple = cost_model.topology.rank_token_multiple
+    return cost_model.options.max_tokens_per_rank // multiple * multiple
 
 
 class _Try(NamedTuple):
