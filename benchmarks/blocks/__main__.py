@@ -108,6 +108,7 @@ def ablation_tables(rows: Sequence[Row]) -> dict[str, str]:
         "blocks-density": ablations.density_markdown(rows),
         "blocks-tolerance": ablations.grid_markdown(rows, "tolerance"),
         "blocks-divisions": ablations.grid_markdown(rows, "divisions"),
+        "blocks-candidates": ablations.candidates_markdown(rows),
     }
 
 

@@ -1,4 +1,4 @@
-"""Tables B: what block size, density, tolerance and divisions do to a placement, one after the other."""
+"""Tables B: what block size, density, tolerance, divisions and candidates do to a placement, one after the other."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.planner.report import Row, table
 from dynamic_cp.placement import Placed, search_placement, traffic_of
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.types import Sample
+from dynamic_cp.types.counts import MAX_COUNT
 
 DATA = "sft_longalign"
 NUM_BATCHES = 3
@@ -23,6 +24,7 @@ NUM_DIVISIONS = 4
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
 DIVISIONS = (1, 2, 4, 8)
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.4)
+CANDIDATES = (0, 4, 8, 16, MAX_COUNT)
 SPARSE = {
     "lambda": [f"lambda:64,{window}" for window in (512, 1024, 2048, 4096, 8192)],
     "causal_blockwise": [f"causal_blockwise:256,{count}" for count in (1, 2, 4, 8, 16)],
@@ -52,6 +54,7 @@ def measure(setting: Setting, num_batches: int = NUM_BATCHES, masks: Sequence[st
         for sparse in SPARSE.values()
         for mask in sparse
     ]
+    rows += [row for mask in masks for row in measured_candidates(mask, setting, num_batches)]
     return rows
 
 
@@ -87,6 +90,22 @@ def measured(
     return {"mask": mask, **{name: float(np.mean([row[name] for row in found])) for name in found[0]}}
 
 
+def measured_candidates(mask: str, setting: Setting, num_batches: int) -> list[Row]:
+    """Return, for each number of candidates, the time over that with all of them, and what planning takes; means."""
+    times, cpu_s = np.empty((2, num_batches, len(CANDIDATES)))
+    for batch, samples in enumerate(_batches(mask, setting, num_batches)):
+        for place, most in enumerate(CANDIDATES):
+            started_s = time.process_time()
+            bucket = ours.chosen(samples, setting, most)
+            cpu_s[batch, place] = time.process_time() - started_s
+            times[batch, place] = ours.price(bucket, setting).milliseconds
+    ratios = np.exp(np.log(times / times[:, -1:]).mean(axis=0))
+    return [
+        {"varied": "candidates", "value": most, "mask": mask, "ratio": ratio, "cpu_s": took_s}
+        for most, ratio, took_s in zip(CANDIDATES, ratios.tolist(), cpu_s.mean(axis=0).tolist(), strict=True)
+    ]
+
+
 def _batches(mask: str, setting: Setting, num_batches: int) -> Iterator[list[Sample]]:
     for seqlens in setting.batches(DATA, num_batches):
         yield masked(seqlens, mask)
@@ -114,6 +133,16 @@ def block_sizes_markdown(rows: Sequence[Row]) -> str:
     took = [np.mean([row["planning_ms"] for row in of_it if row["value"] == size]) for size in BLOCK_SIZES]
     times = ", ".join(f"{size}: {one:.1f}" for size, one in zip(BLOCK_SIZES, took, strict=True))
     return f"{grid_markdown(rows, 'block size')}\n\nPlanning, ms by block size, mean over masks: {times}."
+
+
+def candidates_markdown(rows: Sequence[Row]) -> str:
+    """Return masks by numbers of candidates: time over that with all of them, and CPU seconds."""
+    of_it = [row for row in rows if row["varied"] == "candidates"]
+    lines = [
+        (mask.partition(":")[0], *(f"{row['ratio']:.2f} ({row['cpu_s']:.2f})" for row in of_it if row["mask"] == mask))
+        for mask in dict.fromkeys(row["mask"] for row in of_it)
+    ]
+    return table(" | ".join(["mask", *map(str, CANDIDATES[:-1]), "all"]), lines)
 
 
 def density_markdown(rows: Sequence[Row]) -> str:

@@ -16,6 +16,7 @@ from dynamic_cp.placement.divisions import divided as placed_in_divisions
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.search.placed import place_row
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Sample
+from dynamic_cp.types.counts import MAX_COUNT
 
 BLOCKS = Blocks()
 
@@ -35,9 +36,9 @@ class Price(NamedTuple):
     token_imbalance: float
 
 
-def chosen(samples: Sequence[Sample], setting: Setting) -> Bucket:
-    """Return how the planner places a micro-batch."""
-    row = place_row(samples, setting.cost_model)
+def chosen(samples: Sequence[Sample], setting: Setting, most_candidates: int = MAX_COUNT) -> Bucket:
+    """Return how the planner places a micro-batch, with all its candidates or fewer."""
+    row = place_row(samples, setting.cost_model, most_candidates)
     assert row is not None, "nothing is limited"
     (bucket,) = row.buckets
     return bucket

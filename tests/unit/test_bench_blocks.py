@@ -102,6 +102,12 @@ def test_ablations() -> None:
     assert coarse["work_imbalance"] > dense["work_imbalance"]
 
 
+def test_fewer_candidates_take_less_planning_and_find_no_better() -> None:
+    greedy, *_, everything = ablations.measured_candidates("causal_blockwise:256,2", command.QUICK, 1)
+    assert everything["ratio"] == 1.0 <= greedy["ratio"]
+    assert greedy["cpu_s"] < everything["cpu_s"]
+
+
 def test_whole_steps(step: Row) -> None:
     assert step["with_s"] <= min(step["without_s"], step["separate_s"])
     assert steps.problem_of(command.QUICK_LAYOUT).topology.num_lanes == 32
