@@ -147,20 +147,22 @@ def print_plans() -> None:
         topology = Topology(num_lanes=lanes, tp_size=4, pp_size=pp_size, sequence_parallel=True)
         seqlens = sorted(draw_lengths(name, num_samples, 0, NUM_TOKENS, min_seqlen=1).tolist(), reverse=True)
         samples = samples_of(seqlens, mask)
-        took_s, predicted_s = [], []
+        took_s, step_s = [], []
         for exchanges in (("a2a", "blocks"), ("a2a",)):
             options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=exchanges)
             problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
-            took_s.append(min(cpu_s(lambda: plan_problem(problem, samples)) for _ in range(NUM_REPEATS)))  # noqa: B023
-            predicted_s.append(plan_problem(problem, samples).predicted_s)
-        cells = (lanes, pp_size, num_samples, name, mask, *(f"{one:.2f}" for one in (*took_s, predicted_s[0])))
+            runs = [planned(problem, samples) for _ in range(NUM_REPEATS)]
+            took_s.append(min(took for took, _ in runs))
+            step_s.append(runs[0][1])
+        cells = (lanes, pp_size, num_samples, name, mask, *(f"{one:.2f}" for one in (*took_s, step_s[0])))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
-def cpu_s(run: Callable[[], object]) -> float:
+def planned(problem: Problem, samples: list[Sample]) -> tuple[float, float]:
+    """Return the CPU seconds that planning takes, and the seconds that a step of the plan is predicted to take."""
     started_s = time.process_time()
-    run()
-    return time.process_time() - started_s
+    predicted_s = plan_problem(problem, samples).predicted_s
+    return time.process_time() - started_s, predicted_s
 
 
 def timed(run: Callable[[], Placed]) -> float:

@@ -54,9 +54,13 @@ def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
         samples: of its bucket; mask: of those that bring none.
     """
     homes, tiles = _as_ints(whole.placement)
-    is_cut = _ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles)
+    steps = np.maximum(1, (homes[:, 2] - homes[:, 1]) // _NUM_STEPS)
+    is_cut = _ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles, steps)
     few = np.flatnonzero(is_cut.sum(axis=(1, 2)) <= (_MOST_TIMES - 1) * len(homes))
-    return _cut(whole, _points_of(homes, is_cut[few[0]]), samples, mask)[0] if len(few) else whole
+    if not len(few):
+        return whole
+    home, step = np.nonzero(is_cut[few[0]])
+    return _cut(whole, _Points(home, homes[home, 1] + step * steps[home]), samples, mask)[0]
 
 
 def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rates: LinkRates, most_tokens: int) -> Cut:
@@ -133,15 +137,13 @@ def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
     return found
 
 
-def _points_of(homes: Ints, is_cut: Bools) -> _Points:
-    """Return the points of [home, step] in tokens."""
-    home, step = np.nonzero(is_cut)
-    return _Points(home, homes[home, 1] + step * np.maximum(1, (homes[home, 2] - homes[home, 1]) // _NUM_STEPS))
-
-
 @compiled
-def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> Bools:
-    """Return [stride, home, step] where parts of a home that a lane fetches begin or end to be used by it."""
+def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints, steps: Ints) -> Bools:
+    """Return [stride, home, step] where parts of a home that a lane fetches begin or end to be used by it.
+
+    Args:
+        steps: [home] tokens of a step of it.
+    """
     num_homes, num_tiles = len(homes), len(tiles)
     first_runs = np.empty(num_homes, np.int64)
     run = 0
@@ -162,9 +164,8 @@ def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints) -> Bools:
         place = 0
         while place < num_tiles:
             home, lane = tiles[in_order[place], side], tiles[in_order[place], 2]
-            start, size = homes[home, 1], homes[home, 2] - homes[home, 1]
-            step = max(1, size // _NUM_STEPS)
-            count = -(-size // step)
+            start, step = homes[home, 1], steps[home]
+            count = -(-(homes[home, 2] - start) // step)
             is_used[:count] = False
             while place < num_tiles and tiles[in_order[place], side] == home and tiles[in_order[place], 2] == lane:
                 row, column = tiles[in_order[place], 0], tiles[in_order[place], 1]

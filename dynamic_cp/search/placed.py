@@ -290,11 +290,13 @@ class _Way(NamedTuple):
     Attributes:
         inner_cp_size: lanes of the job that each of them is.
         problem: what is placed on them.
+        most_tokens: that each may hold.
         lanes, rates: they, and their links.
     """
 
     inner_cp_size: int
     problem: PlacementProblem
+    most_tokens: int
     lanes: Lanes
     rates: LinkRates
 
@@ -310,7 +312,8 @@ class _Way(NamedTuple):
             column_bytes=max(1, round(stage.kv_bytes)),
             token_tolerance=min(_TOKEN_TOLERANCE, most_tokens / num_tokens - 1.0),
         )
-        return cls(inner_cp_size, problem, Lanes(problem.num_lanes, 0, problem.node_lanes), link_rates(stage))
+        lanes = Lanes(problem.num_lanes, 0, problem.node_lanes)
+        return cls(inner_cp_size, problem, problem.most_tokens(num_tokens), lanes, link_rates(stage))
 
 
 def _most_tokens_of_lane(cost_model: CostModel) -> int:
@@ -365,8 +368,7 @@ class _Tried:
         layer_masks = model.layer_masks if model.window is not None else ()
         whole = Cut(Placement(placed.homes, tiles, layer_masks), placed.touched)
         cut = trimmed(whole, self._samples, mask)
-        most_tokens = way.problem.most_tokens(sum(sample.seqlen for sample in self._samples))
-        for one in (cut, spread(cut, self._samples, mask, way.lanes, way.rates, most_tokens)):
+        for one in (cut, spread(cut, self._samples, mask, way.lanes, way.rates, way.most_tokens)):
             self._add(one, way, make, schedule)
 
     def add_scheduled(self, one: _Try, schedule: Schedule) -> None:
