@@ -22,7 +22,7 @@ from tests.trainer.commandline import SMALL, command_line
 
 HYBRID = f"--bf16 {SMALL} --fp8-format hybrid"
 TP = "--tensor-model-parallel-size 2"
-H100 = {"capability": (9, 0), "flash_attn": False, "backend": "auto", "bf16": True, "head_dim": 128}
+H100 = {"capability": (9, 0), "flash_attn": None, "backend": "auto", "bf16": True, "head_dim": 128}
 
 
 def parsed(flags: str) -> Any:
@@ -132,7 +132,7 @@ def test_configurations_are_checked_too() -> None:
             r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec",
         ),
         (
-            {"capability": (8, 0), "flash_attn": True},
+            {"capability": (8, 0), "flash_attn": 2},
             r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8",
         ),
     ],

@@ -131,6 +131,8 @@ def set_up(settings: Settings) -> Run:
         has_masks=data.splits.train.has_masks,
     )
     built = model.build(settings, runtime, fused)
+    if checked := runtime.check_attention(built.chunks):
+        logger.info("%s", checked)
     if device.type == "cuda":
         warm_up_device(runtime, built)
     calibration = None
