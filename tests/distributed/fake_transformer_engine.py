@@ -84,8 +84,13 @@ class Quantization:
     products: ClassVar[list[tuple[str, int]]] = []
 
     @classmethod
-    def check(cls, x: Tensor) -> None:
-        """Assert what a product in FP8 needs of its input [rows, 1, channels], of its own ranks' share, too."""
+    def check(cls, x: Tensor, *, is_gathered: bool) -> None:
+        """Assert what a product in FP8 needs of its input [rows, 1, channels], of its own ranks' share, too.
+
+        Args:
+            is_gathered: by sequence parallelism. Blocks are gathered whole; until 2.13 anything else was an assertion,
+                now it is gathered in bfloat16, which takes twice the bytes and no channels are asked of.
+        """
         if cls.recipe is None:
             return
         rows, channels = x.numel() // x.shape[-1], x.shape[-1]
@@ -93,6 +98,8 @@ class Quantization:
         aligned = 32 if name == "MXFP8BlockScaling" else 16
         assert rows % aligned == 0, f"TE: {rows} rows in FP8 ({name}), a multiple of {aligned} is needed"
         assert channels % 16 == 0, f"TE: {channels} channels in FP8, a multiple of 16 is needed"
+        if is_gathered and name == "Float8BlockScaling":
+            assert rows % 128 == 0, f"TE: {rows} rows in blocks, a multiple of 128 is needed to gather them in FP8"
         cls.products.append((name, rows))
 
 
@@ -391,7 +398,8 @@ class Linear(_Base):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core.tensor_parallel import mappings
 
-        Quantization.check(x)
+        is_gathered = self.sequence_parallel and self.parallel_mode == "column" and self.tp_size > 1
+        Quantization.check(x, is_gathered=is_gathered)
         bias = self.bias if self.use_bias else None
         if self.parallel_mode == "column":
             if self.sequence_parallel:

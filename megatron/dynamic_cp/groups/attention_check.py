@@ -95,7 +95,7 @@ def _compare(
             exchanges=tuple(wrong),
         )
     return (
-        f"attention of {attention.implementation} checked: {compared} exchanges at most {worst:.4f} of the norm away "
+        f"attention of {attention.implementation} checked: {compared} exchanges at most {worst:.2g} of the norm away "
         "from plain products"
     )
 

@@ -57,6 +57,7 @@ def choose(
     latent_attention: bool,
     why_local: str | None,
     fp8_recipe: str | None = None,
+    gathered_hidden_size: int | None = None,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -88,6 +89,7 @@ def choose(
             latent_attention=latent_attention,
             why_local=why_local,
             fp8_recipe=fp8_recipe,
+            gathered_hidden_size=gathered_hidden_size,
             version=version,
             why_missing=why_missing,
         )

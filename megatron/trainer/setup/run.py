@@ -218,6 +218,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         latent_attention=settings.model.multi_latent_attention,
         why_local=why_local(settings.model),
         fp8_recipe=settings.model.fp8_recipe,
+        gathered_hidden_size=settings.model.hidden_size if settings.planning.topology.sequence_shares > 1 else None,
         device=device,
     )
     logger.info("%s", choice.describe())

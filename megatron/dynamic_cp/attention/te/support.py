@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, PLACED, CpCommType
 from megatron.dynamic_cp.attention.te.kernels import Capability, FlashAttn, Kernel, choose_kernel
-from megatron.dynamic_cp.flags.fp8 import why_no_device
+from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def choose_layers(
     latent_attention: bool = False,
     why_local: str | None = None,
     fp8_recipe: str | None = None,
+    gathered_hidden_size: int | None = None,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -193,11 +194,13 @@ def choose_layers(
         latent_attention: --multi-latent-attention.
         why_local: what of its MLPs is checked with local layers only; None: nothing.
         fp8_recipe: --fp8-recipe, which local layers do not have; None: nothing is in FP8.
+        gathered_hidden_size: --hidden-size where sequence parallelism gathers it; None: it does not.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
         UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
-            for; its layers recompute no norms; FP8 where they cannot be used, or on a device without it.
+            for; its layers recompute no norms; FP8 where they cannot be used, on a device without it, or in blocks that
+            it does not gather.
     """
     if requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
@@ -247,8 +250,12 @@ def choose_layers(
         )
     assert version is not None
     assert capability is not None
-    if fp8_recipe is not None and (why := why_no_device(fp8_recipe, capability)) is not None:
-        raise UnsupportedFeatureError(why, flag="--fp8-recipe")
+    if fp8_recipe is not None:
+        why = why_no_device(fp8_recipe, capability)
+        if gathered_hidden_size is not None:
+            why = why or why_not_gathered(fp8_recipe, gathered_hidden_size, release_of(version))
+        if why is not None:
+            raise UnsupportedFeatureError(why, flag="--fp8-recipe")
     if recomputes_norms:
         raise UnsupportedFeatureError(
             "--recompute-modules layernorm: norms are parts of the matrices of TransformerEngine's layers, "
