@@ -112,6 +112,8 @@ class Session:
             DynamicCPError: the data ended, or see `ForeignIteratorWrapper.wrap`; the same on all ranks.
         """
         chunks = list(model) if isinstance(model, list) else [model]
+        if not self._chunks and (checked := self.runtime.check_attention(chunks)):
+            log_single_rank(logger, logging.INFO, f"dynamic CP: {checked}")
         self._chunks = chunks
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if not forward_only:

@@ -131,6 +131,8 @@ def set_up(settings: Settings) -> Run:
         has_masks=data.splits.train.has_masks,
     )
     built = model.build(settings, runtime, fused)
+    if checked := runtime.check_attention(built.chunks):
+        logger.info("%s", checked)
     if device.type == "cuda":
         warm_up_device(runtime, built)
     calibration = None
@@ -216,6 +218,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         latent_attention=settings.model.multi_latent_attention,
         why_local=why_local(settings.model),
         fp8_recipe=settings.model.fp8_recipe,
+        gathered_hidden_size=settings.model.hidden_size if settings.planning.topology.sequence_shares > 1 else None,
         device=device,
     )
     logger.info("%s", choice.describe())
