@@ -41,8 +41,8 @@ from dynamic_cp.types import (
     Recompute,
     SearchEffort,
     Topology,
+    masks_by_rule,
     parse_mask,
-    parse_mask_rule,
 )
 
 Ints = NDArray[np.int64]
@@ -331,11 +331,23 @@ def _masks(masks: str | Sequence[Mask | str | None] | None, lengths: Ints) -> li
     if masks is None:
         return None
     if isinstance(masks, str):
-        rule = parse_mask_rule(masks)
-        return [rule(seqlen) for seqlen in lengths.tolist()]
+        return masks_by_rule(masks, lengths.tolist())
     if len(masks) != len(lengths):
         raise InvalidInputError(f"there are {len(masks)} masks for {len(lengths)} samples: give one for each")
-    return [parse_mask(mask) if isinstance(mask, str) else mask for mask in masks]
+    return [_mask(sample_id, mask) for sample_id, mask in enumerate(masks)]
+
+
+def _mask(sample_id: int, mask: Mask | str | None) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, str):
+        raise InvalidInputError(
+            f"sample {sample_id} has the mask {mask!r}, a Mask, its text or None is needed", sample_id=sample_id
+        )
+    try:
+        return parse_mask(mask)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"sample {sample_id}: {error}", sample_id=sample_id) from error
 
 
 def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
