@@ -16,7 +16,7 @@ from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import link_rates
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, serving_masks
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Maker, PlacementProblem, candidates
@@ -84,18 +84,17 @@ def may_place(topology: Topology, options: PlanOptions) -> bool:
 
 
 def exchanges_of_policy(
-    policy: str, allowed: tuple[CpCommType, ...], samples: Iterable[Sample], model: ModelShape
+    policy: str, allowed: tuple[CpCommType, ...], model: ModelShape, samples: Iterable[Sample] = ()
 ) -> tuple[CpCommType, ...]:
-    """Return what plans of a policy take of the allowed mechanisms, for comparisons: only dynamic ones are placed.
+    """Return what plans of a policy take of the allowed mechanisms: only dynamic ones are placed.
 
-    Where only placed attention is allowed, others take the ring, a2a where samples bring masks of their own, or also an
-    all-gather where layers have windows: none needs communicators besides those of the CP sizes.
+    Where only placed attention is allowed, others take the ring and a2a, or a2a and an all-gather where layers have
+    windows, as far as these serve the masks of `samples`: none needs communicators besides those of the CP sizes.
     """
     if policy == "dynamic" or not set(allowed) <= set(PLACED):
         return allowed
-    if any(sample.mask is not None for sample in samples):
-        return (AllToAll.name,)
-    return (Ring.name,) if model.window is None else (AllToAll.name, AllGather.name)
+    others = (Ring.name, AllToAll.name) if model.window is None else (AllToAll.name, AllGather.name)
+    return serving_masks(others) if any(sample.mask is not None for sample in samples) else others
 
 
 def without_placed(options: PlanOptions) -> PlanOptions:

@@ -11,6 +11,7 @@ import pytest
 from dynamic_cp.bounds.lower import lower_bound
 from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
+from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
@@ -23,6 +24,7 @@ from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
+from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
@@ -363,6 +365,8 @@ def test_a_run_of_placed_plans_has_a_static_one_to_fall_back_to() -> None:
         plan = plan_problem(fallback, samples).plan
         check_plan(plan, samples)
         assert {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1} == {exchange}
+        allowed = exchanges_of_policy("static", ("blocks",), MODEL, samples)
+        assert allowed == options_serving(samples, MODEL, fallback.options).cp_comm_types, "as comparisons have it"
 
 
 def test_what_nothing_can_place_is_refused_by_name() -> None:
