@@ -4,8 +4,8 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `placement`, `ticks`, `tasks`, `plan`,
-then what a batch is planned for: `layers`, `experts`, `model`, `hardware`, `options`, `problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `ticks`,
+`tasks`, `plan`, then what a batch is planned for: `layers`, `experts`, `model`, `hardware`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
