@@ -26,7 +26,6 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
-from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     PLACED,
@@ -38,7 +37,6 @@ from dynamic_cp.types import (
     Plan,
     PlanOptions,
     Sample,
-    Topology,
 )
 from dynamic_cp.types.counts import MAX_COUNT
 
@@ -75,12 +73,6 @@ _INNER_SIZES = (1, 2, 8, 4)
 """Sparse masks mostly do best without an exchange of heads, others with one over a node, so that fewer bytes cross."""
 _HOPELESS = 1.15
 """A plan is not placed where its longest row would take this many times as long, as far as a few placements show."""
-
-
-def may_place(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
-    is_allowed = not set(PLACED).isdisjoint(options.cp_comm_types)
-    return is_allowed and topology.expert_lanes == 1 and may_span_all(topology, options)
 
 
 def exchanges_of_policy(
@@ -234,7 +226,7 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     held, load = np.zeros(num_rows), np.zeros(num_rows)
     for index in np.argsort(-np.array(work), kind="stable").tolist():
         sample = samples[index]
-        fits = held + sample.seqlen <= most_tokens
+        fits = (held + sample.seqlen <= most_tokens) | (held == 0)
         if not fits.any():
             return None
         row = int(np.where(fits, load, np.inf).argmin())

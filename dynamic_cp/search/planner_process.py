@@ -33,11 +33,11 @@ from dynamic_cp.packing.static import check_static_cp_size
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
-from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, widest_bucket
 from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.search.search import check_feasible
-from dynamic_cp.types import Hardware, Mask, Problem, Sample
+from dynamic_cp.types import PLACED, Hardware, Mask, Problem, Sample
 
 CHECK_PARENT_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -50,13 +50,17 @@ _RUN = "import sys; sys.path = [*filter(None, sys.path)]; from dynamic_cp.search
 def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
     """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of
     `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for, with
-    exchanges that need no others (`exchanges_of_policy`).
+    exchanges that need no others (`exchanges_of_policy`). Where only all lanes hold such a sample, and they are no
+    power of two, no static plan does: then it is a placed one, of a fast search.
 
     Raises:
         InfeasibleSampleError: no allowed size does; a run that has called this at its start always has a fallback.
     """
     topology, options = problem.topology, problem.options
     check_feasible(max_seqlen, topology, options)
+    if max_seqlen > widest_bucket(topology, options, places=False)[0]:
+        options = replace(options, search="fast", pool="off", cp_comm_types=PLACED)
+        return replace(problem, policy="dynamic", options=options)
     longest = Sample(sample_id=0, seqlen=max_seqlen)
     sizes = allowed_cp_sizes(topology, options)
     wanted = options.static_cp_size
