@@ -32,6 +32,7 @@ from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_token
 from dynamic_cp.pipeline.ticks import stage_ticks
 from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
 from dynamic_cp.plans.pool import fetched_in_ticks, servers_of
+from dynamic_cp.pricing.capacity import may_place
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
 
@@ -231,6 +232,10 @@ class MemoryModel:
                     f"{multiple} tokens per rank at CP size {cp_size}", multiple, self.peak_at(multiple, cp_size)
                 )
             if max_seqlen is None or limit * cp_size >= max_seqlen:
+                return limit
+        if max_seqlen is not None and may_place(topology, options):
+            largest = topology.num_lanes
+            if limit * largest >= max_seqlen:
                 return limit
         raise MemoryLimitError(
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "

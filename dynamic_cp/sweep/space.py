@@ -159,7 +159,7 @@ def exchanges_tried(policy: str, space: Space, job: SweepJob) -> tuple[tuple[CpC
     """Return the sets of exchanges that are tried for a policy."""
     return tuple(
         dict.fromkeys(
-            exchanges_of_policy(policy, allowed, chain.from_iterable(job.batches), job.model)
+            exchanges_of_policy(policy, allowed, job.model, chain.from_iterable(job.batches))
             for allowed in space.exchanges
         )
     )
