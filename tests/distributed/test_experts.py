@@ -99,20 +99,29 @@ def test_experts_equal_single_process(layouts: dict[str, Layout], reference_of: 
     assert_all_equal_to_reference(cases)
 
 
+def with_owners(monkeypatch: Any, changed: Callable[[Any], Any]) -> None:
+    found = router.token_owners
+    monkeypatch.setattr(router, "token_owners", lambda params: changed(found(params)))
+
+
 def count_padding(monkeypatch: Any) -> None:
     """Padding belongs to the last sample of its bucket."""
-    found = router.token_owners
-    monkeypatch.setattr(router, "token_owners", lambda params: found(params).clamp(max=len(params.padded_seqlens) - 1))
+    with_owners(
+        monkeypatch,
+        lambda owners: owners._replace(
+            parts=owners.parts.clamp(max=owners.num_parts - 1), copies=torch.ones_like(owners.copies)
+        ),
+    )
 
 
 def take_a_pack_for_a_sequence(monkeypatch: Any) -> None:
-    found = router.token_owners
-
-    def first(params: Any) -> torch.Tensor:
-        owners = found(params)
-        return torch.where(owners < len(params.padded_seqlens), 0, owners)
-
-    monkeypatch.setattr(router, "token_owners", first)
+    with_owners(
+        monkeypatch,
+        lambda owners: owners._replace(
+            parts=torch.where(owners.parts < owners.num_parts, 0, owners.parts),
+            shares=torch.zeros_like(owners.shares[:, :1]),
+        ),
+    )
 
 
 def sum_over(group_of: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -217,7 +226,7 @@ def count_synthetic_tokens() -> tuple[bool, bool, bool]:
         moved.expert_bias.fill_(0.5)
     with experts.as_if_nothing_was_routed([chunk]):
         moved.local_tokens_per_expert += 3
-        moved.sums = torch.ones(10)
+        moved.sums = torch.ones(11)
         with torch.no_grad():
             moved.expert_bias += 1
     return bool((moved.expert_bias == 0.5).all()), bool((moved.local_tokens_per_expert == 0).all()), moved.sums is None

@@ -217,7 +217,7 @@ class Loop:
             num_depths=runtime.model_shape.mtp_num_layers,
         )
         with span("sums over routers"):
-            routing = sum_over_routers(run.model, data.seqlen_sum, runtime.device)
+            routing = sum_over_routers(run.model, runtime.device)
         others = None if began is None else share_of_others(began, sums.process_s, runtime.topology)
         self.refining.end_step(iteration)
         _check_finite("loss", sums.loss, iteration)

@@ -21,7 +21,7 @@ from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import why_local
-from megatron.dynamic_cp.flags.experts import WHY_NOT_PLACED, may_place
+from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
@@ -119,7 +119,6 @@ def set_up(settings: Settings) -> Run:
     if data.splits.train.has_masks:
         layer_choice.check_masks("prompts with several responses")
         _check_masks(settings)
-        _check_experts(settings)
         _check_pool(settings)
     runtime = PlannedRuntime.agree(
         settings.planning,
@@ -167,22 +166,6 @@ def _check_masks(settings: Settings) -> None:
         raise UnsupportedFeatureError(
             f"--window-sink-tokens {sink}: a response sees itself, the end of its prompt and the sink, three ranges of "
             "keys, and two are supported: give each response a line with its prompt, or leave the sink out"
-        )
-
-
-def _check_experts(settings: Settings) -> None:
-    if not may_place(settings.model):
-        raise UnsupportedFeatureError(
-            f"--moe-aux-loss-coeff {settings.model.moe_aux_loss_coeff}: prompts with several responses have masks of "
-            f"their own, for which attention is placed, and {WHY_NOT_PLACED}: leave that loss out, or give each "
-            "response a line with its prompt"
-        )
-    lanes = settings.planning.topology.expert_lanes
-    if lanes > 1:
-        raise UnsupportedFeatureError(
-            f"--expert-model-parallel-size {settings.planning.topology.ep_size}: prompts with several responses have "
-            f"masks of their own, for which attention is placed, on any lanes, and {lanes} of them share experts: give "
-            "1, or give each response a line with its prompt"
         )
 
 
