@@ -166,6 +166,12 @@ def test_a_run_goes_on_with_experts_shared_otherwise(layout: str, uninterrupted:
     assert losses(resumed) == pytest.approx(uninterrupted(RUN, 2)[SAVED:], rel=1e-5)
 
 
+def test_experts_learn_nothing_from_evaluations(uninterrupted: Any) -> None:
+    """Their biases would: they move by the tokens that are counted."""
+    evaluated = train(2, RUN, TO_LAST, "--eval-interval 1 --eval-iters 1")
+    assert losses(evaluated) == uninterrupted(RUN, 2)
+
+
 def test_the_log_has_the_routers(capfd: Any) -> None:
     ended = run_command(1, f"--dynamic-cp --mock-data --num-layers 2 {EXPERTS} --train-iters 1 --lr-warmup-iters 0")
     assert [rank.code for rank in ended] == [0], ended[0].stderr
