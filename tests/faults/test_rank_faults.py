@@ -26,6 +26,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from dynamic_cp.errors import DataError
 from dynamic_cp.search import planner_process
 from megatron.dynamic_cp.data import prefetch
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.plans import plan_source as planning
 from megatron.dynamic_cp.plans import planner
 from megatron.dynamic_cp.repairs import releases
@@ -34,7 +35,10 @@ from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.ending import exits
+from megatron.trainer.ending.stop_guard import StopGuard
+from megatron.trainer.reporting.profiling import Profiling
 from megatron.trainer.setup import run_data
+from megatron.trainer.setup.run import Run
 from tests.faults.job import Job, RankEnd
 from tests.faults.test_planner_faults import WORDS as WITHOUT_WORKERS
 from tests.faults.test_planner_faults import faulty, figures
@@ -394,6 +398,25 @@ def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
     assert all(end.code in (1, 2) for end in ended), ended
     assert max(end.seconds for end in ended) - killed_s < NOTICED_S
     assert "DataLoader worker" in ended[1].output
+
+
+def never_close(closer: Any, rank: int) -> None:
+    if rank == 0:
+        closer.close = lambda _: threading.Event().wait()
+
+
+@pytest.mark.by_day("DataIteratorWrapper")
+@pytest.mark.parametrize("closer", [DataIteratorWrapper, Profiling, Run, StopGuard], ids=lambda one: one.__name__)
+def test_a_failing_rank_that_cannot_close_something_still_says_why(tmp_path, closer):
+    """As under a launcher, whose signal comes while it closes."""
+    sabotage = partial(never_close, closer)
+    with Job(tmp_path, command_line(WORDS, "--train-iters 500"), launched=True, sabotage=sabotage) as job:
+        job.wait_for(0, r"iteration +3/")
+        job.kill(1)
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [2, -signal.SIGKILL], ended
+    limit = f"{exits.CLOSE_ONCE_ASKED_S:g} s"
+    assert re.search(rf"error: iteration \d+, .*; then {closer.__name__} did not close within {limit}", ended[0].output)
 
 
 def _saving_of_common() -> tuple[Any, str]:

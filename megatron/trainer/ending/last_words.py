@@ -2,6 +2,8 @@
 
     an error -> fail -> close everything -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
 
+What does not close in time is left as it is (`exits.closing`).
+
 A launcher ends the others (SIGTERM) as soon as it sees that a rank has died. Who is failing then still says why.
 
 Imports no torch: wrong flags are answered before that.
@@ -41,17 +43,23 @@ def fail() -> None:
     Before the ranks are connected all find the same error, and rank 0 is there to say it: a signal ends the others.
     """
     global _is_failing
-    _is_failing = _distributed() is not None
-    if _is_failing and is_asked_to_end:
-        signal.alarm(TIME_TO_SPEAK_S)
+    if not _is_failing:
+        _is_failing = _distributed() is not None
+        if is_asked_to_end:
+            ask_to_end()
 
 
-def _on_sigterm(number: int, _frame: object) -> None:
+def ask_to_end() -> None:
+    """Remember that a launcher, or somebody, wants this process to end."""
     global is_asked_to_end
     is_asked_to_end = True
     if _is_failing:
         signal.alarm(TIME_TO_SPEAK_S)  # ends the process unless it has ended by itself
-    else:
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    ask_to_end()
+    if not _is_failing:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

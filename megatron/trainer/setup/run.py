@@ -28,6 +28,7 @@ from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.checkpoints.loading import saved_calibration
 from megatron.trainer.checkpoints.state import Trainable
 from megatron.trainer.data.build import SampleStream, Splits
+from megatron.trainer.ending.exits import closing
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import LoggingSettings, Settings
 from megatron.trainer.reporting.log import Scalars
@@ -151,8 +152,8 @@ def set_up(settings: Settings) -> Run:
     try:
         logger.info("%s", run.runtime.warm_up(_masked_batch(run.splits.train, settings)))
     except BaseException:
-        run.close()
-        raise
+        with closing(run):
+            raise
     return run
 
 
