@@ -25,6 +25,8 @@ from megatron.trainer.ending import last_words
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
+# Without a launcher rank 0 takes the job's store with it, where the others still look for its error.
+STAY_S = 1.0
 # A launcher signals the survivors of a rank that died and kills them 30 s later. If it was rank 0, they would wait for
 # its word until then. Rank 0 speaks every second, whatever it is busy with while others wait for it.
 GIVE_UP_S = 6.0
@@ -59,6 +61,15 @@ def _report(error: BaseException, then: str = "") -> int:
     """
     last_words.fail()
     last_words.hang_up()
+    if global_rank() != 0:
+        last_words.be_reachable(STAY_S)
+    code = _say(error, then)
+    if global_rank() == 0:
+        last_words.be_reachable(STAY_S)
+    return code
+
+
+def _say(error: BaseException, then: str) -> int:
     if not isinstance(error, DynamicCPError):
         told = "".join(traceback.format_exception(error))
         print(f"rank {global_rank()} failed ({phase.current()}):\n{told}{then}", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 _SPOKEN = "dynamic_cp/last_words"
+_FAILING = "dynamic_cp/failing"
 _LOOK_UP_S = 0.02
 TIME_TO_SPEAK_S = 5
 """Seconds that a failing rank has after it was asked to end: a launcher kills it after 30."""
@@ -88,6 +89,26 @@ def let_rank_zero_speak(seconds: float) -> None:
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s and not is_asked_to_end:
         time.sleep(_LOOK_UP_S)
+
+
+def be_reachable(seconds: float) -> None:
+    """Have rank 0 stay until the others know its error, for `seconds` at most; they say so here.
+
+    They read it in the job's store, which rank 0 takes with it unless a launcher has it.
+    """
+    distributed = _distributed()
+    if distributed is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with contextlib.suppress(RuntimeError):  # what a store raises that is gone
+        store = distributed.distributed_c10d._get_default_store()
+        if distributed.get_rank() != 0:
+            store.add(_FAILING, 1)
+            return
+        deadline_s = time.monotonic() + seconds
+        while store.add(_FAILING, 0) < distributed.get_world_size() - 1 and time.monotonic() < deadline_s:
+            if is_asked_to_end:
+                return
+            time.sleep(_LOOK_UP_S)
 
 
 def may_speak() -> bool:

@@ -26,6 +26,7 @@ from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.checkpoints.loading import saved_calibration
+from megatron.trainer.checkpoints.save_lock import SaveLock
 from megatron.trainer.checkpoints.state import Trainable
 from megatron.trainer.data.build import SampleStream, Splits
 from megatron.trainer.ending.exits import closing
@@ -53,6 +54,7 @@ class Run:
     needs: Sequence[ChunkNeeds]
     trainable: Trainable
     scalars: Scalars
+    save_lock: SaveLock | None
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -99,9 +101,11 @@ class Run:
         )
 
     def close(self) -> None:
-        """End the planner and flush what is logged."""
+        """End the planner, flush what is logged and let other jobs save where this one did."""
         self.runtime.close()
         self.scalars.close()
+        if self.save_lock is not None:
+            self.save_lock.close()
 
 
 def set_up(settings: Settings) -> Run:
@@ -113,7 +117,7 @@ def set_up(settings: Settings) -> Run:
     device = initialize(settings)
     set_up_logging()
     is_calibrated = start_calibration.is_wanted(settings.training.dynamic_cp_calibrate, settings.planning, device)
-    _probe_folders(settings)
+    save_lock = _take_folders(settings)
     layer_choice, fused = _layers(settings, device), _fusions(settings, device)
     hardware = first_hardware(settings.planning, device)
     data = load_data(settings, device)
@@ -147,6 +151,7 @@ def set_up(settings: Settings) -> Run:
         needs=built.needs,
         trainable=_trainable(settings, runtime, built, data, calibration),
         scalars=_scalars(settings.logging, runtime.arguments),
+        save_lock=save_lock,
     )
     _log_choices(run)
     try:
@@ -228,8 +233,8 @@ def _calibrated(
     return runtime.measured(hardware), calibration
 
 
-def _probe_folders(settings: Settings) -> None:
-    """Check that rank 0 can write where the run will; collective.
+def _take_folders(settings: Settings) -> SaveLock | None:
+    """Check that rank 0 can write where the run will, and return the lock of --save, if there is one; collective.
 
     Raises:
         DynamicCPError: the same on every rank.
@@ -242,6 +247,7 @@ def _probe_folders(settings: Settings) -> None:
     for flag, folder in (("--tensorboard-dir", tensorboard_dir), ("--profile-dir", profile_dir)):
         if folder is not None:
             run_on_rank_zero(partial(checkpoint_files.probe_writable, folder, flag, InvalidInputError))
+    return None if save is None else SaveLock(save)
 
 
 def _trainable(
