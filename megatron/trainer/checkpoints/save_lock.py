@@ -7,6 +7,7 @@ while before it gives up. Where a file system has no locks, a line says that nob
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -35,32 +36,24 @@ class SaveLock:
     """
 
     def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / NAME
         self._file: IO[str] | None = None
         run_on_rank_zero(lambda: self._take(folder))
 
     def close(self) -> None:
-        """Let other jobs have the folder."""
+        """Let other jobs have the folder, and leave nothing in it."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would leave it to processes that were forked meanwhile
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would leave it to processes that were forked meanwhile
             self._file.close()
             self._file = None
 
     def _take(self, folder: str) -> None:
-        self._file = (Path(folder) / NAME).open("a+", encoding="utf-8")
         wait_s = min(WAIT_S, job_store().timeout.total_seconds() / 2)  # the other ranks wait for as long
         began_s = time.monotonic()
         waits = False
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except (BlockingIOError, PermissionError):  # NFS may say either
-                holder = self._holder()
-            except OSError as error:
-                logger.warning(
-                    "--save %s cannot be locked (%s): see to it that no other job saves there", folder, error.strerror
-                )
-                return
+        while (holder := self._try()) is not None:
             if time.monotonic() - began_s > wait_s:
                 raise CheckpointError(
                     f"--save {folder}: another job saves there ({holder}), and did not end within {wait_s:g} s: end "
@@ -71,14 +64,30 @@ class SaveLock:
                 logger.info("--save %s: another job saves there (%s): waiting %g s for its end", folder, holder, wait_s)
                 waits = True
             time.sleep(_LOOK_UP_S)
-        self._file.truncate(0)
-        self._file.write(_describe_this_job())
-        self._file.flush()
 
-    def _holder(self) -> str:
-        assert self._file is not None
-        self._file.seek(0)
-        return self._file.read(200) or "it has not said who it is"
+    def _try(self) -> str | None:
+        """Take the lock; return who has it if another job does."""
+        file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    file.truncate(0)
+                    file.write(_describe_this_job())
+                    file.flush()
+                    self._file = file
+                    return None
+            holder: str | None = "it is just ending"  # the file of the lock has gone since it was opened
+        except (BlockingIOError, PermissionError):  # NFS may say either
+            file.seek(0)
+            holder = file.read(200) or "it has not said who it is"
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): see to it that no other job saves there", self._path, error.strerror
+            )
+            holder = None
+        file.close()
+        return holder
 
 
 def _describe_this_job() -> str:
