@@ -363,6 +363,42 @@ FAULTS = {
     "experts of all ranks start alike": Fault(
         "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_with"
     ),
+    "routers learn from evaluations": Fault(
+        "if not (self.training and torch.is_grad_enabled()):  # evaluation, or",
+        "if self.training and not torch.is_grad_enabled():  # not evaluation, only",
+        "tests/trainer/test_experts.py -k evaluations",
+    ),
+    "routers count both passes of a recomputation": Fault(
+        "if not (self.training and torch.is_grad_enabled()):",
+        "if not self.training:",
+        f"{EXPERTS} -k counted_once",
+    ),
+    "biases of experts move by the first micro-batch only": Fault(
+        "            if self.enable_expert_bias:\n                self.local",
+        "            if self.enable_expert_bias and self.sums is None:\n                self.local",
+        f"{EXPERTS} -k counted_once",
+    ),
+    "biases of experts move by the first layer only": Fault(
+        "            if self.enable_expert_bias:\n                self.local",
+        "            if self.enable_expert_bias and self.layer_number == 1:\n                self.local",
+        f"{EXPERTS} -k equal_single_process",
+    ),
+    "the number of an expert is that of its rank": Fault(
+        "first = self.ep_group.rank() * self.num_local_experts",
+        "first = self.ep_group.rank()",
+        f"{EXPERTS} -k start_with",
+    ),
+    "the z-loss of a prompt counts once": Fault(
+        "dim=-1).square() * owners.copies).sum()", "dim=-1).square() * is_real[:, 0]).sum()", f"{QUESTIONS} and routers"
+    ),
+    "biases of experts know a prompt once": Fault(
+        "(routing_map * owners.copies[:, None]).sum(dim=0)", "routing_map.sum(dim=0)", f"{QUESTIONS} and routers"
+    ),
+    "positions of later tokens stay at the next one": Fault(
+        "np.where(shard + depth < len(values.tokens), positions + depth, 0)",
+        "np.where(shard + depth < len(values.tokens), positions + min(depth, 1), 0)",
+        "tests/distributed/test_multi_token.py -k later_columns",
+    ),
     "routers of modules are taken for those of the first layers": Fault(
         "before = self.config.num_layers if",
         "before = -self.config.num_layers if not",

@@ -185,9 +185,7 @@ class Session:
         Args:
             num_micro_batches: that Megatron-LM takes the step for.
         """
-        wrapper = self._wrappers[TRAIN]
-        assert wrapper.plan is not None
-        self._routing = sum_over_routers(self._chunks, wrapper.plan.facts.seqlen_sum, self.device)
+        self._routing = sum_over_routers(self._chunks, self.device)
         if self._routing is not None:
             tell_tracker(self._routing, self._chunks, num_micro_batches)
 

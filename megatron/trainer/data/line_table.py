@@ -24,6 +24,7 @@ class LineTable:
     """
 
     def __init__(self, root: str, index: LengthIndex) -> None:
+        self._index = index
         table = FileTable.from_columns(index.columns)
         self._paths = [root + file for file in table.list_names()]
         self._watch = FileWatch(table, range(len(table)), self._paths)
@@ -35,8 +36,9 @@ class LineTable:
         """Return a line.
 
         Raises:
-            DataError: its file cannot be read, or has changed since it was indexed.
+            DataError: its file cannot be read, or has changed since it was indexed; or the index has.
         """
+        self._index.check_unchanged()
         number = self._file(document)
         path = self._paths[number]
         with reading(path), open(path, "rb") as file:
