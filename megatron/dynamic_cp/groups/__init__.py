@@ -1,4 +1,5 @@
 """The CP groups of a rank: one for each aligned block of lanes that holds it.
 
-Read in this order: `first_exchange` (connects a group and checks it), `process_groups` (builds them all, at start-up).
+Read in this order: `first_exchange` (connects a group and checks it), `process_groups` (builds them all, at start-up),
+`model_groups` (checks the other groups of a model).
 """
