@@ -140,7 +140,8 @@ NORMS_BY_DAY = {
     "shared_expert": Layout(1, tp=2, sp=True, ep=2, variant="moe_top_1"),
     "latents": Layout(1, tp=2, sp=True, ep=2, variant="deepseek"),
     "stages": Layout(1, pp=2, variant="mtp_tied"),
-    "lanes": Layout(2, ep=2, variant="moe_biased", distributed_optimizer=True),
+    "lanes": Layout(2, ep=2, variant="moe_biased"),
+    "lanes_with_distributed_optimizer": Layout(2, ep=2, variant="moe_biased", distributed_optimizer=True),
 }
 NORMS_BY_NIGHT = {name: Layout(1, tp=2, sp=True, variant=name) for name in reference.VARIANTS}
 
