@@ -434,7 +434,8 @@ def reference_step(
                 mlp = layer.submodules.mlp
                 submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
                 experts = submodules.experts
-                of_one = experts.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else experts.submodules
+                # Already in 0.17 a function, though the layer's MLP is none yet.
+                of_one = experts.keywords["submodules"] if hasattr(experts, "keywords") else experts.submodules
                 of_one.linear_fc2 = Cloned
     num_tokens = []  # with a loss, of each sample so far
     if config.mtp_num_layers:
