@@ -43,6 +43,8 @@ QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
 HALVES = "tests/distributed/test_halves.py -k every_token or positions"
 TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
 EXPERTS = "tests/distributed/test_experts.py"
+REPORTS = "tests/distributed/test_upstream_faults.py"
+NORMS = REPORTS + " -k norm_that_gradients"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
     "the optimizer is not restored": Fault(
@@ -255,6 +257,25 @@ FAULTS = {
         "(rows[:, servers] + turn * topology.num_lanes)",
         "(rows[:, servers] + 0 * topology.num_lanes)",
         "tests/unit/disaggregation/test_task_plans.py -k made_once",
+    ),
+    "biases of experts count on the first tensor-parallel rank alone": Fault(
+        "                parameter.tensor_model_parallel = True\n", "", NORMS
+    ),
+    "learned sinks count on the first tensor-parallel rank alone": Fault(
+        "            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)\n",
+        "",
+        NORMS,
+    ),
+    "gathered logits are taken for a share of the words": Fault(
+        "    gathered_logits.install()\n", "", REPORTS + " -k in_these_situations"
+    ),
+    "groups of others are taken for megatron-core's own": Fault(
+        "        if ranks != _ranks_of(expected):\n", "        if not ranks:\n", REPORTS + " -k megatron_cores_own"
+    ),
+    "a target behind the end of a sample counts": Fault(
+        "take_shard(getattr(values, name), shard + depth))",
+        'take_shard(getattr(values, name), shard + depth * (name != "loss_mask")))',
+        REPORTS + " -k behind_the_end",
     ),
     "padded tokens of a rank are too few": Fault(
         "round_up(units * multiple // bucket.cp_size,",
