@@ -228,7 +228,7 @@ def _tasks(search: TaskSearch, direction: int, running: Running, num_holders: in
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     options, num_dedicated = search.prices.options, search.servers.number - num_holders
     query_bytes, kv_bytes = search.prices.task_bytes
-    extra = search.prices.profiles[direction].extra_tokens
+    extra = search.prices.extra_tokens(direction)
     spread = _spread(homes, num_dedicated, options)
     # Each part of a half with the server that it is spread to.
     rows = tasks_of(spread, [halves[halves[:, 4] == half, :4] for half in range(options.num_halves)]).rows

@@ -258,8 +258,8 @@ NO_ROOM = Unfit(
 def why_out_of_memory(peak_bytes: float, memory: MemoryModel, topology: Topology) -> Unfit:
     in_flight = ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size
     return Unfit(
-        f"they do not fit within memory: a rank needs {peak_bytes / 1e9:.2f} GB, the first stage keeping {in_flight:g} of them, and has "
-        f"{memory.available_bytes / 1e9:.2f} GB",
+        f"they do not fit within memory: a rank needs {peak_bytes / 1e9:.2f} GB, the first stage keeping {in_flight:g} "
+        f"of them, and has {memory.available_bytes / 1e9:.2f} GB",
         "recompute more, use more lanes or a larger tp_size (--tensor-model-parallel-size)",
     )
 
@@ -553,7 +553,7 @@ def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
 def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     query_bytes, kv_bytes = search.prices.task_bytes
-    options, extra = search.prices.options, search.prices.profiles[direction].extra_tokens
+    options, extra = search.prices.options, search.prices.extra_tokens(direction)
     queries = [np.ascontiguousarray(halves[halves[:, 4] == half, :4]) for half in range(options.num_halves)]
 
     def made(busy: Floats, tolerance: float) -> Tasks:
