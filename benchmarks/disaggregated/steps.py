@@ -207,7 +207,9 @@ def goals_markdown(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["case"].longest == longest and row["case"].pp >= 4 and row["pool"]]
         if not own:
             continue
-        words = f"{longest // K}k documents, PP 4 and 8, {len(own)} cases: best without / with the pool, after choice"
+        words = (
+            f"{longest // K}k documents, PP 4 and 8 given, {len(own)} cases: best without / with the pool, after choice"
+        )
         for name, dynamic, pool in ((words, (), ()), ("the same, both with up to 4 chunks", DEEPER[:1], DEEPER[1:])):
             chosen = [max(without_s(row, *dynamic) / (pool_s(row, *pool) or inf), 1.0) for row in own]
             mean = float(np.exp(np.mean(np.log(chosen))))
