@@ -643,3 +643,32 @@ def test_the_flags_hold_the_longest_sample_of_the_data_not_of_the_draw(capsys, t
     assert recommended(f"--lengths {lengths}")[1] == "1022"
     assert recommended(f"--lengths {lengths} --max-seqlen 400")[1] == "400"
     assert recommended(f"--lengths {lengths} --max-seqlen 1000 --overlong drop")[1] == "697"
+
+
+def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """At layouts that have one, each limit and number of chunks tried; the dynamic policy tries its layout, too."""
+    space = Space(num_gpus=8, tp_sizes=(1, 2), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("full",))
+    job = SweepJob(
+        batches=(samples_of([60000, *[2000] * 20]),), max_seqlen=60000, model=MODEL, hardware=HARDWARE
+    )  # fmt: skip
+    found = sweep(space, job, policies=("dynamic", "pool", "with-pool"))
+    dynamic, pool, either = (found.best[name] for name in ("dynamic", "pool", "with-pool"))
+    assert pool.setting.topology.pp_size == either.setting.topology.pp_size == 2
+    assert found.policies["pool"].num_planned >= 3
+    assert found.policies["pool"].refused["a pool has servers of at least 2 stages"] >= 2
+    assert dynamic.iteration_s <= evaluate(replace(pool.setting, policy="dynamic"), job).iteration_s
+    assert either.iteration_s <= 1.0001 * evaluate(replace(pool.setting, policy="with-pool"), job).iteration_s
+    for point, use in ((pool, "always"), (either, "auto")):
+        assert point.peak_bytes <= job.memory(point.setting).available_bytes
+        flags = launch_flags(
+            point.setting, model=MODEL, architecture=None, hardware_name="h100", max_seqlen=60000, global_batch_size=21
+        )
+        assert f"--dynamic-cp-pool {use}" in flags[1]
+    mixtral = settings_of(Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True), "full", "pool", space,
+                          replace(job, model=load_model("mixtral-8x7b")))  # fmt: skip
+    assert mixtral == Refused("attention of this model cannot be tasks of a pool")
+    words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4,8 --pp 1,2 --vpp 1 --recompute full --jobs 1"
+    assert cli.main([*words.split(), "--policy", "dynamic,balanced,pool,with-pool", "--batches", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"pool .*PP 2", printed)
+    assert "with-pool" in printed
