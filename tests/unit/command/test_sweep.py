@@ -667,7 +667,7 @@ def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytes
     mixtral = settings_of(Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True), "full", "pool", space,
                           replace(job, model=load_model("mixtral-8x7b")))  # fmt: skip
     assert mixtral == Refused("attention of this model cannot be tasks of a pool")
-    words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4,8 --pp 1,2 --vpp 1 --jobs 1"
+    words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4,8 --pp 1,2 --recompute full --jobs 1"
     assert cli.main([*words.split(), "--policy", "dynamic,balanced,pool,with-pool", "--batches", "1"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"pool .*PP 2", printed)
