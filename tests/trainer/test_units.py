@@ -185,6 +185,9 @@ import contextlib, os, signal, sys, threading, time
 import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
 from megatron.trainer.ending import exits, last_words
+from megatron.trainer.ending.failures import explained
+
+GLOO = "[gloo/tcp/pair.cc:537] Read error [127.0.0.1]:1684: Connection reset by peer. This is typically caused by"
 
 def run(when):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
@@ -192,8 +195,8 @@ def run(when):
         os.kill(os.getpid(), signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60 if when == "for ever" else 0.1)])
-        with exits.exit_signals(), exits.closing(Packer()):
-            raise DynamicCPError("rank 1 is gone")
+        with explained(10), exits.exit_signals(), exits.closing(Packer()):
+            raise RuntimeError(GLOO) if "gloo" in when else DynamicCPError("rank 1 is gone")
 
 class Packer:
     def close(self):
@@ -211,7 +214,7 @@ exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
 """
 
 
-@pytest.mark.by_day("closing-2", "packing, launched")
+@pytest.mark.by_day("closing-2", "packing, launched", "packing, gloo")
 @pytest.mark.parametrize(
     ("when", "code", "said"),
     [
@@ -220,6 +223,13 @@ exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
         ("training", -signal.SIGTERM, ""),
         ("packing", 2, "error: rank 1 is gone; then Packer did not close within 2 s\n"),
         ("packing, launched", 2, "error: rank 1 is gone; then Packer did not close within 0.5 s\n"),
+        (
+            "packing, gloo",
+            2,
+            "error: starting up: rank 0: Read error [127.0.0.1]:1684: Connection reset by peer; another rank has "
+            "probably ended, see the logs of all; if one was only slow, raise --distributed-timeout-minutes, which is "
+            "10; resume from the last checkpoint; then Packer did not close within 2 s\n",
+        ),
     ],
 )
 def test_a_launcher_that_ends_a_failing_rank_lets_it_say_why(tmp_path, when, code, said):

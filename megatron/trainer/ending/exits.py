@@ -83,6 +83,27 @@ def _say(error: BaseException, then: str) -> int:
     return 2
 
 
+Explain = Callable[[BaseException], BaseException]
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    return error
+
+
+_explain: Explain = _as_it_is
+
+
+@contextlib.contextmanager
+def explaining(explain: Explain) -> Iterator[None]:
+    """Have the errors of the body told as `explain` returns them, also where something does not close."""
+    global _explain
+    before, _explain = _explain, explain
+    try:
+        yield
+    finally:
+        _explain = before
+
+
 class _Closes(Protocol):
     def close(self) -> None: ...
 
@@ -97,7 +118,7 @@ def closing(thing: T) -> Iterator[T]:
         yield thing
     except BaseException as error:
         last_words.fail()  # from now on a signal means that there is little time
-        with _in_time(error, type(thing).__name__):
+        with _in_time(_explain(error), type(thing).__name__):
             thing.close()
         raise
     thing.close()
