@@ -180,6 +180,21 @@ def test_exit_codes(capsys, monkeypatch, outcome, code, said):
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.parametrize("error", [CheckpointError("two words"), RuntimeError("boom")])
+def test_what_torchrun_prints_ends_with_the_error(tmp_path, monkeypatch, error):
+    """It makes a traceback of its own and a summary, from what a failing rank leaves in a file."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = str(tmp_path / "error.json")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    code = exits.exit_code_of(lambda: _raise(error))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=path)
+    *_, said, border = str(ChildFailedError("pretrain_gpt.py", {0: failure})).splitlines()
+    assert set(border) == {"="}
+    assert said.endswith({1: "rank 0 failed: RuntimeError('boom')", 2: "error: two words"}[code])
+
+
 FAILING = """
 import contextlib, os, signal, sys, threading, time
 import torch.distributed as dist

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -72,15 +73,31 @@ def _report(error: BaseException, then: str = "") -> int:
 def _say(error: BaseException, then: str) -> int:
     if not isinstance(error, DynamicCPError):
         told = "".join(traceback.format_exception(error))
+        _tell_launcher(f"rank {global_rank()} failed: {error!r}{then}")
         print(f"rank {global_rank()} failed ({phase.current()}):\n{told}{then}", file=sys.stderr, flush=True)
         return 1
     # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
     if global_rank() != 0:
         last_words.let_rank_zero_speak(SPEAK_FIRST_S)
+    rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
+    told = f"error{rank}: {error}{then}"
+    _tell_launcher(told)
     if last_words.may_speak():
-        rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
-        print(f"error{rank}: {error}{then}", file=sys.stderr, flush=True)
+        print(told, file=sys.stderr, flush=True)
     return 2
+
+
+def _tell_launcher(told: str) -> None:
+    """Have torchrun end what it prints of this job with `told`, behind a traceback of its own.
+
+    Source: the format of `torch.distributed.elastic.multiprocessing.errors.ProcessFailure`.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
 
 
 Explain = Callable[[BaseException], BaseException]

@@ -167,7 +167,7 @@ def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp
 
 
 KILLED = """
-import os, signal
+import os, sys
 from multiprocessing import active_children
 from dynamic_cp.sweep import workers
 
@@ -175,19 +175,22 @@ if __name__ == "__main__":
     with workers.workers(None, 2) as run:
         def tell():
             print(*(one.pid for one in active_children()), flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), int(sys.argv[1]))
         run(print, [None, None], tell)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
-def test_processes_end_with_a_command_that_is_killed(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_processes_end_with_a_command_that_is_killed(tmp_path, number, code):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ROOT}
-    )
-    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    words = [sys.executable, str(script), str(int(number))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ROOT})
+    assert ended.returncode == code, ended.stderr
+    assert number == signal.SIGKILL or not ended.stderr, "semaphores are left"
     pids = [int(word) for line in ended.stdout.splitlines() if line[:1].isdecimal() for word in line.split()]
     assert len(pids) == 2, ended.stdout
     deadline_s = time.monotonic() + 10
