@@ -320,14 +320,23 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only
     made._theirs = argparse.Namespace(curr_iteration=2)
     made._refining = SimpleNamespace(forward_step=None)
     made.flops = SimpleNamespace(add=lambda _: None)
-    made.runtime = SimpleNamespace(model_shape=None, settings=SimpleNamespace(verify="digest"))
+    made._chunks = []
+    compared: list[Any] = []
+    made.runtime = SimpleNamespace(
+        model_shape=None,
+        settings=SimpleNamespace(verify="digest"),
+        check_attention=lambda chunks: compared.append((*chunks, len(seen))) or "",
+    )
     made._wrapper = lambda *_: Wrapper()
     monkeypatch.setattr(session, "run_schedule", run_schedule)
     monkeypatch.setattr(session, "training_flops", lambda *_: 1.0)
     iterator = SimpleNamespace(name="train")
-    made.run_step(
-        forward_step_func=None, data_iterator=iterator, model="model", seq_length=8, forward_only=forward_only
-    )
+    for _ in range(2):
+        seen.clear()
+        made.run_step(
+            forward_step_func=None, data_iterator=iterator, model="model", seq_length=8, forward_only=forward_only
+        )
+    assert compared == [("model", 0)], "attention is compared once, before the data of the first step"
     if forward_only:
         assert set(seen) == {"starting up"}, "an evaluation has its own name"
     else:

@@ -181,7 +181,7 @@ def test_exit_codes(capsys, monkeypatch, outcome, code, said):
 
 
 FAILING = """
-import contextlib, os, signal, sys, time
+import contextlib, os, signal, sys, threading, time
 import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
 from megatron.trainer.ending import exits, last_words
@@ -192,21 +192,34 @@ def run(when):
         os.kill(os.getpid(), signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60 if when == "for ever" else 0.1)])
-        with exits.exit_signals():
+        with exits.exit_signals(), exits.closing(Packer()):
             raise DynamicCPError("rank 1 is gone")
 
+class Packer:
+    def close(self):
+        if "packing" in when:
+            if when == "packing, launched":
+                os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
+when = sys.argv[1]
 last_words.TIME_TO_SPEAK_S = 1
+exits.CLOSE_S, exits.CLOSE_ONCE_ASKED_S = 2, 0.5
+if when == "packing, launched":
+    exits.CLOSE_S = 60
 exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
 """
 
 
-@pytest.mark.by_day("closing-2")
+@pytest.mark.by_day("closing-2", "packing, launched")
 @pytest.mark.parametrize(
     ("when", "code", "said"),
     [
         ("closing", 2, "error: rank 1 is gone\n"),
         ("for ever", -signal.SIGALRM, ""),
         ("training", -signal.SIGTERM, ""),
+        ("packing", 2, "error: rank 1 is gone; then Packer did not close within 2 s\n"),
+        ("packing, launched", 2, "error: rank 1 is gone; then Packer did not close within 0.5 s\n"),
     ],
 )
 def test_a_launcher_that_ends_a_failing_rank_lets_it_say_why(tmp_path, when, code, said):
