@@ -69,7 +69,7 @@ class _Habits(NamedTuple):
 
     Attributes:
         reads_text, reads_parts: which contents it writes, a text or a list of parts.
-        reads_arguments: it writes a tool call's arguments as they are where they are JSON text.
+        reads_arguments: it writes a tool call's arguments that are JSON text as it writes objects, or no objects.
         end: of the last turn, behind its content; None where it refuses a question and an answer.
         common_end: what of it is there where a turn follows, too.
         next_marks: what begins a user's message and a tool's, where `end` is empty.
@@ -276,14 +276,19 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
         written = write("?", PLACE, NEXT, role=role, in_parts=in_parts)
         return written.partition(PLACE)[2].partition(NEXT)[0]
 
+    def called(arguments: Any) -> str:
+        """Return the text of a question and a tool call."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+        return write("?", "", in_parts=in_parts, tool_calls=[call])
+
     arguments = json.dumps({PLACE: 1}, ensure_ascii=False)
-    call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+    by_text, by_object = called(arguments), called({PLACE: 1})
     asked = parts if in_parts else texts
     prompt = write("?", in_parts=in_parts, prompts=True)
     return _Habits(
         reads_text=reads_text,
         reads_parts=reads_parts,
-        reads_arguments=arguments in write("?", "", in_parts=in_parts, tool_calls=[call]),
+        reads_arguments=arguments in by_text and by_object in ("", by_text),
         end=asked.rpartition(PLACE)[2] if PLACE in asked else None,
         common_end=_agreed(asked.rpartition(PLACE)[2], between("user")).rstrip(),
         next_marks=(_first_mark(between("user")), _first_mark(between("tool"))),
