@@ -28,7 +28,7 @@ from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import PlanOptions, Problem, Topology
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
-from megatron.dynamic_cp.outside.collator import IGNORED
+from megatron.dynamic_cp.outside.documents import IGNORED
 from megatron.dynamic_cp.outside.lanes import Lanes
 
 if TYPE_CHECKING:

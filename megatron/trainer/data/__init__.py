@@ -12,8 +12,8 @@ Read in this order:
 - `line_table`: the lines of JSONL
 - `questions`: which of them are prompts with several responses
 - `text_files`, `json_lines`: two sources
-- `chat_template` (messages to a text), `chat_format` (what of it is learned), `chat` (tokens and a loss mask),
-  `chat_lines`: a third
+- `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
+  learned), `chat` (tokens and a loss mask), `chat_lines`: a third
 - `indexed` (.bin/.idx), `mock` (random tokens): two more
 - `data_path`: --data-path to entries with weights, and their files
 - `entries`: files to an index, and to a source

@@ -1,4 +1,5 @@
-"""Chats: lines {"messages": [{"role": ..., "content": ...}, ...]} as tokens, and which of these are learned.
+"""Chats: lines {"messages": [{"role": ..., "content": ...}, ...]} as tokens, and which of these are learned. Other
+forms of chats become this one in `chat_records`.
 
     line -> parse_chats -> ChatFormat.texts -> ChatReader.read -> ChatLines
 
@@ -11,7 +12,7 @@ text, or messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.trainer.data.chat_format import ChatFormat, ChatText, Span, is_learned_answer
-from megatron.trainer.data.chat_template import CLOSE, OPEN, PLACE
+from megatron.trainer.data.chat_records import (
+    MESSAGES,
+    called,
+    calls_of,
+    checked,
+    has_mark,
+    messages_of,
+    tools_of,
+    unlearned,
+)
 from megatron.trainer.data.json_text import (
     PROMPT,
     RESPONSES,
@@ -30,8 +40,6 @@ from megatron.trainer.data.json_text import (
     question_of,
 )
 from megatron.trainer.data.tokenizer import TextTokenizer
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Chats(NamedTuple):
@@ -52,69 +60,26 @@ def parse_chats(line: bytes) -> Chats:
     """Return the chats of a line.
 
     Raises:
-        LineError: no JSON object with messages, or with a prompt and responses; a message without role or content, or
-            no assistant to learn.
+        LineError: no JSON object of a form that `chat_records` knows, or with a prompt and responses; a message without
+            role or content, or no assistant to learn.
     """
     value = object_of_line(line, '{"messages": [...]}')
-    if _has_mark(value.get("tools")):
+    tools = tools_of(value)
+    if has_mark(tools):
         raise LineError(": field 'tools' has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
     if RESPONSES in value:
-        question = question_of(value, "messages")
+        question = question_of(value, MESSAGES)
         given = [{"role": "user", "content": question.prompt}] if isinstance(question.prompt, str) else question.prompt
-        _check_messages(given, PROMPT, "a text, or at least one message, is needed")
-        shared = [one | {"weight": 0} if one["role"] == "assistant" else one for one in given]
+        shared = unlearned(checked(given, PROMPT, "a text, or at least one message, is needed"))
         chats = [[*shared, {"role": "assistant", "content": response}] for response in question.responses]
-        if _has_mark([*question.responses]):
+        if has_mark([*question.responses]):
             raise LineError(f": field {RESPONSES!r} has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
-        return Chats(chats, value.get("tools"), True)
-    if "messages" not in value:
-        raise LineError(
-            f" has no field 'messages' (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
-            "--sft reads chats; leave it out for text"
-        )
-    messages = value["messages"]
-    _check_messages(messages, "messages", "at least one question and one answer are needed")
+        return Chats(chats, tools, True)
+    messages = messages_of(value)
     if not any(is_learned_answer(message) for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise LineError(f" has no assistant message to learn, {len(messages)} of {roles}: nothing of it can be learned")
-    return Chats([messages], value.get("tools"), False)
-
-
-def _check_messages(messages: Any, field: str, needed: str) -> None:
-    """Raise LineError where these are no messages."""
-    if not isinstance(messages, list) or not messages:
-        said = f"{len(messages)} messages" if isinstance(messages, list) else f"a {type(messages).__name__}"
-        raise LineError(f": field {field!r} is {said}: {needed}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise LineError(f" message {number} is a {type(message).__name__}, not an object: repair the line")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise LineError(f" message {number} has role {role!r}: use one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            said = f"is a {type(content).__name__}, not a string" if "content" in message else "is missing"
-            raise LineError(f" message {number} ({role}): its content {said}: repair the line")
-        if _has_mark(message):
-            raise LineError(f" message {number} ({role}) has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
-        if role == "assistant" and message.get("weight") not in (None, 0, 1):
-            raise LineError(
-                f" message {number} ({role}) has weight {message['weight']!r}: 0, which is not learned, and 1 are "
-                "supported"
-            )
-
-
-def _has_mark(value: Any) -> bool:
-    """Return whether a mark of spans is in `value`: a template could write any of it."""
-    values = [value]
-    while values:
-        one = values.pop()
-        if isinstance(one, str) and any(mark in one for mark in (OPEN, CLOSE, PLACE)):
-            return True
-        if isinstance(one, dict):
-            values += [*one, *one.values()]
-        elif isinstance(one, list):
-            values += one
-    return False
+    return Chats([messages], tools, False)
 
 
 class ReadChat(NamedTuple):
@@ -152,9 +117,21 @@ class ChatReader:
             LineError: a chat that is malformed, or of which tokens are part prompt and part answer.
         """
         chats = parse_chats(line)
-        texts = [text for messages in chats.messages for text in self.chat_format.texts(messages, chats.tools)]
+        texts = [text for messages in chats.messages for text in self._texts(messages, chats.tools)]
         documents = [self.tokens(text) for text in texts]
         return [self._joined(documents)] if chats.share_prompt else documents
+
+    def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatText]:
+        """Return the texts of a chat; LineError where its template leaves out a tool call."""
+        texts = self.chat_format.texts(messages, tools)
+        for number, message in enumerate(messages, 1):
+            for call in calls_of(message):
+                if not any(called(call)["name"] in text for text, _ in texts):
+                    raise LineError(
+                        f" message {number} ({message['role']}): {self.chat_format.name} leaves out its call of "
+                        f"{called(call)['name']!r}: use a template that writes tool_calls (--chat-template FILE)"
+                    )
+        return texts
 
     def tokens(self, one: ChatText) -> ReadChat:
         """Return the tokens of a text; LineError where one is part prompt and part answer."""

@@ -21,6 +21,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from megatron.trainer.data.chat_records import with_objects
 from megatron.trainer.data.chat_template import CLOSE, NEXT, OPEN, PLACE, as_templates_see_it, render, uses_date
 from megatron.trainer.data.json_text import LineError
 
@@ -68,6 +69,7 @@ class _Habits(NamedTuple):
 
     Attributes:
         reads_text, reads_parts: which contents it writes, a text or a list of parts.
+        reads_arguments: it writes a tool call's arguments that are JSON text as it writes objects, or no objects.
         end: of the last turn, behind its content; None where it refuses a question and an answer.
         common_end: what of it is there where a turn follows, too.
         next_marks: what begins a user's message and a tool's, where `end` is empty.
@@ -76,6 +78,7 @@ class _Habits(NamedTuple):
 
     reads_text: bool
     reads_parts: bool
+    reads_arguments: bool
     end: str | None
     common_end: str
     next_marks: tuple[str, str]
@@ -185,8 +188,10 @@ class ChatFormat:
         return start
 
     def _readable(self, message: Message, number: int, tools: Any) -> Message:
-        """Return a message with its content as the template reads it: a text, or a list of parts."""
+        """Return a message as the template reads it: content as text or parts, arguments as text or objects."""
         content, habits = message.get("content"), self._habits(tools)
+        if not habits.reads_arguments:
+            message = with_objects(message, number)
         if isinstance(content, str) and not habits.reads_text and habits.reads_parts:
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list):
@@ -242,13 +247,18 @@ def _by_marks(marked: str, messages: Sequence[Message], name: str) -> ChatText:
 def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str) -> _Habits:
     """Return how a template writes the content and the end of a turn."""
 
-    def write(*contents: str, role: str = "user", in_parts: bool = False, prompts: bool = False) -> str:
-        """Return the text of a question, an answer and a message of `role`, as many as there are contents."""
+    def write(*contents: str, role: str = "user", in_parts: bool = False, prompts: bool = False, **more: Any) -> str:
+        """Return the text of a question, an answer and a message of `role`, as many as there are contents.
+
+        Args:
+            more: keys of the last message.
+        """
         roles = ("user", "assistant", role)
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": name, "content": [{"type": "text", "text": content}] if in_parts else content}
             for name, content in zip(roles, contents, strict=False)
         ]
+        messages[-1] |= more
         try:
             text = render("", template, date, messages, None, dict(variables), add_generation_prompt=prompts)
         except LineError:
@@ -266,11 +276,19 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
         written = write("?", PLACE, NEXT, role=role, in_parts=in_parts)
         return written.partition(PLACE)[2].partition(NEXT)[0]
 
+    def called(arguments: Any) -> str:
+        """Return the text of a question and a tool call."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+        return write("?", "", in_parts=in_parts, tool_calls=[call])
+
+    arguments = json.dumps({PLACE: 1}, ensure_ascii=False)
+    by_text, by_object = called(arguments), called({PLACE: 1})
     asked = parts if in_parts else texts
     prompt = write("?", in_parts=in_parts, prompts=True)
     return _Habits(
         reads_text=reads_text,
         reads_parts=reads_parts,
+        reads_arguments=arguments in by_text and by_object in ("", by_text),
         end=asked.rpartition(PLACE)[2] if PLACE in asked else None,
         common_end=_agreed(asked.rpartition(PLACE)[2], between("user")).rstrip(),
         next_marks=(_first_mark(between("user")), _first_mark(between("tool"))),

@@ -175,8 +175,11 @@ BAD_LINES = [
     (line_of([("user", "x"), ("bot", "y")]), "message 2 has role 'bot': use one of system, developer, user"),
     (b'{"messages": [{"content": "x"}]}', "message 1 has role None"),
     (b'{"messages": [{"role": "user"}]}', "message 1 (user): its content is missing"),
-    (b'{"messages": [{"role": "assistant", "content": null}]}', "its content is a NoneType, not a string"),
-    (b'{"messages": [{"role": "user", "content": ["x"]}]}', "its content is a list, not a string"),
+    (b'{"messages": [{"role": "assistant", "content": null}]}', "its content is null and it has no tool_calls"),
+    (
+        b'{"messages": [{"role": "user", "content": ["x"]}]}',
+        'a part of its content is {"type": "text", "text": ...}, not \'x\'',
+    ),
     (line_of([("system", "x")]), "has no assistant message to learn, 1 of system"),
     (line_of([("user", "\ufdd0"), ("assistant", "y")]), "message 1 (user) has the noncharacter"),
     (

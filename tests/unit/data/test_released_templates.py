@@ -231,3 +231,21 @@ def test_texts_and_loss_are_those_of_transformers(tmp_path, transformers, tokeni
 
 def test_all_released_templates_are_looked_at():
     assert len(FILES) >= 61
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_arguments_that_are_json_text_are_written_as_arguments(name, tmp_path, tokenizer_json):
+    reader = reader_of(folder_of(tmp_path, tokenizer_json, name))
+
+    def written(arguments):
+        """Return the tokens, or why there are none."""
+        call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+        chat = [user("What is 2 plus 3?"), assistant(None, tool_calls=[call]), RESULT, assistant("It is 5.")]
+        line = json.dumps({"messages": chat, "tools": [{"type": "function", "function": TOOL}]}).encode()
+        try:
+            return [one.tokens.tolist() for one in reader.read(line)]
+        except LineError as error:
+            return str(error)
+
+    as_text, as_objects = written('{"a": 2, "b": 3}'), written({"a": 2, "b": 3})
+    assert as_text == as_objects or ("concatenate str" in as_objects and isinstance(as_text, list))
