@@ -317,6 +317,10 @@ class _Adaptor:
             return original(*args, **kwargs)
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        if not getattr(self._get_args(), "use_persistent_ckpt_worker", False):  # that worker was given its queue
+            from megatron.trainer.checkpoints.writer_process import expect_results
+
+            expect_results()
         with _checkpoint_phase(f"iteration {iteration}, saving"):
             original(iteration, *args, **kwargs)
 

@@ -267,3 +267,14 @@ def test_errors_say_where_the_run_was(tmp_path: Path) -> None:
     loading = ended(SCRIPT, f"{flags} --load {tmp_path}/saved", ranks=1)
     assert loading.returncode != 0
     assert "rank 0 failed (loading the checkpoint):" in loading.stderr, loading.stderr[-3000:]
+
+
+def test_save_that_cannot_write_leaves_no_process(tmp_path: Path) -> None:
+    """A process that is left holds the output open; the launcher has ended by then."""
+    flags = f"{SHARED} {ON_CPU} --dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 256 --eval-iters 0"
+    for name in ("__0_0.distcp", "__0_1.distcp"):
+        (tmp_path / "saved" / "iter_0000002" / name).mkdir(parents=True)
+    done = ended(SCRIPT, f"{flags} --save {tmp_path}/saved --save-interval 2 --ckpt-format torch_dist", ranks=1)
+    assert done.returncode != 0
+    assert "rank 0 failed (iteration 2, saving):" in done.stderr, done.stderr[-3000:]
+    assert re.search("IsADirectoryError|Is a directory", done.stderr), done.stderr[-4500:]
