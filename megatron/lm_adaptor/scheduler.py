@@ -224,7 +224,7 @@ def _refuse_flags_of_releases(argv: Sequence[str]) -> None:
     given = [word for word in (word.split("=", 1)[0] for word in argv) if word in ours]
     if given:
         raise UnsupportedFeatureError(
-            f"{', '.join(given)} is for releases, and this checkout (branch dev) packs samples itself: leave it out, and "
-            f"give --dynamic-context-parallel --sequence-packing-scheduler {NAME}",
+            f"{', '.join(given)} is for releases, and this checkout (branch dev) packs samples itself: leave it out, "
+            f"and give --dynamic-context-parallel --sequence-packing-scheduler {NAME}",
             flags=tuple(given),
         )

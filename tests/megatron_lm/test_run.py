@@ -160,10 +160,11 @@ def test_experts_equal_the_checkout_without_dynamic_cp(ep_size: int, tmp_path: P
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
         "--multi-latent-attention --kv-lora-rank 32 --q-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
         "--v-head-dim 16 --qk-layernorm --disable-bias-linear",
+        "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
         "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 0.01 "
         "--expert-model-parallel-size 2",
     ],
-    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "experts_ep2"],
+    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "latents_biases", "experts_ep2"],
 )
 def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None:
     """The same data, order, plans and weights: the same losses, with several CP sizes in one run."""

@@ -57,7 +57,7 @@ def test_flags_of_releases_are_named_with_those_to_give(flags: str, named: str) 
 
 
 def test_flags_that_the_checkout_has_stay() -> None:
-    argv = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 128 --use-varlen-dataset --cp-comm-type p2p".split()
+    argv = ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "128", "--use-varlen-dataset"]
     assert scheduler.take_choice(argv)[0] == argv
 
 
