@@ -25,6 +25,7 @@ from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Experts, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.lm_adaptor.checkout import SCHEDULERS, SUPPORTED_VERSIONS
+from megatron.lm_adaptor.flags import add_flags
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_ns, groups_of, groups_of_greedy
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,17 @@ logger = logging.getLogger(__name__)
 NAME = "dynamic_cp_planner"
 THEIRS = "default_dynamic_cp"
 """The one name that the checkout accepts with --dynamic-context-parallel; it means our class once that was chosen."""
+
+_THEIR_FLAGS = {
+    "--dynamic-context-parallel",
+    "--context-parallel-size",
+    "--max-seqlen-per-dp-cp-rank",
+    "--cp-comm-type",
+    "--distributed-backend",
+    "--use-varlen-dataset",
+    "--varlen-mock-dataset-config-json",
+}
+"""What the checkout has of the flags that the adaptor adds to releases."""
 
 _MODULE = "megatron.core.datasets.data_schedule"
 
@@ -212,13 +224,31 @@ def take_choice(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
 
     The checkout lists its schedulers in a type annotation and in checks, which nothing can be added to; so the choice
     is exchanged for the name that it knows.
+
+    Raises:
+        UnsupportedFeatureError: a flag of ours that only releases have.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--sequence-packing-scheduler")
     parser.add_argument("--dynamic-cp-hardware", default="h100")
     parser.add_argument("--dynamic-cp-search", default="fast", choices=("fast", "thorough"))
     ours, rest = parser.parse_known_args(list(argv))
+    _refuse_flags_of_releases(rest)
     ours.is_chosen = ours.sequence_packing_scheduler == NAME
     if ours.sequence_packing_scheduler is not None:
         rest += ["--sequence-packing-scheduler", THEIRS if ours.is_chosen else ours.sequence_packing_scheduler]
     return rest, ours
+
+
+def _refuse_flags_of_releases(argv: Sequence[str]) -> None:
+    """Check that no flag is given that the adaptor adds to releases only: the checkout would list all that it has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    ours = {flag for action in parser._actions for flag in action.option_strings} - _THEIR_FLAGS
+    given = [word for word in (word.split("=", 1)[0] for word in argv) if word in ours]
+    if given:
+        raise UnsupportedFeatureError(
+            f"{', '.join(given)} is for releases, and this checkout (branch dev) packs samples itself: leave it out, "
+            f"and give --dynamic-context-parallel --sequence-packing-scheduler {NAME}",
+            flags=tuple(given),
+        )

@@ -46,6 +46,35 @@ def test_other_choices_stay(argv: list[str]) -> None:
     assert not ours.is_chosen
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--lr 1 --dynamic-cp", "--dynamic-cp"),
+        ("--dynamic-cp --dynamic-cp-refine=2 --dynamic-cp-hardware cpu", "--dynamic-cp, --dynamic-cp-refine"),
+        ("--overlong drop", "--overlong"),
+    ],
+)
+def test_flags_of_releases_are_named_with_those_to_give(flags: str, named: str) -> None:
+    """In place of the usage of all flags of the checkout."""
+    with pytest.raises(UnsupportedFeatureError, match=rf"^{named} is for releases, .*leave it out, and give") as caught:
+        scheduler.take_choice(flags.split())
+    assert str(caught.value).endswith("--dynamic-context-parallel --sequence-packing-scheduler dynamic_cp_planner")
+
+
+def test_flags_that_the_checkout_has_stay() -> None:
+    argv = ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "128", "--use-varlen-dataset"]
+    assert scheduler.take_choice(argv)[0] == argv
+
+
+@needs_checkout
+def test_a_dev_checkout_answers_in_one_line() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "megatron.dynamic_cp.run", f"{CHECKOUT}/pretrain_gpt.py"]
+    done = subprocess.run([*command, "--dynamic-cp"], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --dynamic-cp is for releases")
+    assert done.stderr.count("\n") == 1
+
+
 def test_checkout_without_the_table_is_refused() -> None:
     """The installed megatron-core has a data_schedule, without scheduler_map."""
     with pytest.raises(UnsupportedFeatureError, match="has no scheduler_map"):
