@@ -94,7 +94,9 @@ FAULTS = {
         FULL,
     ),
     "labels of an encoder are shifted": Fault(
-        "    if causal:\n        labels = np.append", "    if True:\n        labels = np.append", FULL + " -k labels"
+        "np.append(document.labels[1:], IGNORED) if causal else",
+        "np.append(document.labels[1:], IGNORED) if True else",
+        FULL + " -k labels",
     ),
     "a tile of placed attention is dropped": Fault(
         "        tiles[lane][division].append((numbers[row, ROW], numbers[column, COLUMN]))\n",
