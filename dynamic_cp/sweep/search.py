@@ -15,7 +15,7 @@ missed; in 5 cases of 190 to 350 settings and 8 batches the fastest one was with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ class Found:
     """What a sweep found for one policy.
 
     Attributes:
-        best: its fastest setting; None where it has none.
+        best: its fastest setting, of equally fast ones that which needs least memory; None where it has none.
         next_best: the fastest one with another layout, if any was planned.
         num_planned: settings that were planned, with one batch at least; bounds ruled out the others.
         refused: reason -> how many layouts or settings it ruled out, most frequent first.
@@ -69,7 +69,8 @@ class Sweep:
     Attributes:
         policies: policy -> its fastest setting, in the order in which they were asked for.
         recommended: the policy to train with: dynamic where it gains enough over the fastest static one, else that.
-        front: settings of the recommended policy that no other beats in both time and memory, the fastest first.
+        front: settings of the recommended policy that no other beats in both time and memory, the fastest first: that is
+            its `best`.
     """
 
     policies: Mapping[str, Found]
@@ -136,13 +137,18 @@ def speedup_over(best: Mapping[str, Point], baseline: str) -> Speedup:
     return speedup_of("dynamic", best["dynamic"].batches_s, baseline, best[baseline].batches_s)
 
 
-def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
+def fastest_first(points: Iterable[Point]) -> list[Point]:
+    """Return the points by their seconds; of equally fast ones that which needs least memory comes first."""
+    return sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes))  # stable: ties keep their order
+
+
+def pareto_front(points: Iterable[Point]) -> tuple[Point, ...]:
     """Return the points that no other equals or beats in both time and memory, the fastest first.
 
     A slower point is kept only if it saves memory that is worth a line.
     """
     front: list[Point] = []
-    for point in sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes)):  # stable: ties keep their order
+    for point in fastest_first(points):
         if not front or point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes:
             front.append(point)
     return tuple(front)
@@ -221,7 +227,7 @@ class _Race:
 
     def found(self, policy: str) -> Found:
         """Return what is known of a policy."""
-        points = sorted(self._points[policy].values(), key=lambda one: one.iteration_s)
+        points = fastest_first(self._points[policy].values())
         others = [one for one in points if _layout(one.setting) != _layout(points[0].setting)]
         return Found(
             best=points[0] if points else None,

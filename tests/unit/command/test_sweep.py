@@ -92,6 +92,22 @@ def test_nothing_close_beats_the_front(found, everything):
         assert faster.peak_bytes > slower.peak_bytes
 
 
+def test_of_equally_fast_settings_one_is_chosen_for_all_that_is_printed(monkeypatch):
+    """Verdict, list and launch line named two settings of equal seconds."""
+
+    def evaluated(setting, job):
+        return Point(
+            setting=setting, batches_s=(1.0,), peak_bytes=float(setting.max_tokens_per_rank), tokens_per_s_per_gpu=1.0,
+            num_microbatches=1.0, largest_cp_size=1,
+        )  # fmt: skip
+
+    monkeypatch.setattr("dynamic_cp.sweep.search.evaluate_first", evaluated)
+    few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,), vp_sizes=(1,))
+    found = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic",))
+    assert found.num_planned > 2
+    assert found.front == (found.best["dynamic"],), "the one that needs least memory"
+
+
 def test_the_dynamic_policy_is_at_least_as_fast_as_the_others(found):
     for point in found.best.values():
         assert found.best["dynamic"].iteration_s <= point.iteration_s * (1 + 1e-9)
@@ -298,11 +314,15 @@ def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept
     gain = speedup_of("dynamic", best["dynamic"]["batches_s"], static, best[static]["batches_s"])
     says = re.fullmatch(
         rf"Best static ([\d.]+) s \({static} CP (\d+) at TP (\d), .*?\), dynamic ([\d.]+) s \(TP (\d), .*?\): "
-        r"(.*) ([\d.]+)x \(95% ([\d.]+)\.\.([\d.]+)\)(, too small to recommend it)?\.",
+        r"(.*) ([\d.]+)x \(95% ([\d.]+)\.\.([\d.]+)\)"
+        r", ([\d.]+)x over (static|balanced), ([\d.]+)x over megatron-dev(, too small to recommend it)?\.",
         text[text.index("Best static") :],
     )
     assert says, text[-400:]
-    theirs_s, cp_size, their_tp, ours_s, our_tp, judgement, *factors, small = says.groups()
+    theirs_s, cp_size, their_tp, ours_s, our_tp, judgement, *factors, over, other, over_greedy, small = says.groups()
+    for policy, shown in ((other, over), ("megatron-dev", over_greedy)):
+        ratio = speedup_of("dynamic", best["dynamic"]["batches_s"], policy, best[policy]["batches_s"]).ratio
+        assert (policy != static, float(shown)) == (True, round(ratio, 2))
     assert [float(theirs_s), int(cp_size), int(their_tp)] == [
         round(best[static]["iteration_s"], 3), best[static]["static_cp_size"], best[static]["tp"]
     ]  # fmt: skip
