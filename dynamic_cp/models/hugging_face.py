@@ -323,7 +323,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     """Return what `data`, of which `model_shape` has read the shape, says beyond it.
 
     What pretrain_gpt.py does not have is in `not_trained`, entries among them that are not known here and switch
-    something on: nothing that a config says is left out silently.
+    something on: nothing that a config says is left out silently. That weights are quantized changes nothing of a run
+    that starts without them: it is in `not_imported`.
 
     Args:
         where: what to call the file in errors.
@@ -337,9 +338,6 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])
     attention_bias, mlp_bias = bool(data.get("attention_bias")), bool(data.get("mlp_bias"))
     not_trained += why_routed_otherwise
-    if data.get("quantization_config"):
-        quantized = data["quantization_config"]
-        not_trained.append(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16")
     if model_type == "gpt_oss":
         # One entry is for all biases, those of experts and of their router among them.
         attention_bias = mlp_bias = bool(data.get("attention_bias", True))
@@ -385,6 +383,9 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
         init_method_std=number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
+        not_imported=(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",)
+        if (quantized := data.get("quantization_config"))
+        else (),
     )
 
 
